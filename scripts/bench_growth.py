@@ -158,7 +158,7 @@ def by_vocabulary(model: Path, vocabulary: int) -> Point:
 def a_step(model: Path, tokens: int, rows: int, shared: int) -> Point:
     """Measure a training step on `rows` rows whose first `shared` tokens are the same; it is not the first step."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.losses.options import ClippedPGOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     torch.set_num_threads(1)

@@ -86,7 +86,8 @@ def make_policy(directory):
 def measure(policy, rows, prompt, response, groups, repetitions):
     """Return the tokens of a step without and with sharing, and the CPU seconds of both."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn
-    from mcore_rl.losses.options import ClippedPGOptions, DPOOptions
+    from mcore_rl.losses.options import DPOOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
 
     data = make_batch(rows, prompt, response, groups)
     loss_fn = DPOLossFn(DPOOptions()) if rows == 2 else ClippedPGLossFn(ClippedPGOptions())

@@ -116,8 +116,8 @@ def invent_rollouts(config, tokenizer):
     """Return random responses to the first prompts, with random rewards; their content does not matter here."""
     import torch
 
-    from mcore_rl.algorithms.advantages import advantages_of
-    from mcore_rl.algorithms.grpo import add_positive_examples
+    from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of
+    from mcore_rl.algorithms.grpo import add_columns_of_loss
     from mcore_rl.data.datasets import load_prompt_dataset
     from mcore_rl.rollouts.samples import Rollout, to_batch
 
@@ -132,9 +132,15 @@ def invent_rollouts(config, tokenizer):
             rollouts.append(rollout)
     rewards = torch.rand(prompts, group, generator=generator)
     data = to_batch(rollouts, tokenizer.pad_token_id)
-    data["advantages"] = advantages_of(config.grpo, rewards, data["token_mask"])
-    if config.loss.positive_example_nll_weight:
-        add_positive_examples(data, rewards)
+    shape, names = data["token_mask"].shape, config.environment.rewards.values()
+    more = EstimatorInputs(
+        torch.rand(len(names), prompts, group, generator=generator),
+        torch.tensor([reward.weight for reward in names]),
+        torch.rand(shape, generator=generator),
+        torch.rand(shape, generator=generator),
+    )
+    data["advantages"] = advantages_of(config.grpo, rewards, data["token_mask"], more=more)
+    add_columns_of_loss(config.loss, data, rewards)
     return data
 
 

@@ -7,14 +7,17 @@ equal rewards such as 0.7; the division by an equally small deviation, and then 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
-from mcore_rl.distributed.batched_data_dict import BatchShare
-from mcore_rl.rollouts.samples import differ, has_signal
+from mcore_rl.distributed.batched_data_dict import BatchShare, reduced
+from mcore_rl.errors import TrainingError
+from mcore_rl.rollouts.samples import differ, has_signal, last_response_tokens
 
 
 def group_advantages(
@@ -53,6 +56,106 @@ def group_advantages(
         sharpens = differ(r[:, None], counted)
         advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
     return advantages.to(_result_type(rewards))
+
+
+def maxrl_advantages(
+    rewards: Float[Tensor, "prompts group"],
+    epsilon: float = 1e-4,
+    judged: Bool[Tensor, "prompts group"] | None = None,
+) -> Float[Tensor, "prompts group"]:
+    """Compute MaxRL (arXiv:2602.02710): (r − mean) / (mean + ε) within each group, for rewards of at least 0.
+
+    Args:
+        judged: see `group_advantages`.
+
+    Raises:
+        TrainingError: a reward is negative. A negative mean would turn the advantages' signs around.
+    """
+    judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
+    r = torch.where(judged, rewards.double(), 0)
+    if bool((r < 0).any()):
+        raise TrainingError(
+            f"grpo.advantage_estimator=maxrl divides by the mean reward, and needs rewards of at least 0; a sample has "
+            f"{float(r.min()):g}"
+        )
+    mean = r.sum(1, keepdim=True) / judged.sum(1, keepdim=True).clamp(min=1)
+    differs = has_signal(r, judged)[:, None] & judged
+    return torch.where(differs, (r - mean) / (mean + epsilon), 0).to(_result_type(rewards))
+
+
+def gdpo_advantages(
+    rewards: Float[Tensor, "names prompts group"],
+    weights: Float[Tensor, " names"],
+    epsilon: float = 1e-4,
+    judged: Bool[Tensor, "prompts group"] | None = None,
+) -> Float[Tensor, "prompts group"]:
+    """Compute GDPO (arXiv:2601.05242): GRPO's advantages of each reward, their weighted sum, whitened over all samples.
+
+    A rarely differing reward thus counts as much as one that always differs.
+
+    Args:
+        rewards: each reward by its name; NaN for samples to which it does not apply, which get 0 for it.
+        judged: see `group_advantages`.
+    """
+    judged = torch.ones_like(rewards[0], dtype=torch.bool) if judged is None else judged
+    of_names = [group_advantages(r.double(), epsilon=epsilon, judged=judged & ~r.isnan()) for r in rewards]
+    total = (torch.stack(of_names) * weights.double()[:, None, None]).sum(0)
+    counted = total[judged]
+    if len(counted) < 2 or counted.max() == counted.min():
+        return torch.zeros_like(total).to(_result_type(rewards))
+    return torch.where(judged, (total - counted.mean()) / (counted.std() + epsilon), 0).to(_result_type(rewards))
+
+
+def optimal_token_baseline_advantages(
+    token_rewards: Float[Tensor, "own seq"],
+    score_norms: Float[Tensor, "own seq"],
+    token_mask: Float[Tensor, "own seq"],
+    group_of: Int[Tensor, " own"],
+    groups: int,
+    share: BatchShare | None = None,
+) -> Float[Tensor, "own seq"]:
+    """Compute G_t − b_t with the baseline of least variance over a group's samples, b_t = Σ_i G_it·W_it / Σ_i W_it.
+
+    t counts a sample's response tokens, G_t is the sum of their rewards from t on, and W_t is the sum up to t of
+    ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π² (verl's optimal_token_baseline). b_t is 0 where only one sample of the group
+    still has tokens.
+
+    Args:
+        token_rewards: reward of each token.
+        score_norms: 1 − 2π + Σ π² of each token.
+        token_mask: 1 for the tokens of responses of judged samples.
+        group_of: number of each sample's group, from 0 to `groups` − 1.
+        share: the samples given here; by default, all samples. Collective.
+
+    Returns:
+        fp32, 0 outside of responses.
+    """
+    share = share or BatchShare.whole(len(token_mask))
+    own = token_mask > 0
+    earned, norms = (torch.where(own, x.double(), 0) for x in (token_rewards, score_norms))
+    returns, weights = earned.flip(1).cumsum(1).flip(1), norms.cumsum(1)
+    longest = int(share.max(float(own.sum(1).max()) if own.numel() else 0.0)[0])
+    places = (group_of[:, None] * longest + own.cumsum(1) - 1)[own]
+    sums = torch.zeros(3, groups * longest, dtype=torch.float64)
+    for row, values in zip(sums, (returns * weights, weights, own.double()), strict=True):
+        row.index_add_(0, places, values[own])
+    weighted, total, count = reduced(sums, share.replicas)
+    baselines = torch.where(count > 1, weighted / total.clamp(min=1e-8), 0)
+    advantages = torch.zeros_like(returns)
+    advantages[own] = returns[own] - baselines[places]
+    return advantages.float()
+
+
+def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
+    """Return the rewards [B, S] of tokens: `token_rewards` plus, at the last response token, `beyond`; minus `penalty`.
+
+    Args:
+        beyond: [B], the amount that shaping has added to each sample's reward.
+        penalty: [B, S], subtracted from each token's reward (nats).
+    """
+    earned = data["token_rewards"].clone()
+    earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
+    return earned if penalty is None else earned - penalty
 
 
 def reinforce_plus_plus_advantages(
@@ -146,6 +249,20 @@ def whiten(
     return (values - mean) * mask / (math.sqrt(squares / count) + epsilon)
 
 
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """What single estimators read besides the rewards of samples.
+
+    named_rewards, reward_weights: for gdpo; rewards by name [N, P, G] with NaN where they do not apply, weights [N].
+    token_rewards, score_norms: for optimal_token_baseline; [B, S] each, of the share's samples.
+    """
+
+    named_rewards: Tensor | None = None
+    reward_weights: Tensor | None = None
+    token_rewards: Tensor | None = None
+    score_norms: Tensor | None = None
+
+
 def advantages_of(
     config: GRPOAlgorithmConfig,
     rewards: Float[Tensor, "prompts group"],
@@ -153,21 +270,37 @@ def advantages_of(
     penalty: Float[Tensor, "own seq"] | None = None,
     share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
+    more: EstimatorInputs = EstimatorInputs(),
 ) -> Float[Tensor, "own seq"]:
     """Compute the advantage of each token of some samples, by the configured estimator.
 
     Args:
         rewards: rewards of all samples.
-        share: the samples in token_mask and penalty; by default, all samples. Collective.
+        share: the samples in token_mask, penalty and the columns of `more`; by default, all samples. Collective.
         judged: see `group_advantages`.
     """
-    if config.advantage_estimator == "reinforce_plus_plus":
+    name, epsilon = config.advantage_estimator, config.advantage_epsilon
+    if name == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(
-            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon, share, judged
+            rewards, token_mask, penalty, config.minus_baseline, epsilon, share, judged
         )
-    leave_one_out, normalize = config.baseline_and_scale
-    population = config.advantage_deviation == "population"
-    advantages = group_advantages(rewards, leave_one_out, normalize, population, config.advantage_epsilon, judged)
+    if name == "optimal_token_baseline":
+        assert more.token_rewards is not None
+        assert more.score_norms is not None
+        groups, size = rewards.shape
+        group_of = _select_rows(torch.arange(groups)[:, None].expand(-1, size), share)[:, 0]
+        mask = token_mask if judged is None else token_mask * _select_rows(judged, share)
+        return optimal_token_baseline_advantages(more.token_rewards, more.score_norms, mask, group_of, groups, share)
+    if name == "gdpo":
+        assert more.named_rewards is not None
+        assert more.reward_weights is not None
+        advantages = gdpo_advantages(more.named_rewards, more.reward_weights, epsilon, judged)
+    elif name == "maxrl":
+        advantages = maxrl_advantages(rewards, epsilon, judged)
+    else:
+        leave_one_out, normalize = config.baseline_and_scale
+        population = config.advantage_deviation == "population"
+        advantages = group_advantages(rewards, leave_one_out, normalize, population, epsilon, judged)
     return _select_rows(advantages, share).expand(token_mask.shape).contiguous()
 
 

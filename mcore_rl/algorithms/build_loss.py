@@ -10,7 +10,7 @@ from mcore_rl.losses.distillation import (
     Teacher,
     WholeVocabularyDistillationLossFn,
 )
-from mcore_rl.losses.policy_gradient import ClippedPGLossFn
+from mcore_rl.losses.policy_gradient import build_policy_loss
 from mcore_rl.losses.preference import BradleyTerryLoss, KTOLossFn, build_dpo_loss
 
 
@@ -30,5 +30,5 @@ def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFu
         assert teacher is not None, "distillation over the whole vocabulary needs the teacher"
         return WholeVocabularyDistillationLossFn(config.distillation, teacher)
     if isinstance(config, RLConfig):
-        return ClippedPGLossFn(config.loss)
+        return build_policy_loss(config.loss)
     return DFTLoss() if isinstance(config, SFTConfig) and config.sft.loss == "dft" else NLLLoss()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mcore_rl import platform
-from mcore_rl.algorithms.advantages import advantages_of
+from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
@@ -24,14 +24,22 @@ from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.common import over_steps, reductions_of
-from mcore_rl.losses.options import ClippedPGOptions
-from mcore_rl.losses.policy_gradient import ClippedPGLossFn, calculate_kl, soft_overlong_penalty
+from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
+from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.collector import RolloutCollector, RolloutStatistics, rollout_metrics, staleness_metrics
+from mcore_rl.rollouts.collector import (
+    RolloutCollector,
+    StatisticsBySource,
+    answers_of,
+    groups_with_signal,
+    named_rewards,
+    rollout_metrics,
+    staleness_metrics,
+)
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
 from mcore_rl.rollouts.samples import (
     Rollout,
@@ -211,7 +219,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         super().__init__(config, inputs, policy)
         self.worker, self.critic = worker, critic
         self.replays = recorded is not None
-        self.loss_fn = ClippedPGLossFn(config.effective_loss_options(self.replays))
+        self.loss_fn = build_policy_loss(config.effective_loss_options(self.replays))
         self.collector = RolloutCollector(
             config, inputs, policy, worker, self.say, self.total_steps, recording, recorded
         )
@@ -244,7 +252,9 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.collector.write(step, rollouts)
         self.consumed_samples += asked
         outcomes = rollouts.outcomes
-        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped)
+        sums = StatisticsBySource(self.inputs.train.source_of)
+        sums.add(outcomes)
+        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped) | sums.metrics_of_sources()
         if config.rollouts.max_staleness:
             metrics |= staleness_metrics(outcomes, version=step - 1)
         self._check_judged(step, rollouts.generated)
@@ -262,8 +272,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         # Score: log-probabilities under the current weights (unless the sampler's are used) and under the reference.
         with phases("logprobs"):
             temperature = config.rollouts.temperature
+            if config.rollouts.reads_score_norms:
+                scored = policy.get_score_norms(rows, temperature)
+                rows["score_norms"] = scored["score_norms"]
+            elif config.scores_samples(self.replays):
+                scored = policy.get_logprobs(rows, temperature=temperature)
             if config.scores_samples(self.replays):
-                rows["prev_logprobs"] = policy.get_logprobs(rows, temperature=temperature)["logprobs"]
+                rows["prev_logprobs"] = scored["logprobs"]
             if policy.reference is not None:
                 scored = policy.get_reference_policy_logprobs(rows, temperature=temperature)
                 rows["reference_policy_logprobs"] = scored["reference_logprobs"]
@@ -272,13 +287,12 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         # Advantages: per sample, within its group; or per token, with a critic.
         if critic is None:
             options, judged = cast("GRPOAlgorithmConfig", config.rollouts), are_judged(outcomes).view_as(rewards)
-            mask = rows["token_mask"]
-            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged)
+            mask, more = rows["token_mask"], self._estimator_inputs(rows, rewards, outcomes)
+            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged, more)
         else:
             with phases("critic"):
                 metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
-        if config.loss.positive_example_nll_weight:
-            add_positive_examples(rows, rewards)
+        add_columns_of_loss(config.loss, rows, rewards)
 
         # Update: optimizer steps of the critic and of the policy on the minibatches.
         minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
@@ -293,16 +307,25 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Return metrics of the rewards of greedy responses to a set's prompts, in batches as large as a step's
-        rollouts."""
-        sums, prompts, options, phases = RolloutStatistics(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
-        size = options.num_prompts_per_step * options.num_generations_per_prompt
+        """Return metrics of the rewards of responses to a set's prompts, in batches as large as a step's rollouts.
+
+        A single response to each prompt is greedy. Several are sampled, with the same random numbers in each
+        validation.
+        """
+        prompts, options, phases = dataset.prompts, self.config.rollouts, PhaseTimes(step)
+        count = options.num_validation_generations
+        sums = StatisticsBySource(dataset.source_of, options.ks_of_validation, count)
+        size = max(1, options.num_prompts_per_step * options.num_generations_per_prompt // count)
         with phases("refit"):
             self.worker.prepare(step)
         with phases("validation", "validation, answers and their judging"):
             for first in range(0, len(prompts), size):
-                places = range(first, min(first + size, len(prompts)))
-                sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
+                indices = range(first, min(first + size, len(prompts)))
+                asked = [(i, prompts[i]) for i in indices for _ in range(count)]
+                ids = range(first * count, first * count + len(asked))
+                responses = self.worker.run(asked, ids, greedy=count == 1)
+                answers = answers_of(responses, self.worker.topology) if count > 1 else None
+                sums.add(responses.outcomes, answers)
         self.worker.finish()
         return sums.metrics(if_none_judged=math.nan)  # which is never the best validation
 
@@ -328,7 +351,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
         own = [rollouts.own[place] for place in led]
         batch = to_batch(own, pad, experts)
-        if self.critic is not None:
+        if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
         owners = torch.zeros(len(rollouts), dtype=torch.long)
@@ -354,6 +377,23 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if not share.indices:
             rows.pop("routed_experts", None)  # the dummy rows that keep ranks in step are routed normally
         return LocalBatch(rows, share)
+
+    def _estimator_inputs(
+        self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
+    ) -> EstimatorInputs:
+        """Return what the configured estimator reads besides the samples' rewards [P, G]; takes its columns off the
+        rows."""
+        options = self.config.rollouts
+        if options.compares_named_rewards:
+            judges = self.config.environment.rewards
+            by_name = named_rewards(outcomes, list(judges)).view(len(judges), *rewards.shape)
+            return EstimatorInputs(by_name, torch.tensor([judge.weight for judge in judges.values()]))
+        if options.reads_score_norms:
+            shaping = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
+            earned = token_rewards_with_penalty(rows, rows.share.select(shaping), None)
+            del rows["token_rewards"]
+            return EstimatorInputs(token_rewards=earned, score_norms=rows.pop("score_norms"))
+        return EstimatorInputs()
 
     def _replayed_experts(self) -> tuple[int, int] | None:
         """Return (layers, topk) of the experts to replay; None without `moe_router_replay`."""
@@ -443,7 +483,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         expected = {"token_mult_prob_error": 1.0} if same_tokens else {}
         if self.config.loss.kl_in_loss:
             expected["kl_penalty"] = 0.0
-        if not self.config.loss.disable_ppo_ratio:
+        if self.config.loss.has_ratio:
             expected["probs_ratio"] = 1.0
         for name, value in expected.items():
             if abs(metrics[name] - value) > tolerance:
@@ -544,7 +584,10 @@ def nothing_to_learn(
     if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
         return None
     shape = (1, -1) if compared == "batch" else tuple(rewards.shape)
-    if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
+    signal = has_signal(rewards.view(shape), are_judged(outcomes).view(shape))
+    if config.rollouts.compares_named_rewards:
+        signal = groups_with_signal(outcomes, rewards.shape[1], list(config.environment.rewards))
+    if bool(signal.any()):
         return None
     return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 
@@ -554,7 +597,7 @@ def _too_many_failed(failed: int, total: int, limit: float) -> bool:
     return failed > limit * total or failed == total
 
 
-def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
+def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
     """Return the KL penalty [B, S] of each token (nats), which `use_kl_in_reward` subtracts from the token's reward."""
     current = rows["prev_logprobs" if "prev_logprobs" in rows else "generation_logprobs"]
     reference = rows["reference_policy_logprobs"]
@@ -568,21 +611,29 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
     return tokens
 
 
-def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add the entries for the negative log-likelihood of samples with a positive reward.
+def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
+    """Add the entries for the likelihood terms of the loss: rewards, and numbers of tokens of the global batch.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.
     """
-    data["rewards"] = batch_share(data).select(rewards.flatten())
-    _count_positive(data)
+    if loss.positive_example_nll_weight:
+        data["rewards"] = batch_share(data).select(rewards.flatten())
+        data["num_positive_tokens"] = torch.zeros(data.size)
+    if loss.observation_nll_weight:
+        data["num_observation_tokens"] = torch.zeros(data.size)
+    _count_tokens(data)
 
 
-def _count_positive(data: BatchedDataDict[Any]) -> None:
+def _count_tokens(data: BatchedDataDict[Any]) -> None:
+    """Set the numbers of tokens that the batch has entries for. Collective."""
     share = batch_share(data)
-    positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
-    (total,) = share.sum(float(positive.sum()))
-    data["num_positive_tokens"] = torch.full((data.size,), total)
+    if "num_positive_tokens" in data:
+        positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
+        data["num_positive_tokens"] = torch.full((data.size,), share.sum(float(positive.sum()))[0])
+    if "num_observation_tokens" in data:
+        observed = observation_mask(data, data["token_mask"])
+        data["num_observation_tokens"] = torch.full((data.size,), share.sum(float(observed.sum()))[0])
 
 
 def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
@@ -597,6 +648,5 @@ def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
     part: LocalBatch[Any] = LocalBatch(data.select_indices(own).data, share)
     if not own:
         part.pop("routed_experts", None)
-    if "num_positive_tokens" in part:
-        _count_positive(part)
+    _count_tokens(part)
     return part

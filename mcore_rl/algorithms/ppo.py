@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.algorithms.advantages import gae_advantages, whiten
+from mcore_rl.algorithms.advantages import gae_advantages, token_rewards_with_penalty, whiten
 from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout_worker
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.algorithms import CRITIC, critic_config
@@ -18,7 +18,7 @@ from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.losses.common import over_steps, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.samples import RolloutSummary, last_response_tokens
+from mcore_rl.rollouts.samples import RolloutSummary
 from mcore_rl.run.metrics import JsonLinesLog
 from mcore_rl.run.setup import warn_about_optimizer
 from mcore_rl.utils.console import PrintLine
@@ -123,18 +123,6 @@ class Critic:
 
 def _read(data: LocalBatch[Any]) -> LocalBatch[Any]:
     return data.with_entries({name: data[name] for name in COLUMNS if name in data})
-
-
-def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
-    """Return the rewards [B, S] of tokens: `token_rewards` plus, at the last response token, `beyond`; minus `penalty`.
-
-    Args:
-        beyond: [B], the amount that shaping has added to each sample's reward.
-        penalty: [B, S], subtracted from each token's reward (nats).
-    """
-    earned = data["token_rewards"].clone()
-    earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
-    return earned if penalty is None else earned - penalty
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchShare | None = None) -> dict[str, float]:

@@ -14,7 +14,14 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import assign_records, collate, global_valid_counts
 from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.batched_data_dict import LocalBatch
-from mcore_rl.losses.common import LossFunction
+from mcore_rl.losses.common import (
+    LogprobLoss,
+    LossBySource,
+    LossFunction,
+    reads_counted_tokens_only,
+    takes_logprobs,
+    token_mask_of,
+)
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy, MicrobatchResults
 from mcore_rl.run import watchdog
 from mcore_rl.run.loop import TrainingLoop
@@ -94,7 +101,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         Raises:
             FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
         """
-        started, policy, objective, loss_fn = time.perf_counter(), self.policy, self.objective, self.objective.loss_fn
+        started, policy, objective = time.perf_counter(), self.policy, self.objective
         watchdog.enter(f"step {step}: training")
 
         # Batch: this replica's rows of the next global batch, divided so that replicas have equal work.
@@ -104,6 +111,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         # Reference, teacher: the columns that the loss compares with the policy's outputs.
         batch.rows.update(objective.frozen_columns(batch))
         batch.rows.update(objective.current_columns(batch))
+        loss_fn = loss_by_source(objective.loss_fn, batch)
 
         # Forward and backward: the model runs on packs of rows under Megatron's schedule. Each pack's loss is divided
         # by the counts of the global batch, so that the gradients of all packs and replicas add up.
@@ -178,3 +186,22 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
             sequences, tokens = (torch.stack(count).sum() for count in zip(*counts, strict=True))
             self._counts[name] = sequences, tokens
         return self._counts[name]
+
+
+def loss_by_source(loss_fn: LossFunction, batch: TrainingBatch) -> LossFunction:
+    """Return a loss with metrics of each source of a mixture; `loss_fn` for a single source. Collective.
+
+    It adds a column `source` to the rows. Losses that need whole distributions have no metrics of sources.
+    """
+    store, rows = batch.dataset.units, batch.rows
+    if not store.labels or not (takes_logprobs(loss_fn) and reads_counted_tokens_only(loss_fn)):
+        return loss_fn
+    labels = [str(store.source_of(index)) for index in batch.indices]
+    numbers = torch.tensor([store.labels.index(label) for label in labels], dtype=torch.long)
+    rows["source"] = numbers.repeat_interleave(rows.size // max(len(numbers), 1)).view(rows.size)
+    tokens = token_mask_of(rows, rows["token_mask"]).sum(1)
+    own = [rows["source"] == number for number in range(len(store.labels))]
+    totals = rows.share.sum(*(float(x[mask].sum()) for x in (rows["sample_mask"], tokens) for mask in own))
+    counts = zip(totals[: len(own)], totals[len(own) :], strict=True)
+    assert isinstance(loss_fn, LogprobLoss)
+    return LossBySource(loss_fn, dict(zip(store.labels, counts, strict=True)))

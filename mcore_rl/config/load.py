@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -292,4 +293,7 @@ def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]
             kind = next(part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is dict:
         return []
+    if get_origin(kind) is UnionType or get_origin(kind) is Union:  # the forms that a section's name chooses among
+        forms = (form.__origin__ for form in get_args(kind))
+        return list(dict.fromkeys(field.name for form in forms for field in dataclasses.fields(form)))
     return list(kind.model_fields) if hasattr(kind, "model_fields") else [f.name for f in dataclasses.fields(kind)]

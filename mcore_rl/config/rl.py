@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from mcore_rl.config.base import (
     Count,
@@ -22,7 +22,18 @@ from mcore_rl.config.base import (
 )
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
 from mcore_rl.errors import UserError
-from mcore_rl.losses.options import ClippedPGOptions
+from mcore_rl.losses.policy_options import (
+    ClippedPGOptions,
+    DPPOKLOptions,
+    DPPOTVOptions,
+    DROOptions,
+    GMPOOptions,
+    LUSPOOptions,
+    PolicyLossOptions,
+    SAPOOptions,
+    VESPOOptions,
+    options_class,
+)
 
 
 class JudgeOptions(Section):
@@ -256,6 +267,11 @@ class RolloutOptions(Section):
     """Length of the soft penalty before max_new_tokens, in tokens (DAPO); the default is no penalty."""
     mask_truncated: bool = False
     """Leave responses that max_new_tokens cut off out of the loss."""
+    num_validation_generations: PositiveInt = 1
+    """Responses to each validation prompt. 1: a greedy response. More: sampled responses, whose metrics include pass@k
+    and maj@k (docs/rollouts.md)."""
+    validation_k: tuple[PositiveInt, ...] | None = None
+    """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
     """Completions written to samples.jsonl in each step, of different prompts if possible."""
 
@@ -276,6 +292,16 @@ class RolloutOptions(Section):
         """Scope in which rewards must differ for an update to learn anything; None if they need not differ."""
         return None
 
+    @property
+    def compares_named_rewards(self) -> bool:
+        """Whether advantages follow from each reward by name, not from their sum."""
+        return False
+
+    @property
+    def reads_score_norms(self) -> bool:
+        """Whether advantages follow from rewards and norms of scores of single tokens."""
+        return False
+
     @model_validator(mode="after")
     def _has_a_mask(self) -> Self:
         if self.keep_sampling_mask and not self.filters_tokens:
@@ -290,10 +316,47 @@ class RolloutOptions(Section):
             raise ValueError("dynamic_sampling_rounds: compares a prompt's responses; use 2 generations or more")
         return self
 
+    @property
+    def ks_of_validation(self) -> tuple[int, ...]:
+        """Values of k of pass@k and maj@k, ascending; empty for greedy validation."""
+        total = self.num_validation_generations
+        return () if total == 1 else tuple(sorted(set(self.validation_k or (1, total))))
+
+    @model_validator(mode="after")
+    def _votes(self) -> Self:
+        total = self.num_validation_generations
+        if self.validation_k is not None and (total == 1 or max(self.validation_k, default=0) > total):
+            raise ValueError(
+                f"validation_k: must be at most num_validation_generations, which is {total}"
+                + (" (greedy); set more responses" if total == 1 else "")
+            )
+        if self.validation_k == ():
+            raise ValueError("validation_k: must not be empty; leave it out for 1 and num_validation_generations")
+        return self
+
 
 def _translated(loss: Any) -> Any:
     """Return the options of a loss under this package's names, if they have the reference's names."""
-    return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
+    return options_class(loss).translate(loss) if isinstance(loss, dict) else loss
+
+
+def _name_of_loss(loss: Any) -> str:
+    return f"({loss.get('name', 'clipped_pg') if isinstance(loss, dict) else getattr(loss, 'name', 'clipped_pg')})"
+
+
+PolicyLoss = Annotated[
+    Annotated[ClippedPGOptions, Tag("(clipped_pg)")]
+    | Annotated[DPPOTVOptions, Tag("(dppo_tv)")]
+    | Annotated[DPPOKLOptions, Tag("(dppo_kl)")]
+    | Annotated[SAPOOptions, Tag("(sapo)")]
+    | Annotated[VESPOOptions, Tag("(vespo)")]
+    | Annotated[LUSPOOptions, Tag("(luspo)")]
+    | Annotated[GMPOOptions, Tag("(gmpo)")]
+    | Annotated[DROOptions, Tag("(dro)")],
+    Discriminator(_name_of_loss),
+    BeforeValidator(_translated),
+]
+"""Options of the loss that `name` chooses."""
 
 
 class GRPOTrainerConfig(TrainerConfig):
@@ -301,10 +364,10 @@ class GRPOTrainerConfig(TrainerConfig):
 
 
 class RLConfig(TrainingConfig):
-    """Configuration that GRPO and PPO share: rollouts, judging, a clipped policy-gradient loss."""
+    """Configuration that GRPO and PPO share: rollouts, judging, a policy-gradient loss."""
 
     trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
-    loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
+    loss: PolicyLoss = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
     generation: GenerationConfig = GenerationConfig()
     reference_sync: ReferenceSyncConfig | None = None
@@ -325,6 +388,15 @@ class RLConfig(TrainingConfig):
     def first_update_step(self) -> int:
         """First step that trains the policy."""
         return 1
+
+    @model_validator(mode="after")
+    def _observes(self) -> Self:
+        if self.loss.observation_nll_weight and self.environment.max_turns == 1:
+            raise ValueError(
+                "loss.observation_nll_weight: environment.max_turns=1 ends conversations before any observation; set "
+                "more turns, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -386,7 +458,7 @@ class RLConfig(TrainingConfig):
         the sampler's."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
-    def effective_loss_options(self, replays: bool = False) -> ClippedPGOptions:
+    def effective_loss_options(self, replays: bool = False) -> PolicyLossOptions:
         """Return `loss` with the `force_on_policy_ratio` that the run uses."""
         return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
 
@@ -454,8 +526,10 @@ class RLConfig(TrainingConfig):
 class GRPOAlgorithmConfig(RolloutOptions):
     """Rollouts, and the advantages that follow from their rewards."""
 
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How advantages follow from rewards."""
+    advantage_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "maxrl", "optimal_token_baseline"
+    ] = "grpo"
+    """How advantages follow from rewards; see the table in docs/algorithms.md."""
     use_leave_one_out_baseline: bool | None = None
     """grpo: the baseline of a response is the mean reward of the other responses of its group; null: no."""
     normalize_rewards: bool | None = None
@@ -467,9 +541,19 @@ class GRPOAlgorithmConfig(RolloutOptions):
     """reinforce_plus_plus: subtract the mean reward of each prompt first."""
 
     @property
-    def compared(self) -> Literal["group", "batch"]:
+    def compared(self) -> Literal["group", "batch"] | None:
+        if self.advantage_estimator == "optimal_token_baseline":  # rewards of equal sums may be of other tokens
+            return None
         whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
         return "batch" if whole_batch else "group"
+
+    @property
+    def compares_named_rewards(self) -> bool:
+        return self.advantage_estimator == "gdpo"
+
+    @property
+    def reads_score_norms(self) -> bool:
+        return self.advantage_estimator == "optimal_token_baseline"
 
     @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
@@ -485,6 +569,14 @@ class GRPOAlgorithmConfig(RolloutOptions):
             owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
             if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
+        epsilon = type(self).model_fields["advantage_epsilon"].default
+        if self.advantage_estimator == "optimal_token_baseline" and self.advantage_epsilon != epsilon:
+            raise ValueError("advantage_epsilon: optimal_token_baseline divides by no deviation; leave it out")
+        if self.advantage_estimator in ("gdpo", "maxrl") and self.overlong_cache_length is not None:
+            reason = (
+                "does not read the sum of rewards" if self.compares_named_rewards else "needs rewards of at least 0"
+            )
+            raise ValueError(f"overlong_cache_length: {self.advantage_estimator} {reason}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -504,6 +596,15 @@ class GRPOConfig(RLConfig):
     def _rewards_tokens(self) -> GRPOConfig:
         if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
             raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
+        return self
+
+    @model_validator(mode="after")
+    def _has_several_rewards(self) -> GRPOConfig:
+        if self.grpo.compares_named_rewards and len(self.environment.rewards) < 2:
+            raise ValueError(
+                "grpo.advantage_estimator: gdpo compares several rewards by name; set environment.name=weighted with "
+                "two or more environment.rewards"
+            )
         return self
 
 

@@ -95,7 +95,7 @@ def section_classes(config: Any) -> Iterator[Any]:
     """The class of a configuration, and those of its sections."""
     yield config
     for annotation, _ in _fields(config).values():
-        if (section := _section_class(annotation)) is not None:
+        for section in forms_of_section(annotation):
             yield from section_classes(section)
 
 
@@ -103,15 +103,42 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
     keys, inner = [], []
     meanings = meanings_of(cls)
     for key, (annotation, default) in _fields(cls).items():
-        section = _section_class(annotation)
+        forms = forms_of_section(annotation)
         path = f"{name}.{key}" if name else key
-        if section is not None:
-            inner.append((path, section))
-        if section is None or name:
+        if forms:
+            inner.append((path, forms))
+        if not forms or name:
             keys.append(Key(key, _kind(annotation), default, meanings.get(key, "")))
     yield SectionReference(name, meaning_of_section(cls), tuple(keys))
-    for path, section in inner:
-        yield from _sections(path, section)
+    for path, forms in inner:
+        yield from _sections(path, forms[0]) if len(forms) == 1 else [_joined_forms(path, forms)]
+
+
+def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
+    """Return one section for the forms that a section's `name` chooses among: a key of some forms says which."""
+    base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for form in forms:
+        own = meanings_of(form)
+        for key, (annotation, default) in _fields(form).items():
+            if key not in _fields(base):
+                meaning = own.get(key, "")
+                found.setdefault((key, _kind(annotation), meaning), []).append(
+                    f"{default} ({_fields(form)['name'][1]})"
+                )
+    shared = [
+        Key(key, _kind(annotation), default, meanings_of(base).get(key, ""))
+        for key, (annotation, default) in _fields(base).items()
+    ]
+    own_keys = [_of_forms(*described, defaults) for described, defaults in found.items()]
+    return SectionReference(name, meaning_of_section(base), (*shared, *own_keys))
+
+
+def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
+    """Return a key of some forms; `defaults` are its defaults, each with the form's name in parentheses."""
+    values = {text.rpartition(" (")[0] for text in defaults}
+    names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)
+    return Key(key, kind, values.pop() if len(values) == 1 else ", ".join(defaults), f"{names}: {meaning}")
 
 
 def _fields(cls: Any) -> dict[str, tuple[Any, str]]:
@@ -134,12 +161,12 @@ def _default(value: Any) -> str:
     return "see its own keys" if isinstance(value, BaseModel) or dataclasses.is_dataclass(value) else str(value)
 
 
-def _section_class(annotation: Any) -> Any:
-    """The section that an annotation is, alone or beside null; None if it is a value's."""
-    for part in (annotation, *get_args(annotation)):
-        if inspect.isclass(part) and (issubclass(part, BaseModel) or dataclasses.is_dataclass(part)):
-            return part
-    return None
+def forms_of_section(annotation: Any) -> list[Any]:
+    """Return the classes of the section that an annotation is, alone or with null; [] for a value."""
+    if inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        return [annotation]
+    parts = get_args(annotation)[: 1 if hasattr(annotation, "__metadata__") else None]
+    return [form for part in parts for form in forms_of_section(part)]
 
 
 def _kind(annotation: Any) -> str:
@@ -159,7 +186,7 @@ def _kind(annotation: Any) -> str:
     if origin is dict:
         key, value = map(_kind, arguments)
         return f"{key}: ({value})" if ": " in value else f"{key}: {value}"
-    return "section" if _section_class(annotation) else {"Path": "path"}.get(annotation.__name__, annotation.__name__)
+    return "section" if forms_of_section(annotation) else {"Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 
 @functools.cache
@@ -206,7 +233,9 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
             if name in definition["properties"]:
                 definition["properties"][name]["description"] = meaning
         for name, kind in definition["properties"].items():
-            if {"enum", "anyOf"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
+            if "oneOf" in kind:  # forms of a section, told apart by a name that may stand elsewhere
+                kind["anyOf"] = kind.pop("oneOf")
+            elif {"enum", "anyOf", "const"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
                 outer = {key: kind.pop(key) for key in ("title", "description", "default") if key in kind}
                 definition["properties"][name] = {**outer, "anyOf": [kind, VARIABLE]}
     schema["properties"][BASE] = {"type": "string", "description": "A file that this one builds on."}

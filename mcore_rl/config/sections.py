@@ -309,7 +309,7 @@ def greatest_is_best(metric: str) -> bool | None:
     """Return whether a higher value of a metric is better, by its name; None if the name does not decide it."""
     if metric.endswith(("loss", "error")):
         return False
-    return True if re.search("accuracy|reward|margin|explained_variance", metric) else None
+    return True if re.search("accuracy|reward|margin|explained_variance|(pass|maj)@", metric) else None
 
 
 class BatchConfig(Section):

@@ -15,7 +15,14 @@ from mcore_rl.data.chat import Messages, check_messages
 from mcore_rl.data.readers import require
 from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
-from mcore_rl.data.token_store import MixedTokenStore, SequenceGroup, TokenSequence, TokenStore, collect
+from mcore_rl.data.token_store import (
+    MixedTokenStore,
+    SequenceGroup,
+    TokenSequence,
+    TokenStore,
+    collect,
+    plain_name,
+)
 from mcore_rl.data.tokenize import (
     TokenizationSpec,
     tokenize_completion,
@@ -418,6 +425,12 @@ class PromptDataset:
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
         text += f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else ""
         return text + described_shares(store)
+
+    def source_of(self, index: int) -> str | None:
+        """Return a prompt's `data_source`, if its record has a text there, or else its source in a mixture; None for a
+        single source. Only letters, digits, '_', '.' and '-' are kept."""
+        own = self.prompts[index].record.get("data_source")
+        return plain_name(own) if isinstance(own, str) and own else self.prompts.store.source_of(index)
 
     def order(self, seed: int) -> Order:
         """Return the order in which a run uses the prompts."""

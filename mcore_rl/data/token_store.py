@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,6 +81,9 @@ class TokenizedChunk:
 class TokenStore(Sequence[SequenceGroup]):
     """Units by number. Two stores are equal if their units are equal, regardless of where they are stored."""
 
+    labels: Sequence[str] = ()
+    """Names of a mixture's sources in metrics."""
+
     def __init__(self, arrays: Mapping[str, Any], meta: dict[str, Any]) -> None:
         self._arrays, self.meta = arrays, meta
         self._rows: int = meta["sequences_per_unit"]
@@ -120,6 +124,10 @@ class TokenStore(Sequence[SequenceGroup]):
     def order(self, seed: int) -> Order:
         """Return the order in which a run uses the units."""
         return SampleOrder(len(self), seed)
+
+    def source_of(self, unit: int) -> str | None:
+        """Return the label of a unit's source in a mixture; None for a single source."""
+        return None
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens in every sequence, int64 [units × sequences per unit]."""
@@ -189,6 +197,11 @@ class _FileArray:
         start, stop, _ = place.indices(self._size)
         width = self._kind.itemsize
         return np.frombuffer(os.pread(self._file.fileno(), (stop - start) * width, start * width), self._kind)
+
+
+def plain_name(text: str) -> str:
+    """Return a text as part of a metric's name."""
+    return re.sub(r"[^\w.-]+", "_", text)
 
 
 def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory: Path | None = None) -> TokenStore:
@@ -266,6 +279,9 @@ class MixedTokenStore(TokenStore):
             if not quota:
                 raise UserError(f"data.train: the weight of {name} is less than a sample in {PERIOD:,}; leave it out")
         self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))
+        # The file's name without its directory, if that is unique.
+        short = [plain_name(Path(name).stem) for name in stores]
+        self.labels = short if len(set(short)) == len(short) else [plain_name(name) for name in stores]
         digest = hashlib.sha256(
             repr([(s.fingerprint, q) for s, q in zip(self._stores, self.quotas, strict=True)]).encode()
         )
@@ -301,6 +317,9 @@ class MixedTokenStore(TokenStore):
     def _sequence(self, index: int) -> TokenSequence:
         store, own = self._place(index // self._rows)
         return store._sequence(own * self._rows + index % self._rows)
+
+    def source_of(self, unit: int) -> str | None:
+        return self.labels[bisect_right(self._ends, unit)]
 
     def _place(self, index: int) -> tuple[TokenStore, int]:
         """Return the store that holds a unit, and the unit's number in it."""

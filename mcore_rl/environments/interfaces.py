@@ -47,6 +47,7 @@ class Step:
     error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
     rewards: rewards by name, of which `reward` is the weighted sum; without those that do not apply.
     token_rewards: additional reward of each token of the response, in order; one for every token, or empty.
+    answer: answer that was found in the response, as text. Majority votes of validation compare it (maj@k).
     """
 
     reward: float = 0.0
@@ -55,6 +56,7 @@ class Step:
     error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] = field(default_factory=list)
+    answer: str | None = None
 
 
 class Environment(Protocol):

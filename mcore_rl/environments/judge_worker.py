@@ -105,6 +105,10 @@ def _checked(result: float | Step | BaseException | None) -> Step:
             raise ValueError(f"token_rewards must be finite numbers, got {list(step.token_rewards)!r}")
         if not isinstance(step.done, bool):
             raise TypeError(f"done must be true or false, got {step.done!r}")
+        if step.answer is not None:
+            if not isinstance(step.answer, str):
+                raise TypeError(f"the answer must be a text, got {step.answer!r}")
+            step = replace(step, answer=printable(step.answer))
         if step.observation is not None:
             if not isinstance(step.observation, str):
                 raise TypeError(f"the observation must be a text, got {step.observation!r}")

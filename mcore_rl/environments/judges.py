@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
@@ -57,7 +58,7 @@ def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
 
 
 class ExactMatch:
-    """Returns 1 if the response contains the record's `answer`, else 0.
+    """Returns 1 if the response contains the record's `answer`, else 0; and the response's answer.
 
     pattern: regular expression. The first group (or else the whole) of its last match is compared; without a pattern,
         the whole response, stripped.
@@ -66,8 +67,9 @@ class ExactMatch:
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = re.compile(pattern) if pattern else None
 
-    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float:
-        return float(self._answered(message_log[-1]["content"]) == str(record["answer"]).strip())
+    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:
+        answer = self._answered(message_log[-1]["content"])
+        return Step(float(answer == str(record["answer"]).strip()), answer=answer)
 
     def _answered(self, response: str) -> str | None:
         if self.pattern is None:
@@ -79,7 +81,7 @@ class ExactMatch:
 
 
 class MathVerify:
-    """Returns 1 if math-verify finds the response's answer equal to the record's `answer`, else 0."""
+    """Returns 1 if math-verify finds the response's answer equal to the record's `answer`, else 0; and this answer."""
 
     def __init__(self) -> None:
         try:
@@ -88,20 +90,24 @@ class MathVerify:
             raise ImportError("install the math extra (pip install 'mcore_rl[math]')") from None
         self.parse, self.verify = parse, verify
 
-    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float:
+    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:
         answer, response = str(record["answer"]), message_log[-1]["content"]
         gold = self.parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
-        return float(self.verify(gold, self.parse(response, parsing_timeout=None), timeout_seconds=None))
+        found = self.parse(response, parsing_timeout=None)
+        right = float(self.verify(gold, found, timeout_seconds=None))
+        # All right answers are one answer to a vote, however they are written.
+        return Step(right, answer=answer if right else str(found[0]) if found else None)
 
 
 class RetryExactMatch(ExactMatch):
     """Judges conversations of several turns: a wrong answer gets a hint, and each further attempt is worth half."""
 
-    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:  # type: ignore[override]
+    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:
         tries = sum(message["role"] == "assistant" for message in message_log)
-        if super().__call__(message_log, record):
-            return Step(reward=0.5 ** (tries - 1))
-        return Step(done=False, observation="That is wrong. Try again: ")
+        judged = super().__call__(message_log, record)
+        if judged.reward:
+            return replace(judged, reward=0.5 ** (tries - 1))
+        return replace(judged, done=False, observation="That is wrong. Try again: ")
 
 
 class PerSampleJudge:
@@ -130,7 +136,8 @@ def _parameters(judge: Judge) -> Collection[str]:
 class Weighted:
     """Returns the weighted sum of several judges' rewards.
 
-    A conversation continues if one of the judges continues it, with the observation of the first such judge.
+    A conversation continues if one of the judges continues it, with the observation of the first such judge. The answer
+    is that of the first judge that finds one.
     """
 
     def __init__(self, judges: Mapping[str, tuple[float, BatchJudge]]) -> None:
@@ -151,6 +158,7 @@ class Weighted:
     def _sum(self, results: Sequence[float | Step | BaseException | None]) -> Step | None:
         rewards, reward, done, observation = dict[str, float](), 0.0, True, None
         token_rewards: list[float] = []
+        answer: str | None = None
         for (name, (weight, _)), result in zip(self.judges.items(), results, strict=True):
             if isinstance(result, BaseException):
                 return Step(error=f"{name}: {type(result).__name__}: {result}")
@@ -161,6 +169,7 @@ class Weighted:
                 return Step(error=f"{name}: {step.error}")
             rewards[name] = step.reward
             reward += weight * step.reward
+            answer = step.answer if answer is None else answer
             if step.token_rewards:
                 earned = [weight * of_token for of_token in step.token_rewards]
                 if token_rewards and len(token_rewards) != len(earned):
@@ -169,7 +178,7 @@ class Weighted:
             if not step.done:
                 done = False
                 observation = step.observation if observation is None else observation
-        step = Step(reward, done, observation, rewards=rewards, token_rewards=token_rewards)
+        step = Step(reward, done, observation, rewards=rewards, token_rewards=token_rewards, answer=answer)
         return step if rewards else None
 
 

@@ -152,9 +152,9 @@ class LogprobLoss(LossFunction):
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` never reads masked tokens; each class declares it for itself.
+    """Whether `from_logprobs` reads only the tokens of `tokens_read`; each class declares it for itself.
 
-    A policy then passes 0 for these tokens and does not compute their part of the LM head.
+    A policy then passes 0 for the other tokens and does not compute their part of the LM head.
     """
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
 
@@ -232,6 +232,10 @@ class LogprobLoss(LossFunction):
         `entropy` [B, S − 1] of each distribution is given if `needs_entropy`.
         """
         raise NotImplementedError
+
+    def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
+        """Return a mask [B, S − 1] of the predicted tokens that the loss reads: those that carry loss."""
+        return token_mask_of(data, data["token_mask"])
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
         """Raise ContractError for missing keys and for masks that do not fit the log-probabilities."""
@@ -368,6 +372,55 @@ def _max(values: list[Any], samples: list[Any]) -> Tensor:
 
 
 _REDUCE = {"sum": _sum, "mean": _mean, "min": _min, "max": _max}
+
+
+class LossBySource(LogprobLoss):
+    """Another loss, whose metrics are also computed for the samples of each source alone, as `SOURCE/…`.
+
+    The data have a column `source` [B]: the number of each row's source.
+
+    Args:
+        loss_fn: a loss that `takes_logprobs` and `reads_counted_tokens_only`.
+        counts: valid sequences and tokens of each source in the global batch, by name, in the order of their numbers.
+            Sources without a sequence have no metrics.
+    """
+
+    reads_counted_tokens_only = True
+
+    def __init__(self, loss_fn: LogprobLoss, counts: Mapping[str, tuple[float, float]]) -> None:
+        self.loss_fn, self.counts = loss_fn, counts
+        self.loss_type, self.needs_entropy = loss_fn.loss_type, loss_fn.needs_entropy
+        self.required_keys = (*loss_fn.required_keys, "source")
+        self.rows_per_unit = getattr(loss_fn, "rows_per_unit", 1)
+        known = reductions_of(loss_fn)
+        self.metric_reductions = {
+            **known,
+            **{f"{source}/{name}": kind for source in counts for name, kind in known.items()},
+        }
+
+    def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
+        return self.loss_fn.tokens_read(data)
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        whole = next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy
+        loss, metrics = self.loss_fn.from_logprobs(*whole)
+        metrics = dict(metrics)
+        with torch.no_grad():
+            for number, (source, counts) in enumerate(self.counts.items()):
+                if counts[0]:
+                    mask = data["sample_mask"] * (data["source"] == number)
+                    own: BatchedDataDict[Any] = BatchedDataDict({**data, "sample_mask": mask})
+                    seqs, toks = (next_token_logprobs.new_full((), count) for count in counts)
+                    _, of_source = self.loss_fn.from_logprobs(next_token_logprobs.detach(), own, seqs, toks, entropy)
+                    metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
+        return loss, metrics
 
 
 class NLLLoss(LogprobLoss):

@@ -78,6 +78,8 @@ class LossOptions:
     """Aliases of options in other versions of the reference."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Keys of the reference trainer's wider configuration that a loss does not use."""
+    required: ClassVar[frozenset[str]] = frozenset()
+    """Inherited keys that dictionaries must have, in addition to those of `option`."""
 
     def __post_init__(self) -> None:
         for name, kind in _types(type(self)).items():
@@ -87,6 +89,11 @@ class LossOptions:
 
     def check(self) -> None:
         """Raise ContractError for options that contradict each other."""
+
+    @classmethod
+    def requires(cls, field: dataclasses.Field[Any]) -> bool:
+        """Return whether dictionaries must have this option."""
+        return "required" in field.metadata or field.name in cls.required
 
     def require(self, holds: bool, message: str) -> None:
         if not holds:
@@ -120,7 +127,7 @@ class LossOptions:
             raise ContractError(f"{loss}: its configuration must be a dictionary, got a {type(cfg).__name__}")
         values = {key: value for key, value in cls.translate(cfg).items() if key not in cls.ignored}
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        missing = [name for name, field in fields.items() if "required" in field.metadata and name not in values]
+        missing = [name for name, field in fields.items() if cls.requires(field) and name not in values]
         if missing:
             raise ContractError(f"{loss}: its configuration lacks {', '.join(missing)}")
         if unknown := sorted(set(values) - set(fields)):
@@ -177,168 +184,10 @@ def typed_dict(name: str, options: type[LossOptions]) -> Any:
     keys: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         kind = _types(options)[field.name]
-        keys[field.name] = Required[kind] if "required" in field.metadata else NotRequired[kind]
+        keys[field.name] = Required[kind] if options.requires(field) else NotRequired[kind]
     made = TypedDict(name, keys)  # type: ignore[misc]
     made.__doc__ = f"Keys of a configuration dictionary; what each means is written at `{options.__name__}`."
     return made
-
-
-# ------------------------------------------------------------------ policy gradients
-
-
-KLEstimator = Literal["k1", "k2", "k3"]
-TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGOptions(LossOptions):
-    """Options of `ClippedPGLossFn`; for keys of other NeMo RL versions see `aliases` and `translate`."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "reference_policy_kl_type": "kl_estimator",
-        "kl_input_clamp_value": "kl_clamp",
-        "kl_output_clamp_value": "kl_output_clamp",
-    }
-
-    reference_policy_kl_penalty: NonNegative = option(0.0)
-    """Weight β of KL(π ‖ π_ref)."""
-    ratio_clip_min: NonNegative = option(0.2)
-    """Clip the ratio from below at 1 minus this value."""
-    ratio_clip_max: NonNegative = option(0.2)
-    """Clip the ratio from above at 1 plus this value. A value above ratio_clip_min is DAPO's clip-higher
-    (arXiv:2503.14476)."""
-    ratio_clip_c: Annotated[float, Bounds(gt=1)] | None = option(None)
-    """Dual clip (arXiv:1912.09729): clip the ratio from above at this value if the advantage is negative. It must be
-    more than 1; null disables it."""
-    use_on_policy_kl_approximation: bool = option(False)
-    """Weight the KL estimate by exp(current − generation). It then estimates the KL of the current policy from samples
-    of an older one."""
-    use_importance_sampling_correction: bool = option(False)
-    """Weight the loss by exp(prev − generation), to correct for differences between the log-probabilities of the
-    sampler and of the trainer."""
-    token_level_loss: bool = option(True)
-    """true: mean over all tokens (DAPO). false: mean over sequences of their means (GRPO, arXiv:2402.03300)."""
-    disable_ppo_ratio: bool = False
-    """Use the log-probability in place of the ratio, without a clip: REINFORCE, RLOO (arXiv:2402.14740)."""
-    force_on_policy_ratio: bool | None = None
-    """Set prev to current, so that the ratio is 1. This is exact for a single update on samples of the current weights.
-    null: false; in GRPO, true if it is exact, which the run prints at its start."""
-    sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): one ratio per sequence, exp(mean(current − prev))."""
-    clip_type: Literal["ppo", "cispo"] = "ppo"
-    """ppo: minimum of the ratio and the clipped ratio, each times the advantage. cispo: the log-probability, weighted
-    by the detached clipped ratio (arXiv:2506.13585)."""
-    dr_grpo_max_tokens: Annotated[int, Bounds(ge=1)] | None = None
-    """Dr.GRPO (arXiv:2503.20783): divide the sum over a sequence by this constant instead of its number of tokens."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL: k1, k2 or k3; see `calculate_kl`."""
-    kl_clamp: NonNegative | None = 20.0
-    """Bound on |reference − current| in nats before the estimate; null for no bound, as in NeMo RL 0.3."""
-    kl_output_clamp: NonNegative | None = None
-    """Bound on the absolute value of the estimate; null for no bound."""
-    kl_gradient: Literal["value", "unbiased"] = "value"
-    """value: gradient of the estimate. unbiased: also the gradient of the probability of the sampled tokens; see
-    `kl_weights`."""
-    use_kl_in_reward: bool = False
-    """Put the KL term into the advantages (REINFORCE++, PPO) instead of the loss."""
-    importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Importance weights: one per token, or one per sequence; null for the level of the ratios."""
-    truncated_importance_sampling_type: TruncationType | None = None
-    """Treatment of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
-    truncated_importance_sampling_ratio: Positive | None = None
-    """Upper bound of the importance weights; null for no bound."""
-    truncated_importance_sampling_ratio_min: NonNegative | None = None
-    """Lower bound of the importance weights; null for no bound."""
-    entropy_bonus: NonNegative = 0.0
-    """Weight of the mean entropy, which is subtracted from the loss."""
-    positive_example_nll_weight: NonNegative = 0.0
-    """Weight of the negative log-likelihood of samples with a positive reward, which is added to the loss (VAPO,
-    arXiv:2504.05118)."""
-
-    @classmethod
-    def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().translate(cfg)
-        if "use_cispo" in values:
-            cispo = values.pop("use_cispo")
-            if not isinstance(cispo, bool):
-                raise ContractError(f"use_cispo: must be true or false, got {cispo!r}")
-            clip_type = "cispo" if cispo else "ppo"
-            if values.setdefault("clip_type", clip_type) != clip_type:
-                raise ContractError(f"use_cispo={cispo} and clip_type={values['clip_type']} contradict each other")
-        return values
-
-    def check(self) -> None:
-        sequences = self.sequence_level_importance_ratios
-        self.require(
-            not (sequences and self.token_level_loss),
-            "sequence_level_importance_ratios needs a sequence-level loss: set token_level_loss=False",
-        )
-        self.require(
-            self.dr_grpo_max_tokens is None or not self.token_level_loss,
-            "dr_grpo_max_tokens is for a sequence-level loss: set token_level_loss=False",
-        )
-        self.require(
-            not self.disable_ppo_ratio or not (sequences or self.clip_type == "cispo" or self.ratio_clip_c),
-            "disable_ppo_ratio leaves no ratio for clip_type=cispo, ratio_clip_c or sequence-level ratios",
-        )
-        self.require(
-            self.clip_type != "cispo" or not (sequences or self.ratio_clip_c),
-            "clip_type=cispo has neither sequence-level ratios nor a dual clip (ratio_clip_c)",
-        )
-        self.require(
-            self.reference_policy_kl_penalty > 0 or not self.use_kl_in_reward,
-            "use_kl_in_reward needs a reference_policy_kl_penalty",
-        )
-        self.require(
-            not self.use_kl_in_reward or not (self.use_on_policy_kl_approximation or self.kl_gradient == "unbiased"),
-            "use_kl_in_reward leaves no KL term in the loss for use_on_policy_kl_approximation or kl_gradient=unbiased",
-        )
-        self._check_importance_sampling()
-
-    def _check_importance_sampling(self) -> None:
-        upper, lower = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
-        kind = self.truncated_importance_sampling_type
-        for name, value in (
-            ("truncated_importance_sampling_ratio", upper),
-            ("importance_sampling_level", self.importance_sampling_level),
-        ):
-            self.require(
-                value is None or self.use_importance_sampling_correction,
-                f"{name} needs use_importance_sampling_correction=True",
-            )
-        self.require(
-            upper is not None or (kind in (None, "tis") and lower is None),
-            "truncated_importance_sampling_type and _ratio_min need truncated_importance_sampling_ratio",
-        )
-        self.require(
-            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs one"
-        )
-        self.require(
-            upper is None or lower is None or lower <= upper,
-            f"truncated_importance_sampling_ratio_min ({lower}) must be at most "
-            f"truncated_importance_sampling_ratio ({upper})",
-        )
-        self.require(
-            kind != "seq-mask-tis" or not self.weighs_sequences,
-            "seq-mask-tis leaves out sequences and weighs tokens: importance weights must be one a token",
-        )
-
-    @property
-    def weighs_sequences(self) -> bool:
-        """Whether each sequence has a single importance weight."""
-        if self.importance_sampling_level is None:
-            return self.sequence_level_importance_ratios
-        return self.importance_sampling_level == "sequence"
-
-    @property
-    def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
-
-    @property
-    def learns_without_advantages(self) -> bool:
-        """Whether the loss has gradients even if all advantages are 0."""
-        return self.kl_in_loss or self.entropy_bonus > 0 or self.positive_example_nll_weight > 0
 
 
 # ------------------------------------------------------------------ preferences

@@ -1,10 +1,10 @@
-"""Policy-gradient losses (PPO, GRPO, DAPO, GSPO, CISPO, Dr.GRPO, REINFORCE, RLOO), KL estimators, the critic's loss."""
+"""Policy-gradient loss composed of a named loss, importance weights and other terms; KL estimators; critic's loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -28,21 +28,28 @@ from mcore_rl.losses.common import (
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.options import ClippedPGOptions, KLEstimator, TruncationType, typed_dict
+from mcore_rl.losses.options import typed_dict
+from mcore_rl.losses.policy_losses import (
+    LOG_RATIO_LIMIT,
+    POLICY_LOSSES,
+    WEIGHED_BY_THEMSELVES,
+    PolicyBatch,
+    PolicyTerms,
+    bounded_ratio,
+)
+from mcore_rl.losses.policy_options import (
+    Aggregation,
+    ClippedPGOptions,
+    KLEstimator,
+    PolicyLossOptions,
+    TruncationType,
+    policy_loss_options,
+)
 
 if TYPE_CHECKING:
     ClippedPGLossConfig = Mapping[str, Any]
 else:
     ClippedPGLossConfig = typed_dict("ClippedPGLossConfig", ClippedPGOptions)
-
-
-# In nats. exp() of a larger value times the clip's zero gradient would be NaN; e²⁰ is outside any clip range.
-LOG_RATIO_LIMIT = 20.0
-
-
-def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp of a log-ratio that is clamped to ±20 nats; the gradient is 0 outside."""
-    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -168,11 +175,12 @@ def soft_overlong_penalty(
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """The entries that `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+    """The entries that policy-gradient losses read; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
     With `positive_example_nll_weight`, also `rewards` [B] and `num_positive_tokens` [B] are needed; the latter is the
-    number of tokens of all samples with a positive reward in the global batch (the same number in each row).
+    number of tokens of all samples with a positive reward in the global batch (the same number in each row). With
+    `observation_nll_weight`, `num_observation_tokens` [B] likewise counts the tokens of `observation_mask`.
     """
 
     input_ids: Tensor
@@ -188,12 +196,14 @@ Mean = Callable[[Tensor], Tensor]
 """Function from values [B, S − 1] to a number that can be summed over microbatches."""
 
 
-@reads_options(ClippedPGOptions)
-class ClippedPGLossFn(LogprobLoss):
-    """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
+class PolicyGradientLossFn(LogprobLoss):
+    """The loss that `name` chooses among `POLICY_LOSSES`, on importance-weighted samples, with its additional terms.
 
-    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`, whose values
-    are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to ±20 nats.
+    L = mean(w·ℓ) + β·mean(KL(π ‖ π_ref)) − entropy and likelihood terms, with ℓ the loss's value of each token, w its
+    importance weight, and one aggregation for ℓ, KL and entropy. Log-ratios are clamped to ±20 nats.
+
+    Raises:
+        ContractError: no loss has the name, or it does not read one of the options.
     """
 
     reads_counted_tokens_only = True
@@ -204,22 +214,24 @@ class ClippedPGLossFn(LogprobLoss):
         "probs_ratio_clamped_max": "max",
     }
 
-    options: ClippedPGOptions
+    options: PolicyLossOptions
 
-    def __init__(self, cfg: ClippedPGLossConfig | ClippedPGOptions) -> None:
-        options = self.options = ClippedPGOptions.from_config(cfg, type(self).__name__)
-        self.loss_type = LossType.TOKEN_LEVEL if options.token_level_loss else LossType.SEQUENCE_LEVEL
+    def __init__(self, cfg: Mapping[str, Any] | PolicyLossOptions) -> None:
+        options = self.options = policy_loss_options(cfg, type(self).__name__)
+        of_tokens = options.reduction.startswith("token")
+        self.loss_type = LossType.TOKEN_LEVEL if of_tokens else LossType.SEQUENCE_LEVEL
         self.needs_entropy = options.entropy_bonus > 0
         left_out = set() if options.kl_in_loss else {"reference_policy_logprobs"}
         left_out |= {"prev_logprobs"} if options.force_on_policy_ratio else set()
         self.required_keys = tuple(key for key in ClippedPGLossDataDict.__annotations__ if key not in left_out)
         if options.positive_example_nll_weight:
             self.required_keys += ("rewards", "num_positive_tokens")
+        if options.observation_nll_weight:
+            self.required_keys += ("num_observation_tokens",)
 
-    @property
-    def use_cispo(self) -> bool:
-        """`clip_type`, under its name in other versions of the reference."""
-        return self.options.clip_type == "cispo"
+    def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
+        counted = super().tokens_read(data)
+        return counted + observation_mask(data, counted) if self.options.observation_nll_weight else counted
 
     def from_logprobs(
         self,
@@ -230,13 +242,17 @@ class ClippedPGLossFn(LogprobLoss):
         entropy: Float[Tensor, "batch predicted"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
         self.check(next_token_logprobs, data)
-        options, batch = self.options, _Batch.of(next_token_logprobs, data, self)
+        options, batch = self.options, self._batch(next_token_logprobs, data)
         mean, token_mean, sample_mean = self._means(batch, global_valid_seqs, global_valid_toks)
 
-        ratio, clipped_ratio = self._ratios(batch)
-        per_token = self._clipped_loss(ratio, clipped_ratio, batch)
         weights, inside = self._importance_weights(batch)
-        loss = mean(weights * per_token if options.use_importance_sampling_correction else per_token)
+        weighs = options.use_importance_sampling_correction
+        itself = options.name in WEIGHED_BY_THEMSELVES
+        terms = POLICY_LOSSES[options.name](
+            replace(batch, importance_weights=weights) if weighs and itself else batch, options
+        )
+        per_token, left_out = self._on_policy(terms.loss, batch)
+        loss = mean(weights * per_token if weighs and not itself else per_token)
 
         kl = torch.zeros_like(loss)
         if options.kl_in_loss:
@@ -249,37 +265,55 @@ class ClippedPGLossFn(LogprobLoss):
             loss = loss + options.reference_policy_kl_penalty * kl
         if options.entropy_bonus:
             if entropy is None:
-                raise ContractError("ClippedPGLossFn: entropy_bonus needs logits, or the entropies [B, S - 1]")
+                raise ContractError(f"{type(self).__name__}: entropy_bonus needs logits, or the entropies [B, S - 1]")
             loss = loss - options.entropy_bonus * mean(entropy)
-        nll = torch.zeros_like(loss)
-        if options.positive_example_nll_weight:
-            nll = self._positive_example_nll(batch, data)
-            loss = loss + options.positive_example_nll_weight * nll
+        likelihoods = self._likelihoods(next_token_logprobs, batch, data)
+        for weight, name in LIKELIHOODS.items():
+            if name in likelihoods:
+                loss = loss + getattr(options, weight) * likelihoods[name]
 
         metrics = {
             "loss": loss,
             "kl_penalty": kl,
-            "probs_ratio": token_mean(ratio),
-            "probs_ratio_clamped": token_mean(clipped_ratio),
-            "clip_fraction_low": token_mean((ratio < clipped_ratio).to(ratio)),
-            "clip_fraction_high": token_mean((ratio > clipped_ratio).to(ratio)),
-            **_extremes("probs_ratio", ratio, batch.token_mask),
-            **_extremes("probs_ratio_clamped", clipped_ratio, batch.token_mask),
+            **self._ratio_metrics(terms, batch, token_mean),
             "sampling_importance_ratio": (sample_mean if options.weighs_sequences else token_mean)(weights),
             "approx_entropy": token_mean(-finite_exp(batch.current - batch.generation) * batch.current),
             **{name: token_mean(values) for name, values in self._mismatch(batch).items()},
             "num_valid_samples": batch.sample_mask.sum(),
+            **likelihoods,
         }
         if inside is not None:
-            outside_mean = token_mean if inside.shape == ratio.shape else sample_mean
-            metrics["is_oob_ratio"] = outside_mean((~inside).to(ratio))
-        if options.positive_example_nll_weight:
-            metrics["positive_nll_loss"] = nll
+            outside_mean = token_mean if inside.shape == batch.current.shape else sample_mean
+            metrics["is_oob_ratio"] = outside_mean((~inside).to(batch.current))
+        if left_out is not None:
+            metrics["off_policy_mask_fraction"] = token_mean(left_out.to(batch.current))
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    def _means(self, batch: _Batch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
-        """Return the loss's reduction, a mean over tokens, and a mean over samples of [B, 1]."""
-        tokens = require_count("global_valid_toks", toks, self)
+    def _batch(self, current: Tensor, data: BatchedDataDict[Any]) -> PolicyBatch:
+        """Return the data of the predicted tokens; values of tokens that do not count are 0."""
+        options, mask = self.options, token_mask_of(data, current)
+
+        def counted(values: Tensor) -> Tensor:
+            return torch.where(mask > 0, values, 0)
+
+        def predicted(key: str) -> Tensor:
+            require_shape(key, data[key], tuple(data["token_mask"].shape), self)
+            return counted(data[key][:, 1:].to(current))
+
+        current = counted(current)
+        return PolicyBatch(
+            current=current,
+            token_mask=mask,
+            sample_mask=sample_mask_of(data, current),
+            advantages=predicted("advantages"),
+            prev=current.detach() if options.force_on_policy_ratio else predicted("prev_logprobs"),
+            generation=predicted("generation_logprobs"),
+            reference=predicted("reference_policy_logprobs") if options.kl_in_loss else None,
+        )
+
+    def _means(self, batch: PolicyBatch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
+        """Return the loss's aggregation, a mean over tokens, and a mean over samples of [B, 1]."""
+        tokens, reduction = require_count("global_valid_toks", toks, self), self.options.reduction
 
         def token_mean(values: Tensor) -> Tensor:
             return masked_mean(values, batch.token_mask, global_normalization_factor=tokens)
@@ -288,36 +322,30 @@ class ClippedPGLossFn(LogprobLoss):
             sequences = require_count("global_valid_seqs", seqs, self)
             return masked_mean(values[:, 0], batch.sample_mask, global_normalization_factor=sequences)
 
-        def mean_of_sequences(values: Tensor) -> Tensor:
-            length = self.options.dr_grpo_max_tokens
+        def mean_of_sequence_means(values: Tensor) -> Tensor:
+            length = self.options.constant_length
             per_row = masked_mean(values, batch.token_mask, dim=-1, global_normalization_factor=length)
             return sample_mean(per_row[:, None])
 
-        return (token_mean if self.options.token_level_loss else mean_of_sequences), token_mean, sample_mean
+        aggregations: dict[Aggregation, Mean] = {
+            "token_mean": token_mean,
+            "seq_mean_token_mean": mean_of_sequence_means,
+            "seq_mean_token_sum": lambda values: sample_mean(masked_sum(values, batch.token_mask, dim=-1)[:, None]),
+            "token_sum": lambda values: masked_sum(values, batch.token_mask),
+        }
+        return aggregations[reduction], token_mean, sample_mean
 
-    def _ratios(self, batch: _Batch) -> tuple[Tensor, Tensor]:
-        """Return the probability ratio and its clipped value, [B, S − 1] each."""
-        options = self.options
-        if options.disable_ppo_ratio:
-            return batch.current, batch.current
-        log_ratio = batch.current - batch.prev
-        if options.sequence_level_importance_ratios:
-            log_ratio = masked_mean(log_ratio, batch.token_mask, dim=-1)[:, None].expand_as(log_ratio)
-        ratio = bounded_ratio(log_ratio)
-        return ratio, ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
+    def _on_policy(self, per_token: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the loss's values without tokens that the off-policy mask leaves out, and this mask, if there is
+        one."""
+        threshold = self.options.off_policy_mask_threshold
+        if threshold is None:
+            return per_token, None
+        distance = batch.sequence_means(batch.generation - batch.current.detach())
+        left_out = (batch.advantages < 0) & (distance > threshold)
+        return torch.where(left_out, 0, per_token), left_out
 
-    def _clipped_loss(self, ratio: Tensor, clipped_ratio: Tensor, batch: _Batch) -> Tensor:
-        """Return −A·r with its clips, [B, S − 1]."""
-        advantages = batch.advantages
-        if self.options.clip_type == "cispo":
-            return -advantages * clipped_ratio.detach() * batch.current
-        loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-        if self.options.ratio_clip_c is None:
-            return loss
-        bounded = torch.minimum(loss, -advantages * self.options.ratio_clip_c)
-        return torch.where(advantages < 0, bounded, loss)
-
-    def _importance_weights(self, batch: _Batch) -> tuple[Tensor, Tensor | None]:
+    def _importance_weights(self, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
         """Return weights [B, S − 1] or [B, 1], and a mask of weights inside their bounds, if there are bounds."""
         options = self.options
         weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
@@ -332,13 +360,36 @@ class ClippedPGLossFn(LogprobLoss):
             options.truncated_importance_sampling_ratio,
         )
 
-    def _positive_example_nll(self, batch: _Batch, data: BatchedDataDict[Any]) -> Tensor:
-        """Return the mean −log π over the tokens of all samples of the global batch with a positive reward (eq. 10)."""
-        positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask
-        total = data["num_positive_tokens"].to(batch.current).amax()
-        return masked_mean(-batch.current, positive, global_normalization_factor=total)
+    def _likelihoods(self, logprobs: Tensor, batch: PolicyBatch, data: BatchedDataDict[Any]) -> dict[str, Tensor]:
+        """Return the mean −log π over all tokens of the global batch of samples with a positive reward (VAPO, eq. 10),
+        and of observations, for those that have a weight."""
+        found = {}
+        if self.options.positive_example_nll_weight:
+            positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask
+            total = data["num_positive_tokens"].to(batch.current).amax()
+            found["positive_nll_loss"] = masked_mean(-batch.current, positive, global_normalization_factor=total)
+        if self.options.observation_nll_weight:
+            observed, total = observation_mask(data, logprobs), data["num_observation_tokens"].to(logprobs).amax()
+            found["observation_nll_loss"] = masked_mean(-logprobs, observed, global_normalization_factor=total)
+        return found
 
-    def _mismatch(self, batch: _Batch) -> dict[str, Tensor]:
+    def _ratio_metrics(self, terms: PolicyTerms, batch: PolicyBatch, token_mean: Mean) -> dict[str, Tensor]:
+        ratio, clipped = terms.ratio, terms.clipped_ratio
+        metrics = {"probs_ratio": token_mean(ratio), **_extremes("probs_ratio", ratio, batch.token_mask)}
+        metrics |= {name: token_mean(values) for name, values in terms.metrics.items()}
+        if clipped is None:
+            return metrics
+        low = ratio < clipped if terms.clipped_low is None else terms.clipped_low
+        high = ratio > clipped if terms.clipped_high is None else terms.clipped_high
+        return {
+            **metrics,
+            "probs_ratio_clamped": token_mean(clipped),
+            "clip_fraction_low": token_mean(low.to(ratio)),
+            "clip_fraction_high": token_mean(high.to(ratio)),
+            **_extremes("probs_ratio_clamped", clipped, batch.token_mask),
+        }
+
+    def _mismatch(self, batch: PolicyBatch) -> dict[str, Tensor]:
         """Return the mismatch between the sampler's and the trainer's log-probabilities, [B, S − 1] each.
 
         The first value is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖ generation),
@@ -355,42 +406,47 @@ class ClippedPGLossFn(LogprobLoss):
         }
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The data of a microbatch at the predicted tokens: [B, S − 1] each, `sample_mask` [B].
+@reads_options(ClippedPGOptions)
+class ClippedPGLossFn(PolicyGradientLossFn):
+    """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
 
-    Values of tokens that do not count are set to 0, because −inf or NaN would cause NaN gradients.
+    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`, whose values
+    are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to ±20 nats.
     """
 
-    current: Tensor
-    token_mask: Tensor
-    sample_mask: Tensor
-    advantages: Tensor
-    prev: Tensor
-    generation: Tensor
-    reference: Tensor | None
+    reads_counted_tokens_only = True
+    options: ClippedPGOptions
 
-    @classmethod
-    def of(cls, current: Tensor, data: BatchedDataDict[Any], loss: ClippedPGLossFn) -> _Batch:
-        mask = token_mask_of(data, current)
+    def __init__(self, cfg: ClippedPGLossConfig | ClippedPGOptions) -> None:
+        super().__init__(ClippedPGOptions.from_config(cfg, type(self).__name__))
 
-        def counted(values: Tensor) -> Tensor:
-            return torch.where(mask > 0, values, 0)
+    @property
+    def use_cispo(self) -> bool:
+        """`clip_type`, under its name in other versions of the reference."""
+        return self.options.clip_type == "cispo"
 
-        def predicted(key: str) -> Tensor:
-            require_shape(key, data[key], tuple(data["token_mask"].shape), loss)
-            return counted(data[key][:, 1:].to(current))
 
-        current = counted(current)
-        return cls(
-            current=current,
-            token_mask=mask,
-            sample_mask=sample_mask_of(data, current),
-            advantages=predicted("advantages"),
-            prev=current.detach() if loss.options.force_on_policy_ratio else predicted("prev_logprobs"),
-            generation=predicted("generation_logprobs"),
-            reference=predicted("reference_policy_logprobs") if loss.options.kl_in_loss else None,
-        )
+def build_policy_loss(options: PolicyLossOptions) -> PolicyGradientLossFn:
+    """Return the loss class that computes these options."""
+    return ClippedPGLossFn(options) if isinstance(options, ClippedPGOptions) else PolicyGradientLossFn(options)
+
+
+LIKELIHOODS = {
+    "positive_example_nll_weight": "positive_nll_loss",
+    "observation_nll_weight": "observation_nll_loss",
+}
+"""Likelihood terms that can be added to the loss: the option with the weight, and the metric."""
+
+
+def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
+    """Return 1 for predicted tokens between two responses of a conversation, in samples that count.
+
+    Only responses have a `token_mask`, so that these are the tokens of the environment.
+    """
+    responses = data["token_mask"][:, 1:] > 0
+    before = responses.cumsum(1) > 0
+    after = responses.flip(1).cumsum(1).flip(1) > 0
+    return (before & after & ~responses).to(like) * sample_mask_of(data, like)[:, None]
 
 
 def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:

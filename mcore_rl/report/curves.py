@@ -33,6 +33,7 @@ GROUPS = {
         "margin": r"reward_margin",
         "log-probabilities": r"logprobs_(chosen|rejected)_mean",
         "accuracy": r"accuracy",
+        "several responses": r"(pass|maj)@\d+",
     },
     "KL": {
         "KL": r"kl_penalty|forward_kl|reverse_kl|js|kl_reference_point",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from mcore_rl.config import RLConfig
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.distributed.collectives import gather_items_on_rank_zero
+from mcore_rl.distributed.collectives import gather_from_replicas, gather_items_on_rank_zero
+from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
@@ -73,8 +77,8 @@ class RolloutCollector:
             wanted = options.num_prompts_per_step - len(kept) // size
             new = self._generate(position + asked, wanted)
             asked += wanted
-            rewards, judged = torch.tensor([o.reward for o in new.outcomes]), are_judged(new.outcomes)
-            signal = has_signal(rewards.view(-1, size), judged.view(-1, size)).tolist()
+            names = list(self.config.environment.rewards) if options.compares_named_rewards else None
+            signal = groups_with_signal(new.outcomes, size, names).tolist()
             last = round_ == options.dynamic_sampling_rounds - 1
             everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
             kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
@@ -127,6 +131,30 @@ class RolloutCollector:
             self.samples.append(step, *map(_logged, logged))
 
 
+def answers_of(rollouts: RolloutBatch, topology: Topology) -> list[str | None]:
+    """Return the answer that the judge found in each rollout of all replicas. Collective."""
+    own = {place: rollout.answer for place, rollout in rollouts.own.items() if rollout.answer is not None}
+    found = {place: answer for part in gather_from_replicas(own, topology) for place, answer in part.items()}
+    return [found.get(place) for place in range(len(rollouts))]
+
+
+def named_rewards(outcomes: Sequence[RolloutSummary], names: Sequence[str]) -> Float[Tensor, "names samples"]:
+    """Return each sample's rewards by name; NaN for rewards that do not apply to the sample."""
+    rewards = [[outcome.rewards.get(name, math.nan) for outcome in outcomes] for name in names]
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def groups_with_signal(
+    outcomes: Sequence[RolloutSummary], size: int, names: Sequence[str] | None = None
+) -> Bool[Tensor, " prompts"]:
+    """Return True for groups of `size` samples whose rewards differ; with `names`, one of these rewards by name."""
+    judged = are_judged(outcomes).view(-1, size)
+    if names is None:
+        return has_signal(torch.tensor([outcome.reward for outcome in outcomes]).view(-1, size), judged)
+    of_names = named_rewards(outcomes, names).view(len(names), -1, size)
+    return torch.stack([has_signal(r.nan_to_num(), judged & ~r.isnan()) for r in of_names]).any(0)
+
+
 def _logged(rollout: Rollout) -> dict[str, Any]:
     """Return the record of a sample in samples.jsonl."""
     return {
@@ -161,15 +189,29 @@ def _nearest(number: Fraction) -> float:
 
 
 class RolloutStatistics:
-    """Exact sums over rewards and responses; the metrics do not depend on how the samples are divided."""
+    """Exact sums over rewards and responses; the metrics do not depend on how the samples are divided.
 
-    def __init__(self) -> None:
+    Args:
+        ks: values of k of pass@k and maj@k; see `PromptStatistics`.
+        group: with `ks`, number of responses to each prompt.
+    """
+
+    def __init__(self, ks: Sequence[int] = (), group: int = 1) -> None:
+        self._prompts, self._group = PromptStatistics(ks), group
         self._totals, self._longest = Counter[str](), 0
         self._rewards, self._squares = Fraction(), Fraction()
         self._named: dict[str, tuple[Fraction, int]] = {}
         """Sum and number of samples of each named reward."""
 
-    def add(self, outcomes: Sequence[RolloutSummary]) -> None:
+    def add(self, outcomes: Sequence[RolloutSummary], answers: Sequence[str | None] | None = None) -> None:
+        """Add samples.
+
+        Args:
+            answers: for pass@k and maj@k, the answer of each sample; the samples are then those of whole prompts.
+        """
+        for place in range(0, len(outcomes) if answers is not None else 0, self._group):
+            responses = slice(place, place + self._group)
+            self._prompts.add(outcomes[responses], answers[responses] if answers is not None else ())
         judged = [outcome for outcome in outcomes if outcome.error is None]
         for outcome in judged:
             reward = Fraction(outcome.reward)
@@ -217,7 +259,98 @@ class RolloutStatistics:
             "num_samples": float(count),
             **({"kept_tokens_mean": totals["kept"] / totals["tokens"]} if totals["kept"] else {}),
             **({} if totals["judged"] else unknown),
+            **self._prompts.metrics(),
         }
+
+
+class StatisticsBySource:
+    """`RolloutStatistics` of all samples and of those of each source of prompts, as `SOURCE/…`.
+
+    Args:
+        source_of: function from a prompt's index to its source, or to None if it has none.
+        ks, group: see `RolloutStatistics`.
+    """
+
+    def __init__(self, source_of: Callable[[int], str | None], ks: Sequence[int] = (), group: int = 1) -> None:
+        self._source_of, self._new = functools.cache(source_of), functools.partial(RolloutStatistics, ks, group)
+        self._whole, self._of_sources = self._new(), dict[str, RolloutStatistics]()
+
+    def add(self, outcomes: Sequence[RolloutSummary], answers: Sequence[str | None] | None = None) -> None:
+        self._whole.add(outcomes, answers)
+        places: dict[str, list[int]] = {}
+        for place, outcome in enumerate(outcomes):
+            if (source := self._source_of(outcome.prompt)) is not None:
+                places.setdefault(source, []).append(place)
+        for source, own in places.items():
+            answers_of_own = None if answers is None else [answers[place] for place in own]
+            self._of_sources.setdefault(source, self._new()).add([outcomes[place] for place in own], answers_of_own)
+
+    def metrics(self, if_none_judged: float = 0.0) -> dict[str, float]:
+        """Return the metrics; see `RolloutStatistics.metrics`."""
+        return {**self._whole.metrics(if_none_judged), **self.metrics_of_sources(if_none_judged)}
+
+    def metrics_of_sources(self, if_none_judged: float = 0.0) -> dict[str, float]:
+        return {
+            f"{source}/{name}": value
+            for source, sums in sorted(self._of_sources.items())
+            for name, value in sums.metrics(if_none_judged).items()
+        }
+
+
+class PromptStatistics:
+    """Sums over prompts with several responses: pass@k, the probability that one of k responses is right, and maj@k,
+    that the answer which most of k responses give is right. A response is right if its reward is positive.
+
+    Responses that could not be judged are left out, and for a k also prompts with fewer responses than k. With n
+    responses of which c are right, pass@k is estimated without bias by 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, eq.
+    1), and maj@k by the mean over n // k disjoint sets of responses. Of equally frequent answers, the one that came
+    first wins. Responses without an answer do not vote.
+
+    Args:
+        ks: the values of k.
+    """
+
+    def __init__(self, ks: Sequence[int]) -> None:
+        self._passed: dict[int, list[Fraction]] = {k: [] for k in ks}
+        self._voted: dict[int, list[Fraction]] = {k: [] for k in ks}
+        self._has_answers = False
+
+    def add(self, outcomes: Sequence[RolloutSummary], answers: Sequence[str | None]) -> None:
+        """Add the responses to one prompt.
+
+        Args:
+            answers: answer of each response; None if the judge found none.
+        """
+        judged = [
+            (outcome.reward > 0, answer)
+            for outcome, answer in zip(outcomes, answers, strict=True)
+            if outcome.error is None
+        ]
+        total, right = len(judged), sum(is_right for is_right, _ in judged)
+        self._has_answers |= any(answer is not None for answer in answers)
+        for k in self._passed:
+            if total >= k:
+                self._passed[k].append(1 - Fraction(math.comb(total - right, k), math.comb(total, k)))
+                votes = [_majority_is_right(judged[i : i + k]) for i in range(0, total - k + 1, k)]
+                self._voted[k].append(Fraction(sum(votes), len(votes)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return pass@k, and maj@k if judges find answers, for each k that a prompt has enough responses for."""
+        kinds = {"pass": self._passed, **({"maj": self._voted} if self._has_answers else {})}
+        return {
+            f"{name}@{k}": _nearest(sum(of_prompts, Fraction()) / len(of_prompts))
+            for name, found in kinds.items()
+            for k, of_prompts in found.items()
+            if of_prompts
+        }
+
+
+def _majority_is_right(judged: Sequence[tuple[bool, str | None]]) -> bool:
+    votes = Counter(answer for _, answer in judged if answer is not None)
+    if not votes:
+        return False
+    winner = max(votes, key=lambda answer: votes[answer])  # the first one of equally frequent ones
+    return next(is_right for is_right, answer in judged if answer == winner)
 
 
 def rollout_metrics(outcomes: Sequence[RolloutSummary], dropped: Sequence[RolloutSummary] = ()) -> dict[str, float]:

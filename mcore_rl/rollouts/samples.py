@@ -310,6 +310,8 @@ class Rollout:
     """Experts of the tokens, [tokens, layers, topk] int16, if they are replayed."""
     kept_tokens: KeptTokens | None = None
     """Tokens that the sampler kept at each position, as far as the last response, if the sampling mask is kept."""
+    answer: str | None = None
+    """Answer that the judge found in the last response."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:

@@ -64,7 +64,7 @@ class Conversation:
         rollout.rewards = rollout.rewards | {
             name: rollout.rewards.get(name, 0.0) + reward for name, reward in step.rewards.items()
         }
-        rollout.error = rollout.error or step.error
+        rollout.error, rollout.answer = rollout.error or step.error, step.answer
         if step.done or rollout.error or step.observation is None or rollout.turns >= max_turns:
             return None
         observed = self._observed(step.observation, tokenizer)

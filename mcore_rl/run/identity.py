@@ -26,6 +26,7 @@ IDENTIFYING_KEYS = (
     "dpo.preference_loss",
     "kto.loss",
     "sft.loss",
+    "loss.name",
     "environment.name",
     "environment.function",
     "seed",

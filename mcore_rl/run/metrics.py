@@ -183,7 +183,8 @@ class MLflow:
         mlflow.log_params(flattened(config.model_dump(mode="json")))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+        # MLflow refuses names with @.
+        self._mlflow.log_metrics({n.replace("@", "_at_"): float(value) for n, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -92,7 +92,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
         enter: function that is called at the start of each phase.
     """
     from mcore_rl.algorithms.build_loss import build_loss
-    from mcore_rl.losses.policy_gradient import ClippedPGLossFn, ValueLossFn
+    from mcore_rl.losses.policy_gradient import ValueLossFn, build_policy_loss
 
     for score in scorings(config, models, data):
         enter(SCORING)
@@ -106,7 +106,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
             critic.train(data, ValueLossFn(config.critic.value_clip))
     teacher: Any = models.beside.get(TEACHER)
     loss_fn = (
-        ClippedPGLossFn(config.effective_loss_options())
+        build_policy_loss(config.effective_loss_options())
         if isinstance(config, RLConfig)
         else build_loss(config, teacher)
     )
@@ -156,6 +156,8 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]
         before = [by_policy] if config.scores_samples() else []
+        if config.rollouts.reads_score_norms:
+            before = [lambda: policy.get_score_norms(data, temperature)]
         return [*judged, *before, *reference]
     return reference
 

@@ -411,6 +411,8 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
         columns += ("generation_logprobs", "advantages", *(["prev_logprobs"] if config.scores_samples() else []))
         if config.loss.positive_example_nll_weight:
             data["rewards"], data["num_positive_tokens"] = torch.ones(shape[0]), trained.sum().expand(shape[0]).float()
+        if config.loss.observation_nll_weight:
+            data["num_observation_tokens"] = torch.ones(shape[0])
     if isinstance(config, PPOConfig):
         columns += ("values", "returns")
     data |= {name: torch.zeros(shape) for name in columns}

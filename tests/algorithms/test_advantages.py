@@ -7,9 +7,21 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mcore_rl.algorithms.advantages import advantages_of, group_advantages, reinforce_plus_plus_advantages
-from mcore_rl.config import GRPOAlgorithmConfig
-from mcore_rl.rollouts.samples import has_signal
+from mcore_rl.algorithms.advantages import (
+    EstimatorInputs,
+    advantages_of,
+    gdpo_advantages,
+    group_advantages,
+    maxrl_advantages,
+    optimal_token_baseline_advantages,
+    reinforce_plus_plus_advantages,
+)
+from mcore_rl.config import GRPOAlgorithmConfig, GRPOConfig
+from mcore_rl.distributed.batched_data_dict import BatchShare
+from mcore_rl.errors import TrainingError
+from mcore_rl.rollouts.collector import groups_with_signal
+from mcore_rl.rollouts.samples import RolloutSummary, has_signal
+from mcore_rl.testing.processes import run_processes
 
 REWARDS = [[1.1, 0.3, 0.7, 2.3], [0.1, 0.1, 0.1, 0.1], [-1.7, 4.1, 0.3, 0.3], [0.7, 0.7, 0.7, 0.1]]
 
@@ -126,3 +138,144 @@ def test_contradictory_options(options, message):
 
 def test_signal():
     assert has_signal(torch.tensor(REWARDS)).tolist() == [True, False, True, True]
+
+
+# ------------------------------------------------------------------ several rewards, likelihood, token baseline
+
+
+NAN = float("nan")
+BY_NAME = [
+    REWARDS,
+    [[0.0, 1.0, 1.0, 0.0], [0.7, 0.7, NAN, 0.1], [NAN] * 4, [0.3, NAN, NAN, NAN]],
+]
+
+
+def test_gdpo():
+    """A reward that applies to few samples, to one, to none; a group whose sum is equal though its rewards differ."""
+    by_name, weights = [[list(group) for group in rewards] for rewards in BY_NAME], [0.3, 2.0]
+    by_name[0][1] = [2.0, 2.0, 0.5, 2.0]
+    judged = torch.ones(4, 4, dtype=torch.bool)
+    judged[0, 2] = judged[1, 0] = False
+    total = torch.zeros(4, 4, dtype=torch.float64)
+    for weight, rewards in zip(weights, by_name, strict=True):
+        for p, group in enumerate(rewards):
+            counted = {i: r for i, r in enumerate(group) if judged[p, i] and r == r}
+            if len(set(counted.values())) > 1:
+                mean, spread = statistics.mean(counted.values()), statistics.stdev(counted.values())
+                for i, r in counted.items():
+                    total[p, i] += weight * (r - mean) / (spread + 0.01)
+    values = total[judged].tolist()
+    expected = torch.where(judged, (total - statistics.mean(values)) / (statistics.stdev(values) + 0.01), 0)
+    rewards = torch.tensor(by_name, dtype=torch.float64)
+    ours = gdpo_advantages(rewards, torch.tensor(weights), 0.01, judged)
+    torch.testing.assert_close(ours, expected)
+    assert (gdpo_advantages(torch.full((2, 3, 4), 0.7), torch.tensor(weights)) == 0).all()
+
+
+def test_maxrl():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1] * 4, [0.0] * 4, [0.7, 0.3, 2.1, 9.0]], dtype=torch.float64)
+    judged = torch.ones(4, 4, dtype=torch.bool)
+    judged[3, 3] = False
+    means = [0.5, 0.1, 0.0, 3.1 / 3]
+    expected = torch.stack([(row - m) / (m + 0.01) for row, m in zip(rewards, means, strict=True)])
+    expected[1:3], expected[3, 3] = 0.0, 0.0
+    torch.testing.assert_close(maxrl_advantages(rewards, 0.01, judged), expected)
+    with pytest.raises(TrainingError, match=r"rewards of at least 0; a sample has -1.7"):
+        maxrl_advantages(torch.tensor(REWARDS))
+
+
+def token_samples():
+    """Samples of several turns in 3 groups of 3: rewards and score norms of tokens, one sample that is not judged."""
+    generator = torch.Generator().manual_seed(2)
+    mask = (torch.rand(9, 12, generator=generator) < 0.6).double()
+    mask[:, 3] = 1
+    mask[4, 4:] = 0
+    mask[7] = 0
+    rewards, norms = (torch.rand(9, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    return rewards * 2 - 1, norms * 2, mask
+
+
+def token_baseline_by_loops():
+    rewards, norms, mask = token_samples()
+    expected, judged = torch.zeros(9, 12, dtype=torch.float64), [row != 5 for row in range(9)]
+    places = [mask[row].nonzero().flatten().tolist() if judged[row] else [] for row in range(9)]
+    for row, tokens in enumerate(places):
+        for k, t in enumerate(tokens):
+            above = below = 0.0
+            others = [i for i in range(3 * (row // 3), 3 * (row // 3) + 3) if len(places[i]) > k]
+            for i in others:
+                weight = sum(norms[i, u] for u in places[i][: k + 1])
+                above += weight * sum(rewards[i, u] for u in places[i][k:])
+                below += weight
+            future = sum(rewards[row, u] for u in tokens[k:])
+            expected[row, t] = future - (above / below if len(others) > 1 else 0.0)
+    return expected
+
+
+def test_optimal_token_baseline():
+    rewards, norms, mask = token_samples()
+    judged = torch.ones(3, 3, dtype=torch.bool)
+    judged[1, 2] = False
+    config = GRPOAlgorithmConfig(**{**BASE, "num_generations_per_prompt": 3, "advantage_estimator": OTB})
+    inputs = EstimatorInputs(token_rewards=rewards, score_norms=norms)
+    ours = advantages_of(config, torch.zeros(3, 3), mask, judged=judged, more=inputs)
+    torch.testing.assert_close(ours, token_baseline_by_loops().float())
+
+
+OTB = "optimal_token_baseline"
+
+
+def token_baseline_of_share():
+    from mcore_rl.distributed.topology import ParallelDimension
+
+    rank, replicas = torch.distributed.get_rank(), ParallelDimension.of(torch.distributed.group.WORLD)
+    rows = [[0, 4, 5, 8, 2, 7], [1, 3, 6]][rank]
+    columns = (column[rows] for column in token_samples())
+    share, groups = BatchShare(rows, 9, replicas), torch.tensor(rows) // 3
+    rewards, norms, mask = columns
+    mask = mask * (torch.tensor(rows) != 5)[:, None]
+    return rows, optimal_token_baseline_advantages(rewards, norms, mask, groups, 3, share)
+
+
+def test_groups_of_the_token_baseline_may_be_on_several_replicas():
+    expected = token_baseline_by_loops().float()
+    for rows, ours in run_processes(token_baseline_of_share, world_size=2):
+        torch.testing.assert_close(ours, expected[rows])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage_estimator": OTB, "advantage_epsilon": 0.1}, "advantage_epsilon: optimal_token_baseline divides"),
+        ({"advantage_estimator": "gdpo", "overlong_cache_length": 2}, "overlong_cache_length: gdpo does not read the"),
+        ({"advantage_estimator": "maxrl", "overlong_cache_length": 2}, "overlong_cache_length: maxrl needs rewards of"),
+    ],
+)
+def test_options_that_an_estimator_does_not_read(options, message):
+    with pytest.raises(ValidationError, match=message):
+        GRPOAlgorithmConfig(**BASE, **options)
+
+
+def test_gdpo_needs_several_rewards():
+    values = {
+        "output_dir": "x",
+        "model": {"path": "x"},
+        "data": {"train": "x"},
+        "grpo": {"advantage_estimator": "gdpo"},
+    }
+    with pytest.raises(ValidationError, match=r"gdpo compares several rewards by name; set environment\.name=weighted"):
+        GRPOConfig.model_validate(values)
+
+
+def test_signal_of_named_rewards():
+    """The sums are equal in every group; a single reward differs in the second, and applies once in the third."""
+    by_name = [[(1.0, 0.0)] * 2, [(1.0, 0.0), (0.0, 1.0)], [(NAN, 1.0), (1.0, NAN)]]
+    outcomes = [
+        RolloutSummary(
+            p, i, 1.0, {n: r for n, r in zip("ab", both, strict=True) if r == r}, None, False, 1, 2, 1, 1, []
+        )
+        for p, group in enumerate(by_name)
+        for i, both in enumerate(group)
+    ]
+    assert groups_with_signal(outcomes, 2).tolist() == [False] * 3
+    assert groups_with_signal(outcomes, 2, ["a", "b"]).tolist() == [False, True, False]

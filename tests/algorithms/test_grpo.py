@@ -10,47 +10,18 @@ import torch
 import torch.nn.functional as F
 import yaml
 from layout_cases import make_config
+from policy_loss_cases import make_batch
 from programs import comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-from mcore_rl.losses.options import ClippedPGOptions
-from mcore_rl.rollouts.samples import Rollout, to_batch
+from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, KL_PENALTY, STEPS = 2.9, 0.05, 2
-
-
-def make_rollouts():
-    """Ragged conversations of two turns, with tokens of the environment between the responses; 4 groups of 3.
-
-    Without token 0, the pad token, whose embedding transformers gives no gradient.
-    """
-    generator = torch.Generator().manual_seed(4)
-
-    def count(low, high):
-        return int(torch.randint(low, high, (), generator=generator))
-
-    rollouts = []
-    for sample in range(12):
-        prompt, first, observed, second = count(1, 8), count(1, 20), count(0, 4), count(1, 20)
-        mask = [False] * prompt + [True] * first + [False] * observed + [True] * second
-        ids = torch.randint(1, 250, (len(mask),), generator=generator).tolist()
-        logprobs = [float(-3 * torch.rand((), generator=generator)) if m else 0.0 for m in mask]
-        rollouts.append(Rollout(sample // 3, sample, ids, mask, logprobs, reward=float(count(0, 3))))
-    return rollouts
-
-
-def make_batch():
-    rollouts = make_rollouts()
-    data, rewards = to_batch(rollouts, 0), torch.tensor([r.reward for r in rollouts]).view(4, 3)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
-    data["advantages"] = advantages.expand(data["input_ids"].shape).contiguous()
-    return data
 
 
 def megatron_update(config, options):
@@ -294,7 +265,8 @@ def test_several_turns_updates_and_dynamic_sampling(files):
     process = train(
         files, "several", "environment.function=judging:twice", "environment.max_turns=2", "trainer.max_steps=2",
         "grpo.num_updates_per_rollout=2", "grpo.dynamic_sampling_rounds=3", "grpo.overlong_cache_length=4",
-        "grpo.advantage_estimator=rloo", "--record", files / "several.jsonl", "checkpoint.export_hf=false",
+        "grpo.advantage_estimator=optimal_token_baseline", "checkpoint.export_hf=false",
+        "--record", files / "several.jsonl",
     )  # fmt: skip
     assert process.returncode == 0
     rollout = json.loads((files / "several.jsonl").read_text().splitlines()[0])["rollouts"][0]
@@ -313,7 +285,8 @@ def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
     rewards = f"{{vowels: {{name: function, function: 'judging:tool'}}, start: {start}}}"
     options = (
         f"environment={{name: weighted, max_turns: 2, batch_size: 3, rewards: {rewards}}}", "trainer.max_steps=2",
-        "grpo.num_logged_samples=24", "checkpoint.export_hf=false",
+        "grpo.num_logged_samples=24", "checkpoint.export_hf=false", "grpo.advantage_estimator=gdpo",
+        "loss={name: sapo, observation_nll_weight: 0.05, reference_policy_kl_penalty: 0.01}",
     )  # fmt: skip
     train(files, "tools", *options)
     train(files, "tools_of_two", *options, processes=2)
@@ -328,6 +301,7 @@ def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
     applies = [sample["rewards"]["start"] for sample in samples if "start" in sample["rewards"]]
     assert 0 < len(applies) < len(samples)
     for step, line in enumerate(metrics_of(files / "tools"), start=1):
+        assert line["observation_nll_loss"] > 1
         own = [sample["rewards"] for sample in samples if sample["step"] == step]
         for name in ("vowels", "start"):
             values = [rewards[name] for rewards in own if name in rewards]

@@ -194,7 +194,7 @@ def test_equal_rewards_still_teach_the_critic(files):
     """Groups are not compared; samples with invalid token rewards fail."""
     train(
         files, "equal", "environment.function=token_judges:equal", "trainer.max_steps=2", "checkpoint.export_hf=false",
-        "critic.export_hf=false", "loss={}",
+        "critic.export_hf=false", "loss={name: dppo_tv}",
     )  # fmt: skip
     metrics = metrics_of(files / "equal")
     assert [line["skipped_update"] for line in metrics] == [0, 0]

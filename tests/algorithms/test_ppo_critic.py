@@ -7,9 +7,9 @@ from small_models import and_long, make_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from mcore_rl.algorithms.advantages import gae_advantages, whiten
+from mcore_rl.algorithms.advantages import gae_advantages, token_rewards_with_penalty, whiten
 from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.ppo import token_rewards_with_penalty, value_metrics
+from mcore_rl.algorithms.ppo import value_metrics
 from mcore_rl.errors import ContractError
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens, to_batch
 from mcore_rl.testing.layout_check import ParallelLayout

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 import trl
 import yaml
-from datasets import Dataset as Records
 from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_steps import OPTIMIZER, STEPS, check_weights, trained
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig
@@ -21,14 +21,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_cases
 
-STEPS, BETA, RATE, EPSILON = 3, 0.2, 1e-3, 0.1
-OPTIMIZER = {"lr": RATE, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4}
-OF_TRL = {
-    "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_epsilon": 1e-4, "weight_decay": 0.0,
-    "max_grad_norm": 1.0, "max_steps": STEPS, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
-    "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
-    "dataloader_pin_memory": False, "train_sampling_strategy": "sequential", "max_length": 60,
-}  # fmt: skip
+BETA, EPSILON = 0.2, 0.1
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)]
 SMOOTH = {"label_smoothing": EPSILON}
 SUM = ["aot", "bco_pair", "sigmoid_norm"]
@@ -90,34 +83,6 @@ def rows_of(tokenizer, records):
     places, starts = torch.arange(width), torch.tensor([len(p) for p, _ in rows])
     mask = ((places >= starts[:, None]) & (places < lengths[:, None])).float()
     return BatchedDataDict(input_ids=ids, token_mask=mask, input_lengths=lengths, sample_mask=torch.ones(len(rows)))
-
-
-def recorded(kind):
-    """A trainer of TRL that keeps the loss of every step in full precision."""
-
-    class Recording(kind):
-        found = ()
-
-        def compute_loss(self, *arguments, **named):
-            loss = super().compute_loss(*arguments, **named)
-            self.found = (*self.found, loss.item())
-            return loss
-
-    return Recording
-
-
-def trained(kind, config, root, records, settings, reference=None):
-    """Return losses, logged metrics and weights of three steps of a trainer of TRL."""
-    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    more = {} if reference is None else {"ref_model": AutoModelForCausalLM.from_pretrained(reference)}
-    trainer = recorded(kind)(
-        model=model, args=config(output_dir=str(root / "trl"), **OF_TRL, **settings),
-        train_dataset=Records.from_list(records),
-        processing_class=AutoTokenizer.from_pretrained(root / "model"), **more,
-    )  # fmt: skip
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return trainer.found, logs, {name: p.detach().clone() for name, p in model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +156,6 @@ def dpo_config(path, options):
             "dpo": {"reference_policy_kl_penalty": BETA, **options},
         }
     )
-
-
-def check_weights(weights, expected, initial, name):
-    """Compare weights to 1e-4, and what three steps have changed to 1e-3."""
-    assert set(weights) == set(expected)
-    of_weights, of_changes = [], []
-    for key, theirs in expected.items():
-        difference = float((weights[key].double() - theirs.double()).norm())
-        of_weights.append(difference / float(theirs.double().norm()))
-        of_changes.append(max(difference - 1e-7, 0) / float((theirs.double() - initial[key].double()).norm()))
-    print(f"{name}: weights {max(of_weights):.1e}, of their change {max(of_changes):.1e}")
-    assert max(of_weights) <= 1e-4, name
-    assert max(of_changes) <= 1e-3, name
 
 
 CHUNKS = [list(DPO_CASES)[i : i + 5] for i in range(0, len(DPO_CASES), 5)]

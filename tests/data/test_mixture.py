@@ -6,16 +6,20 @@ import io
 import json
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import make_model
+from layout_cases import make_config
+from small_models import and_long, make_model
 
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
 from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
 from mcore_rl.data.token_store import MixedTokenStore, TokenizedChunk, TokenSequence, collect
 from mcore_rl.errors import UserError
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 # ------------------------------------------------------------ the order
@@ -78,6 +82,10 @@ def test_stores_follow_one_another(rows):
     assert mixed.lengths().tolist() == [3] * 6 * rows and mixed.num_tokens == 18 * rows
     assert [json.loads(mixed.extra(i)) for i in range(6)] == [[5, 0], [6, 1], [7, 2], [8, 0], [9, 0], [9, 1]]
     assert mixed.counts["records"] == 6 and mixed.shares == {"a": 0.25, "b": 0.25, "c": 0.5}
+    assert [mixed.source_of(i) for i in range(6)] == list("aaabcc") and stores["a"].source_of(0) is None
+    paths = ({"x/a.jsonl": 1, "x/b c.jsonl": 1}, {"x/a.jsonl": 1, "y/a.jsonl": 1})
+    labels = [MixedTokenStore(dict(zip(names, stores.values(), strict=False)), names).labels for names in paths]
+    assert labels == [["a", "b_c"], ["x_a.jsonl", "y_a.jsonl"]]
     with pytest.raises(IndexError):
         mixed[6]
 
@@ -207,6 +215,12 @@ def test_a_run_on_a_mixture_validates_every_set(run):
     assert "validation known: 3 records" in said and "validation new: 2 records" in said
     assert "step 2  validation new: loss " in said and "validation_new/loss: " in said  # as it happens, and at the end
     assert f"best validation: new/loss {min(line['validation_new/loss'] for line in steps.values()):.4g}" in said
+    for line in steps.values():
+        counts = {name: line.get(f"{name}/num_unmasked_tokens", 0.0) for name in mixture}
+        assert sum(counts.values()) == line["num_unmasked_tokens"] and counts["one"] > 0
+        total = sum(count * line[f"{name}/loss"] for name, count in counts.items() if count)
+        assert total == pytest.approx(line["loss"] * line["num_unmasked_tokens"], rel=1e-5)
+        assert ("two/loss" in line) == (counts["two"] > 0), "a source without a record in the step has no metrics"
     for name, source in sets.items():
         _, alone = run(SFTConfig, mixture, source)
         for step in (1, 2):
@@ -222,7 +236,64 @@ def test_a_run_on_a_mixture_validates_every_set(run):
 def test_every_algorithm_validates_every_set(run, kind, sections):
     sets = {"known": "one", "new": "three"}
     _, steps = run(kind, {"one": 1, "two": 1}, sets, **sections)
+    count, mean = ("num_samples", "reward_mean") if kind is GRPOConfig else ("num_valid_samples", "loss")
+    for line in (steps[1], steps[2]):
+        found = {name: line.get(f"{name}/{count}", 0.0) for name in ("one", "two")}
+        assert sum(found.values()) == line[count]
+        total = sum(number * line[f"{name}/{mean}"] for name, number in found.items() if number)
+        assert total == pytest.approx(line[mean] * line[count], rel=1e-5)
     for name, source in sets.items():
         _, alone = run(kind, {"one": 1, "two": 1}, source, **sections)
         for step in (1, 2):
             assert of_set(steps[step], f"validation_{name}/") == of_set(alone[step], "validation_") != {}
+
+
+def loss_of_sources(config):
+    from mcore_rl.algorithms.build_loss import build_loss
+    from mcore_rl.algorithms.supervised import TrainingBatch, loss_by_source
+    from mcore_rl.data.batching import collate, global_valid_counts
+    from mcore_rl.distributed.batched_data_dict import LocalBatch
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, units = MegatronPolicy(config, total_steps=1, rows_per_unit=2), mixed_pairs()
+    whole = collate([units[i] for i in range(len(units))], 0)
+    whole["reference_policy_logprobs"] = torch.linspace(-3, -1, whole["input_ids"].numel()).view(
+        whole["input_ids"].shape
+    )
+    own = policy.own_rows(whole)
+    records = [row // 2 for row in own.share.indices[::2]]
+    batch = TrainingBatch(LocalBatch(own.data, own.share), SimpleNamespace(units=units), records, [])
+    loss_fn = loss_by_source(build_loss(config), batch)
+    metrics = policy.forward(batch.rows, loss_fn, global_valid_counts(batch.rows)).metrics(loss_fn)
+    policy.shutdown()
+    return metrics
+
+
+def mixed_pairs():
+    generator = torch.Generator().manual_seed(3)
+
+    def response(size):
+        ids = torch.randint(1, 250, (size,), generator=generator)
+        return TokenSequence(tuple(ids.tolist()), (False,) * 2 + (True,) * (size - 2))
+
+    stores = {}
+    for name, count in (("data/one.jsonl", 5), ("data/two.jsonl", 3)):
+        chunk = TokenizedChunk()
+        for _ in range(count):
+            chunk.add(tuple(map(response, torch.randint(3, 20, (2,), generator=generator).tolist())))
+        stores[name] = collect([chunk], 2)
+    return MixedTokenStore(stores, {name: 1 for name in stores})
+
+
+@pytest.mark.parametrize(
+    "layout", and_long([ParallelLayout(cp=2)], [ParallelLayout(dp=2), ParallelLayout(pp=2)]), ids=str
+)
+def test_metrics_of_a_source_are_those_of_its_records_alone(layout, model_of):
+    config = make_config(model_of("llama"))
+    metrics = run_processes(loss_of_sources, layout.apply(config), world_size=layout.world_size)[0]
+    (whole,) = run_processes(loss_of_sources, config, world_size=1)
+    assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert (metrics["one/num_valid_samples"], metrics["two/num_valid_samples"]) == (5, 3)
+    for name in ("loss", "accuracy", "rewards_chosen_mean"):
+        assert 5 * metrics[f"one/{name}"] + 3 * metrics[f"two/{name}"] == pytest.approx(8 * metrics[name], rel=1e-5)
+    assert metrics["one/loss"] != metrics["two/loss"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import get_args
 
 from programs import ROOT
@@ -10,7 +11,8 @@ from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config.schema import reference_of
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
-ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)
+WITHOUT_METRICS = re.sub(r"^## Names of metrics$.*?^## ", "## ", PAGE, flags=re.MULTILINE | re.DOTALL)
+ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", WITHOUT_METRICS, re.MULTILINE)
 
 
 def our_keys():
@@ -38,22 +40,132 @@ def test_trls_names():
         assert there in fields[algorithm or "SFT"], (algorithm, there)
 
 
+def names_in(text):
+    return re.findall(r"`([\w.-]+)`", text)
+
+
+def section(start, end):
+    return PAGE[PAGE.index(start) : PAGE.index(end)]
+
+
+def rows_of(text):
+    """The names in the first column, by the word before them."""
+    found = {}
+    for kind, names in re.findall(r"^\| (\w+): (.*?) \|", text, re.M):
+        found.setdefault(kind, []).extend(names_in(names))
+    assert all(len(set(names)) == len(names) for names in found.values()), "a name stands twice"
+    return {kind: set(names) for kind, names in found.items()}
+
+
 def test_loss_types_of_trl():
     """Every loss type that TRL's trainers accept is in the table, and every name of ours there is one of the losses."""
     import inspect
 
     import trl
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.online_dpo import OnlineDPOConfig
+    from trl.experimental.sdpo import SDPOConfig
+    from trl.experimental.tpo import TPOConfig
 
     from mcore_rl.losses.options import PreferenceLossType
+    from mcore_rl.losses.policy_options import PolicyLossName
 
-    table = PAGE[PAGE.index("### Loss types of TRL") : PAGE.index("### Settings that give other numbers")]
-    rows = dict(re.findall(r"^\| (KTO|SFT): (.*?) \|", table, re.M))
-    compared = r"loss_type == \"(\w+)\""
-    of_dpo = set(re.findall(compared, inspect.getsource(trl.DPOTrainer._compute_loss)))
-    named = {name for row in re.findall(r"^\| DPO: (.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
-    assert named == of_dpo
+    def compared(trainer):
+        source = inspect.getsource(trainer._compute_loss)
+        lists = re.findall(r"loss_type in \[(.*?)\]", source)
+        return set(re.findall(r"loss_type == \"(\w+)\"", source)) | set(re.findall(r"\"(\w+)\"", " ".join(lists)))
+
+    def choices(config):
+        field = config.__dataclass_fields__["loss_type"]
+        return set(field.metadata.get("choices") or re.findall(r"'(\w+)'(?= \(default\):|:)", field.metadata["help"]))
+
+    rows = rows_of(section("### Loss types of TRL", "### Settings that give other numbers"))
+    of_dpo, of_grpo = compared(trl.DPOTrainer), compared(trl.GRPOTrainer)
+    expected = {"DPO": of_dpo, "GRPO": of_grpo, "KTO": compared(trl.KTOTrainer), "SFT": choices(trl.SFTConfig)}
+    others = {"OnlineDPO": OnlineDPOConfig, "SDPO": SDPOConfig, "TPO": TPOConfig, "CPO": CPOConfig}
+    expected |= {name: choices(config) for name, config in others.items()}
+    assert rows == expected
     assert of_dpo - {"sft"} <= set(get_args(PreferenceLossType))
-    of_kto = set(re.findall(compared, inspect.getsource(trl.KTOTrainer._compute_loss)))
-    assert set(re.findall(r"`(\w+)`", rows["KTO"])) == of_kto
-    choices = trl.SFTConfig.__dataclass_fields__["loss_type"].metadata["choices"]
-    assert set(re.findall(r"`(\w+)`", rows["SFT"])) == set(choices)
+    assert {"sapo", "vespo", "luspo", "gmpo"} <= set(get_args(PolicyLossName))
+    with_types = {
+        path.name.removesuffix("_config.py").replace("_", "")
+        for path in Path(trl.__file__).parent.rglob("*_config.py")
+        if re.search(r"^    loss_type: ", path.read_text(), re.M)
+    }
+    assert with_types == {name.lower() for name in expected}
+
+
+ESTIMATORS_OF_VERL = """gae grpo reinforce_plus_plus reinforce_plus_plus_baseline remax rloo opo grpo_passk gpg
+    rloo_vectorized grpo_vectorized optimal_token_baseline tir_optimal_token_baseline gdpo"""
+LOSSES_OF_VERL = "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean cispo bypass_mode flow_grpo"
+LOSS_KEYS_OF_NEMO_RL = {
+    "ClippedPG": """disable_ppo_ratio token_level_loss sequence_level_importance_ratios ratio_clip_min ratio_clip_max
+        ratio_clip_c reference_policy_kl_penalty reference_policy_kl_type kl_input_clamp_value kl_output_clamp_value
+        use_kl_in_reward use_importance_sampling_correction truncated_importance_sampling_type
+        truncated_importance_sampling_ratio truncated_importance_sampling_ratio_min use_on_policy_kl_approximation
+        force_on_policy_ratio seq_logprob_error_in_loss use_cispo positive_example_nll_weight""",
+    "DPO": """reference_policy_kl_penalty preference_loss_weight sft_loss_weight preference_average_log_probs
+        sft_average_log_probs""",
+    "MPO": """reference_policy_kl_penalty preference_loss_weight sft_loss_weight bco_loss_weight
+        preference_average_log_probs sft_average_log_probs quality_average_log_probs reward_shift_momentum
+        reward_shift""",
+    "Distillation": "kl_type mixed_kl_weight zero_outside_topk",
+    "MseValue": "scale cliprange",
+}
+
+
+def test_names_of_verl():
+    rows = rows_of(section("### Estimators and losses of verl", "## NeMo RL"))
+    assert rows == {"estimator": set(ESTIMATORS_OF_VERL.split()), "loss": set(LOSSES_OF_VERL.split())}
+
+
+def test_loss_keys_of_nemo_rl():
+    """Every key is in the table; those that are called the same are keys here, and accepted by the loss."""
+    from mcore_rl.losses.options import DistillationOptions, DPOOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
+
+    table = section("### Loss keys of NeMo RL", "## Names of metrics")
+    assert rows_of(table) == {kind: set(keys.split()) for kind, keys in LOSS_KEYS_OF_NEMO_RL.items()}
+    options = {"ClippedPG": ClippedPGOptions, "DPO": DPOOptions, "MPO": DPOOptions, "Distillation": DistillationOptions}
+    same = re.findall(r"^\| (\w+): (.*?) \| the same", table, re.M)
+    assert {kind for kind, _ in same} == set(options)
+    for kind, names in same:
+        assert set(names_in(names)) <= set(options[kind].__dataclass_fields__), kind
+
+
+def test_values_of_ours_exist():
+    """Keys that the tables set (`section.key=value`) are keys, and text values are among the choices."""
+    kinds = {}
+    for program in PROGRAMS.values():
+        for part in reference_of(program.config):
+            kinds |= {f"{part.name}.{key.name}": key.kind for key in part.keys}
+    found = re.findall(r"`(\w+\.\w+)=([\w_]+)`", PAGE)
+    assert len(found) > 25
+    for key, value in found:
+        assert key in kinds, key
+        choices = kinds[key].split(" | ")
+        assert value in choices or {"number", "integer"} & set(choices), (key, value)
+
+
+def test_names_of_metrics():
+    """Names of ours are in the package, those of TRL in its trainers."""
+    import inspect
+
+    import trl
+
+    from mcore_rl import losses, rollouts
+
+    sources = "".join(
+        path.read_text() for part in (losses, rollouts) for path in Path(part.__path__[0]).parent.rglob("*.py")
+    )
+    trainers = (trl.GRPOTrainer, trl.DPOTrainer)
+    of_trl = "".join(inspect.getsource(inspect.getmodule(trainer)) for trainer in trainers)
+    rows = re.findall(r"^\| `([\w@]+)` \| (`[\w/]+`|–) \|", section("## Names of metrics", "## Code written"), re.M)
+    assert len(rows) > 30
+    formed = {"reward_NAME_mean": "reward_{name}_mean", "pass@k": '"pass"', "maj@k": '"maj"'}
+    formed |= {f"clip_fraction_{side}": f"clip_fraction_{side}" for side in ("low", "high")}
+    formed |= {"generation_seconds": "{name}_seconds"}
+    for ours, theirs in rows:
+        assert formed.get(ours, f'"{ours}"') in sources, ours
+        name = theirs.strip("`").replace("NAME", "{reward_func_name}")
+        assert theirs in ("–", "`loss`", "`grad_norm`", "`learning_rate`") or f'"{name}"' in of_trl, theirs

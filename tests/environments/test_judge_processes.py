@@ -198,7 +198,9 @@ def test_judge_function_that_cannot_be_imported_is_refused(function, message, en
     ],
 )
 def test_exact_match(pattern, response, reward):
-    assert ExactMatch(pattern)(log("6*7=", response), {"answer": 42}) == reward
+    judged = ExactMatch(pattern)(log("6*7=", response), {"answer": 42})
+    assert judged.reward == reward
+    assert (judged.answer == "42") == bool(reward)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +215,15 @@ def test_exact_match(pattern, response, reward):
 )
 def test_math(answer, response, reward):
     pytest.importorskip("math_verify")
-    assert MathVerify()(log("?", response), {"answer": answer}) == reward
+    judged = MathVerify()(log("?", response), {"answer": answer})
+    assert judged.reward == reward
+    assert judged.answer == (answer if reward else {"The answer is $8$.": "8", "no idea": None}[response])
 
 
 def test_try_again():
     judge = RetryExactMatch()
-    assert judge(log("6*7=", "42"), {"answer": 42}) == Step(reward=1.0)
+    assert judge(log("6*7=", "42"), {"answer": 42}) == Step(reward=1.0, answer="42")
     wrong = judge(log("6*7=", "43"), {"answer": 42})
     assert not wrong.done
     assert wrong.observation
-    assert judge(log("6*7=", "43", wrong.observation, "42"), {"answer": 42}) == Step(reward=0.5)
+    assert judge(log("6*7=", "43", wrong.observation, "42"), {"answer": 42}) == Step(reward=0.5, answer="42")

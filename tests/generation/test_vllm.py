@@ -137,7 +137,7 @@ def follow(config, steps):
     """Differences after each of several updates, and the responses; of greedy ones too."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.losses.options import ClippedPGOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, said = MegatronPolicy(config, total_steps=steps), []
@@ -420,7 +420,7 @@ def answer_while_weights_change(config, destination):
     """Responses that are under way as the servers get the weights of an update; those weights are exported."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.losses.options import ClippedPGOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, prompts = MegatronPolicy(config, total_steps=1), make_prompts()
@@ -592,7 +592,7 @@ def live_dangerously(config):
     """Of three servers, one dies while it generates, one while it receives weights, and then the last one."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.losses.options import ClippedPGOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.generation import vllm_generation
     from mcore_rl.models.generation.refit import RefitGroups
     from mcore_rl.models.generation.vllm_client import VLLMServer

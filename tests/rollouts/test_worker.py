@@ -1,5 +1,6 @@
 """Tests of conversations that replicas run independently: equal to turn-by-turn generation, and judged meanwhile."""
 
+import itertools
 import math
 import random
 import statistics
@@ -9,16 +10,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 from small_models import and_long, make_tokenizer
 
-from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.config import GRPOAlgorithmConfig, GRPOConfig, build_config
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import TrainingError, UserError, WorkerError
 from mcore_rl.models.generation.interfaces import Response, StreamingGeneration, output_of, prompts_of
-from mcore_rl.rollouts.collector import RolloutCollector, RolloutStatistics, rollout_metrics, staleness_metrics
-from mcore_rl.rollouts.samples import Rollout, RolloutBatch
+from mcore_rl.rollouts.collector import (
+    PromptStatistics,
+    RolloutCollector,
+    RolloutStatistics,
+    rollout_metrics,
+    staleness_metrics,
+)
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RolloutSummary
 from mcore_rl.testing.processes import run_processes
 
 GROUP, LIMIT = 3, 24
@@ -70,7 +78,9 @@ class Observing:
         future, total = Future(), sum(sample.completion_ids)
         going = total % 2 == 0
         reward = total / 7 + len(sample.message_log) / 3 + sample.record["extra"]
-        future.set_result(Step(reward, done=not going, observation=" and " if going else None, rewards={"a": reward}))
+        answer = None if total % 7 == 0 else str(total % 3)
+        observation = " and " if going else None
+        future.set_result(Step(reward, not going, observation, rewards={"a": reward}, answer=answer))
         return future
 
 
@@ -180,25 +190,33 @@ def test_rewards_whose_squares_no_float_holds_have_an_infinite_spread():
     assert (metrics["reward_mean"], metrics["reward_std"]) == (0.0, math.inf)
 
 
-def validated(prompts_per_step):
-    """Metrics of a validation set of 17 prompts, and the sample ids of each call."""
+def validated(prompts_per_step, generations=1):
+    """Metrics of a validation set of 17 prompts of two sources, and the sample ids of each call."""
+    from topologies import grid
+
     from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.rollouts.worker import RolloutWorker
 
-    worker = RolloutWorker(Engine(), Observing(), make_tokenizer(), 3, 0.2)
+    topology = grid(width=1)
+    worker = RolloutWorker(Engine(), Observing(), make_tokenizer(), 3, 0.2, topology)
     run, asked, answer = object.__new__(GRPOTrainer), [], worker.run
 
     def noted(prompts, sample_ids, greedy):
-        assert greedy and [index for index, _ in prompts] == list(sample_ids)
+        assert greedy == (generations == 1)
+        assert [index for index, _ in prompts] == [number // generations for number in sample_ids]
         asked.append(list(sample_ids))
         return answer(prompts, sample_ids, greedy)
 
     worker.run = noted
     run.worker = worker
-    options = SimpleNamespace(num_prompts_per_step=prompts_per_step, num_generations_per_prompt=2)
+    options = GRPOAlgorithmConfig(
+        num_prompts_per_step=prompts_per_step, num_generations_per_prompt=2, num_validation_generations=generations,
+        validation_k=(1, 2, 4) if generations > 1 else None,
+    )  # fmt: skip
     run.config = SimpleNamespace(rollouts=options)
-    prompts = [Prompt(tuple(range(20, 21 + i % 5)), "text", {"extra": i / 3}) for i in range(17)]
-    metrics = run.validate_on("", SimpleNamespace(prompts=prompts), 3)
+    prompts = [Prompt(tuple(range(20, 21 + i % 5)), "text", {"extra": i / 3 - 50.0}) for i in range(17)]
+    dataset = SimpleNamespace(prompts=prompts, source_of=lambda index: "even" if index % 2 == 0 else "odd")
+    metrics = run.validate_on("", dataset, 3)
     worker.close()
     return metrics, asked
 
@@ -210,6 +228,68 @@ def test_a_validation_set_is_answered_in_parts():
     assert at_once == [list(range(17))]
     assert asked == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16]]
     assert metrics == whole and whole["num_samples"] == 17 and whole["reward_std"] > 0
+    assert (whole["even/num_samples"], whole["odd/num_samples"]) == (9, 8)
+    parts = 9 * whole["even/reward_mean"] + 8 * whole["odd/reward_mean"]
+    assert parts == pytest.approx(17 * whole["reward_mean"])
+    assert not any("@" in name for name in whole)
+
+
+@pytest.mark.parametrize("processes", and_long([2], [1]))
+def test_several_responses_to_each_validation_prompt(processes):
+    """On two replicas each prompt's responses may be on both; every rank has the metrics."""
+    ((expected, _),) = run_processes(validated, 100, 4, world_size=1)
+    names = {f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4)}
+    assert names <= set(expected) and {f"odd/{name}" for name in names} <= set(expected)
+    assert 0 < expected["pass@1"] < expected["pass@2"] < expected["pass@4"] < 1
+    assert expected["pass@1"] == pytest.approx(expected["accuracy"])
+    for metrics, asked in run_processes(validated, 5, 4, world_size=processes):
+        assert metrics == expected
+        assert [len(ids) for ids in asked] == [8] * 8 + [4]
+
+
+def outcome(reward, error=None):
+    return RolloutSummary(0, 0, reward, {}, error, False, 1, 3, 2, 2, [])
+
+
+def test_pass_at_k_and_majorities_by_enumeration():
+    generator, prompts = random.Random(4), []
+    for size in (6, 6, 6, 3, 0):
+        rewards = [generator.choice([0.0, 0.0, 1.0]) for _ in range(size)]
+        prompts.append([(reward, "right" if reward else generator.choice(["a", "b", None])) for reward in rewards])
+    prompts.append([(1.0, None)] * 6)
+    statistics_of = PromptStatistics((1, 2, 3, 5, 6))
+    for responses in prompts:
+        failed = [outcome(0.0, "no judge")]
+        statistics_of.add([outcome(reward) for reward, _ in responses] + failed, [a for _, a in responses] + ["right"])
+    metrics = statistics_of.metrics()
+    for k in (1, 2, 3, 5, 6):
+        passed, voted = [], []
+        for responses in (p for p in prompts if len(p) >= k):
+            sets = list(itertools.combinations(responses, k))
+            passed.append(sum(any(reward for reward, _ in chosen) for chosen in sets) / len(sets))
+            blocks = [responses[i : i + k] for i in range(0, len(responses) - k + 1, k)]
+            given = [[answer for _, answer in block if answer is not None] for block in blocks]
+            votes = [statistics.mode(answers) if answers else None for answers in given]
+            voted.append(votes.count("right") / len(votes))
+        assert metrics[f"pass@{k}"] == pytest.approx(statistics.mean(passed))
+        assert metrics[f"maj@{k}"] == pytest.approx(statistics.mean(voted))
+    without = PromptStatistics((1,))
+    without.add([outcome(1.0)], [None])
+    assert without.metrics() == {"pass@1": 1.0}
+    assert PromptStatistics((2,)).metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation_k": [1]}, r"must be at most num_validation_generations, which is 1 \(greedy\); set more"),
+        ({"num_validation_generations": 4, "validation_k": [1, 8]}, "must be at most num_validation_generations"),
+        ({"num_validation_generations": 4, "validation_k": []}, "must not be empty"),
+    ],
+)
+def test_values_of_k_that_responses_do_not_suffice_for(options, message):
+    with pytest.raises(ValidationError, match=f"validation_k: {message}"):
+        GRPOAlgorithmConfig(**options)
 
 
 # ------------------------------------------------------------------ ahead of training

@@ -288,7 +288,7 @@ class LossHead:
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)
         elif self.fused:
-            wanted = mask if self.of_counted_tokens else torch.ones_like(mask)
+            wanted = self.loss_fn.tokens_read(microbatch.data) if self.of_counted_tokens else torch.ones_like(mask)
             logprobs, entropy = self.logprobs(hidden, microbatch, wanted)
             loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy)
             more = {"logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}

@@ -244,6 +244,25 @@ class ScoringModel:
         rows = {"logprobs": torch.zeros(data["input_ids"].shape, device=platform.device())}
         return self._map_microbatches("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
 
+    def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
+        """Return `logprobs` and `score_norms` [B, S] of every real token: ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π².
+
+        The sum over the vocabulary comes from two log-probabilities: with all logits doubled, a token's probability is
+        π² / Σ π². This costs another product with the LM head, and no other pass through the model.
+        """
+        heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
+
+        def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
+            ids = microbatch.data["input_ids"]
+            everything = torch.ones(ids.shape[0], ids.shape[1] - 1)
+            logprobs, doubled = (head(hidden, microbatch, everything)[0] for head in heads)
+            norms = 1 - 2 * logprobs.exp() + (2 * logprobs - doubled).exp()
+            return {"logprobs": F.pad(logprobs, (1, 0)), "score_norms": F.pad(norms, (1, 0))}
+
+        shape, device = data["input_ids"].shape, platform.device()
+        rows = {name: torch.zeros(shape, device=device) for name in ("logprobs", "score_norms")}
+        return BatchedDataDict(self._map_microbatches("get_score_norms", data, rows, score))
+
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, temperature: float | None = None
     ) -> BatchedDataDict[Any]:
