@@ -228,7 +228,7 @@ def update_and_export(config, destination):
     """Send the weights after a step to the servers, and export them."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.losses.options import ClippedPGOptions
+    from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=1)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.distributed.logprobs import linear_logprobs, valid_columns
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
-from mcore_rl.losses.options import ClippedPGOptions
+from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.generation.vllm_client import decode_sampling_mask
 from mcore_rl.testing.layout_check import ParallelLayout
