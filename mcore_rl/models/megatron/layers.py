@@ -319,31 +319,42 @@ def glu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
 class GatedActivation:
     """The gated activation of an MLP, […, 2 · width] → […, width]: `glu` of the first and the second half.
 
-    Only the input is saved for backward. Autograd would also save the activated half and a copy of the other: 2/5 of
-    an MLP's activations. The class is no torch module: Megatron asks all modules of an MLP for checkpoint state.
+    Only the inputs are saved for backward. Autograd would also save the activated half and a copy of the other, 2/5 of
+    an MLP's activations, and with weights the product as well. The class is no torch module: Megatron asks all modules
+    of an MLP for checkpoint state.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.gated = glu(config)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = _Gated.apply(x, self.gated)
+    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the gated activation, multiplied by `weights` […, 1] if there are any, in the precision of `x`."""
+        product: Tensor = _Gated.apply(x, weights, self.gated)
         return product
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.gated = gated
-        ctx.save_for_backward(x)
-        return gated(*x.chunk(2, dim=-1))
+        ctx.save_for_backward(x, weights)
+        return _weighted(gated(*x.chunk(2, dim=-1)), weights, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        halves = [half.detach().requires_grad_() for half in ctx.saved_tensors[0].chunk(2, dim=-1)]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weights = ctx.saved_tensors
+        inputs = [half.detach().requires_grad_() for half in x.chunk(2, dim=-1)]
+        if weights is not None:
+            weights = weights.detach().requires_grad_()
+            inputs.append(weights)
         with torch.enable_grad():
-            product = ctx.gated(*halves)
-        return torch.cat(torch.autograd.grad(product, halves, grad), dim=-1), None
+            product = _weighted(ctx.gated(*inputs[:2]), weights, x.dtype)
+        gate, up, *of_weights = torch.autograd.grad(product, inputs, grad)
+        return torch.cat((gate, up), dim=-1), of_weights[0] if of_weights else None, None
+
+
+def _weighted(product: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return product if weights is None else (product * weights).to(dtype)
 
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

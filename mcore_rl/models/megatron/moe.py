@@ -23,7 +23,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GenerationFastPath, bias_of_first_rank, glu
+from mcore_rl.models.megatron.layers import GatedActivation, GenerationFastPath, bias_of_first_rank
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint
@@ -166,7 +166,8 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Map [T, 1, hidden] to [T, 1, experts] logits in fp32."""
-        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        logits: Tensor = _FloatLinear.apply(input, self.weight, self.bias)
+        return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights [T, experts] in fp32, 0 for experts that are not chosen, and the mask of chosen experts."""
@@ -245,6 +246,24 @@ class Router(TopKRouter):
             if experts.normalise:
                 weights = _normalised(weights)
         return weights if experts.scale is None else weights * experts.scale
+
+
+class _FloatLinear(torch.autograd.Function):
+    """A linear layer computed in fp32 that saves its input in the input's own precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        of_weight = (rows.T @ x.float().flatten(0, -2)).to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
+        return (grad @ weight.float()).to(x.dtype), of_weight, of_bias
 
 
 def _normalised(scores: Tensor) -> Tensor:
@@ -348,9 +367,8 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
         projected, biases = self._linear("linear_fc1", hidden, ends)
         if biases is not None:
             projected = projected + biases
-        gate, up = projected.chunk(2, dim=-1)
-        scaled = glu(self.config)(gate, up) * probs[:, None]
-        output, biases = self._linear("linear_fc2", scaled.to(hidden.dtype), ends)
+        scaled = GatedActivation(self.config)(projected, probs[:, None])
+        output, biases = self._linear("linear_fc2", scaled, ends)
         if biases is not None:
             output = (output + bias_of_first_rank(biases) * probs[:, None]).to(hidden.dtype)
         return output, None
