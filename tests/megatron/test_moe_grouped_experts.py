@@ -87,3 +87,37 @@ def test_experts_with_few_tokens_or_none(dtype, lora, model_of):
             assert one.dtype == other.dtype
             largest = float(other.abs().max()) if other.numel() else 0.0
             torch.testing.assert_close(one, other, rtol=rounding, atol=rounding * largest, msg=str(counts))
+
+
+def kept_bytes(config):
+    """Return the bytes that a layer's experts and its router keep for the backward pass, beside parameters."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from mcore_rl.models.megatron.moe import GroupedExperts, Router
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    modules = [m for chunk in policy.model.chunks for m in chunk.modules()]
+    experts, router = (next(m for m in modules if isinstance(m, kind)) for kind in (GroupedExperts, Router))
+    parameters = {p.untyped_storage().data_ptr() for p in policy.model.chunks[0].parameters()}
+    rows = torch.randn(64, experts.config.hidden_size, dtype=torch.bfloat16).requires_grad_()
+    found = []
+    for compute in (
+        lambda: experts._compute(rows, torch.tensor([64, *[0] * 5]), torch.rand(64).requires_grad_()),
+        lambda: router.gating(rows[:, None]),
+    ):
+        kept = {}
+        with saved_tensors_hooks(lambda x, kept=kept: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x):
+            compute()
+        found.append(sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in parameters))
+    policy.shutdown()
+    return found
+
+
+def test_experts_and_router_keep_no_more_than_their_products_need(model_of):
+    """Experts: the rows, gate and up, their weighted product, the weights. Router: the rows, in their own precision."""
+    config = grouped(make_config(model_of("mixtral")), dtype="bfloat16")
+    ((of_experts, of_router),) = run_processes(kept_bytes, config, world_size=1)
+    hidden, width = 64, 96
+    assert of_experts <= 64 * (2 * (hidden + 3 * width) + 4) + 64
+    assert of_router == 64 * 2 * hidden
