@@ -17,10 +17,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import (
-    DistillationConfig,
     KTOConfig,
     ParallelConfig,
-    SFTConfig,
 )
 from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
@@ -101,11 +99,9 @@ def verify(arguments, config, layouts):
 
 def first_batch(config, tokenizer):
     from mcore_rl.data.batching import collate
-    from mcore_rl.data.datasets import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
+    from mcore_rl.data.datasets import dataset_loader
 
-    loaders = {SFTConfig: load_sft_dataset, DistillationConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
-    load_dataset = loaders.get(type(config), load_preference_dataset)
-    dataset = load_dataset(config.data.train, tokenizer, config.data)
+    dataset = dataset_loader(config)(config.data.train, tokenizer, config.data)
     count = min(config.batch.global_batch_size, len(dataset))
     indices = dataset.order(config.seed).indices(0, count)
     data = collate([dataset.units[i] for i in indices], tokenizer.pad_token_id)

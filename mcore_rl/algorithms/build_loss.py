@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, SFTConfig, TrainingConfig
 from mcore_rl.losses.common import DFTLoss, LossFunction, NLLLoss
-from mcore_rl.losses.distillation import DistillationLossFn, Teacher, WholeVocabularyDistillationLossFn
+from mcore_rl.losses.distillation import (
+    DistillationLossFn,
+    SampledDistillationLossFn,
+    Teacher,
+    WholeVocabularyDistillationLossFn,
+)
 from mcore_rl.losses.policy_gradient import build_policy_loss
 from mcore_rl.losses.preference import BradleyTerryLoss, KTOLossFn, build_dpo_loss
 
@@ -18,6 +23,8 @@ def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFu
     if isinstance(config, KTOConfig):
         return KTOLossFn(config.kto)
     if isinstance(config, DistillationConfig):
+        if config.distillation.form == "sampled":
+            return SampledDistillationLossFn(config.distillation.max_importance_weight)
         if config.distillation.topk is not None:
             return DistillationLossFn(config.distillation)
         assert teacher is not None, "distillation over the whole vocabulary needs the teacher"

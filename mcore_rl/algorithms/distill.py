@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,25 +12,29 @@ from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DistillationConfig
-from mcore_rl.config.algorithms import TEACHER, teacher_config
+from mcore_rl.config.algorithms import TEACHER, teacher_configs
+from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.distributed.batched_data_dict import LocalBatch
+from mcore_rl.data.datasets import DistillationDataset
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.scoring import TeacherModel
+from mcore_rl.models.policy.scoring import ScoringModel, TeacherModel
 from mcore_rl.run.setup import claim_output_dir, load_inputs
 from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
-    """Train the student's next-token distributions towards the teacher's, over the teacher's top-k tokens or all
-    tokens."""
+    """Train the student's next-token distributions towards its teachers', over their top-k tokens or all tokens."""
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
-    teacher = TeacherModel(teacher_config(config), student.model.vocab_size)
-    rank_zero_printer(student.is_writer)(f"teacher: {teacher.describe()}")
+    loaded = {
+        name: TeacherModel(of_teacher, student.model.vocab_size) for name, of_teacher in teacher_configs(config).items()
+    }
+    for name, teacher in loaded.items():
+        rank_zero_printer(student.is_writer)(f"teacher{' ' * bool(name)}{name}: {teacher.describe()}")
     if config.distillation.on_policy:
         params = SamplingParams(
             max_new_tokens=config.distillation.max_new_tokens,
@@ -38,21 +43,32 @@ def train_distill(config: DistillationConfig) -> Path | None:
             seed=config.seed,
         )
         student.prepare_for_generation(params, config.data.max_sequence_length, inputs.tokenizer)
-    exported = SupervisedTrainer(config, inputs, student, DistillationObjective(config, student, teacher)).run()
-    teacher.shutdown()
+    objective = DistillationObjective(config, student, loaded, inputs.tokenizer)
+    exported = SupervisedTrainer(config, inputs, student, objective).run()
+    for teacher in loaded.values():
+        teacher.shutdown()
     student.shutdown()
     return exported
 
 
 class DistillationObjective(Objective):
-    """A divergence from the teacher, on the records' responses or on the student's answers to their prompts."""
+    """A divergence from the teachers, on the records' responses or on the student's answers to their prompts.
 
-    def __init__(self, config: DistillationConfig, student: MegatronPolicy, teacher: TeacherModel) -> None:
-        super().__init__(build_loss(config, teacher))
-        self.config, self.student, self.teacher = config, student, teacher
+    Args:
+        loaded: the teachers that are other models, by name. All other teachers are the student itself.
+    """
+
+    def __init__(
+        self, config: DistillationConfig, student: MegatronPolicy, loaded: Mapping[str, TeacherModel], tokenizer: Any
+    ) -> None:
+        super().__init__(build_loss(config, next(iter(loaded.values()), None)))
+        self.options, self.student, self.tokenizer = config.distillation, student, tokenizer
+        if self.options.form == "sampled":
+            self.temperature = self.options.temperature
+        self.teachers: dict[str, ScoringModel] = {name: loaded.get(name, student) for name in self.options.teachers}
 
     def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        if not self.config.distillation.on_policy or batch.samples is None:
+        if not self.options.on_policy or batch.samples is None:
             return batch.rows
         sequences = [batch.dataset.units[index][0] for index in batch.indices]
         prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for sequence in sequences]
@@ -65,13 +81,76 @@ class DistillationObjective(Objective):
             "input_lengths": ends,
             "sample_mask": torch.ones(len(prompts)),
         }
+        if self.options.form == "sampled":
+            entries["generation_logprobs"] = answered["logprobs"]
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teacher's top-k tokens. They are k times as large as the batch's tokens, too large to be
-        stored."""
-        self.teacher.check_tokens(batch.rows, TEACHER)
-        if self.config.distillation.topk is None:
+        """Return the teachers' top-k tokens, or log-probabilities of the rows' tokens. The former are k times as large
+        as the batch's tokens, too large to be stored."""
+        (only, *others), rows = self.teachers.items(), batch.rows
+        if self.options.topk is None:
+            only[1].check_tokens(rows, TEACHER)
             return {}  # the loss runs the teacher on the student's microbatches
-        best = self.teacher.get_topk_logits(batch.rows, self.config.distillation.topk)
-        return {"teacher_topk_logits": best["topk_logits"], "teacher_topk_indices": best["topk_indices"]}
+        if others or self.options.teacher_prompt is not None:
+            return self._of_each_record(batch)
+        scored = self._scored(*only, rows)
+        if self.options.form == "sampled":
+            return {"teacher_logprobs": scored["values"]}
+        return {"teacher_topk_logits": scored["values"], "teacher_topk_indices": scored["indices"]}
+
+    def _scored(self, name: str, teacher: ScoringModel, rows: LocalBatch[Any]) -> Columns:
+        """Return `values` and `indices` [B, S, k] of a teacher's top k, or `values` [B, S], the tokens' logprobs."""
+        teacher.check_tokens(rows, f"{TEACHER}.{name}" if name else TEACHER)
+        options = self.options
+        if options.form == "sampled":
+            return {"values": teacher.get_logprobs(rows, temperature=options.temperature)["logprobs"]}
+        assert options.topk is not None, "the whole vocabulary is compared by the loss"
+        temperature = options.loss_temperature if options.kl_type == "reverse_unnormalized" else None
+        best = teacher.get_topk_logits(rows, options.topk, temperature)
+        return {"values": best["topk_logits"], "indices": best["topk_indices"]}
+
+    def _of_each_record(self, batch: TrainingBatch) -> Columns:
+        """Return the columns of the teachers that each record names, which read the prompts that it has for them."""
+        dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
+        several, is_sampled = len(self.teachers) > 1, options.form == "sampled"
+        chosen = [dataset.teachers(n) if several else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
+        most = int(rows.share.max(max(map(len, chosen), default=1))[0])
+        (count, width), k = rows["input_ids"].shape, 1 if is_sampled else options.topk or 1
+        values = torch.zeros(count, width, most, k)
+        indices, weights = torch.zeros_like(values, dtype=torch.long), torch.zeros(count, 1, most)
+        for name, teacher in self.teachers.items():
+            own = [row for row, named in enumerate(chosen) if name in named]
+            share = BatchShare.concatenated(len(own), rows.share.replicas)
+            if not share.total:
+                continue
+            read, shifts = self._read_by_teacher(batch, own, share)
+            scored = self._scored(name, teacher, read)
+            for n, row in enumerate(own):
+                slot, start = list(chosen[row]).index(name), int(rows["token_mask"][row].argmax()) - 1
+                end = int(rows["input_lengths"][row])
+                weights[row, 0, slot], there = chosen[row][name], slice(start + shifts[n], end + shifts[n])
+                values[row, start:end, slot] = scored["values"][n, there].view(-1, k)
+                if not is_sampled:
+                    indices[row, start:end, slot] = scored["indices"][n, there]
+        if is_sampled:
+            return {"teacher_logprobs": (values[..., 0] * weights).sum(-1), "teacher_weight": weights.sum((1, 2))}
+        flat = {"teacher_topk_logits": values.flatten(2), "teacher_topk_indices": indices.flatten(2)}
+        return {**flat, "teacher_weights": weights} if several else flat
+
+    def _read_by_teacher(
+        self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
+    ) -> tuple[LocalBatch[Any], list[int]]:
+        """Return some rows as their teacher reads them, and by how many places their responses are shifted."""
+        rows = batch.rows.select_indices(own)
+        if self.options.teacher_prompt is None:
+            return LocalBatch(rows.data, share), [0] * len(own)
+        dataset, sequences, shifts = cast(DistillationDataset, batch.dataset), list[tuple[int, ...]](), list[int]()
+        for n, row in enumerate(own):
+            prompt = dataset.teacher_prompt(batch.indices[row], self.tokenizer)
+            start, end = int(rows["token_mask"][n].argmax()), int(rows["input_lengths"][n])
+            sequences.append((*prompt, *rows["input_ids"][n, start:end].tolist()))
+            shifts.append(len(prompt) - start)
+        read = padded_rows(sequences, self.tokenizer.pad_token_id)
+        masks = {"token_mask": torch.zeros(read["input_ids"].shape), "sample_mask": torch.ones(len(own))}
+        return LocalBatch({**read, **masks}, share), shifts

@@ -47,6 +47,7 @@ from mcore_rl.rollouts.samples import (
     RolloutSummary,
     TokenColumn,
     are_judged,
+    exchange_kept_tokens,
     exchange_rows,
     has_signal,
     rewards_of_tokens,
@@ -94,7 +95,8 @@ def check_inputs(
     if replay:
         steps = config.total_steps(len(prompts))
         required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
-        recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm)
+        keeps_mask = config.rollouts.sampled_at_most is not None
+        recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm, keeps_mask)
     elif torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
@@ -201,6 +203,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     """
 
     config: RLConfig
+    has_sampling_mask = False
+    """Whether the step's rollouts have the tokens that the sampler kept."""
 
     def __init__(
         self,
@@ -363,7 +367,11 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         owners = broadcast_in_replica(owners, topology)
         wanted = [(owners == replica).nonzero()[:, 0].tolist() for replica in range(topology.data.size)]
         share = BatchShare(wanted[topology.data.rank], len(rollouts), topology.data)
-        rows = exchange_rows(batch, led, wanted, lengths, columns, topology)
+        rows: dict[str, Any] = {**exchange_rows(batch, led, wanted, lengths, columns, topology)}
+        self.has_sampling_mask = any(outcome.kept_tokens for outcome in rollouts.outcomes)
+        if self.has_sampling_mask:
+            kept = [rollout.kept_tokens for rollout in own]
+            rows["kept_tokens"] = exchange_kept_tokens(kept, led, wanted, rollouts.outcomes, topology)
         rows["input_lengths"] = share.select(torch.tensor(lengths))
         rows["sample_mask"] = torch.ones(len(share.indices))
         if not share.indices:
@@ -471,7 +479,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     def _check_first(self, metrics: dict[str, Any]) -> None:
         tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
-        expected = {} if self.config.rollouts.filters_tokens else {"token_mult_prob_error": 1.0}
+        same_tokens = self.has_sampling_mask or not self.config.rollouts.filters_tokens
+        expected = {"token_mult_prob_error": 1.0} if same_tokens else {}
         if self.config.loss.kl_in_loss:
             expected["kl_penalty"] = 0.0
         if self.config.loss.has_ratio:

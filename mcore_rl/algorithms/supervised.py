@@ -58,6 +58,9 @@ class Objective:
     `SupervisedTrainer` calls each method in one place. Plain losses (SFT, reward models) use this class unchanged.
     """
 
+    temperature = 1.0
+    """Divisor of the logits from which the loss gets the policy's log-probabilities."""
+
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
 
@@ -113,7 +116,8 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         # Forward and backward: the model runs on packs of rows under Megatron's schedule. Each pack's loss is divided
         # by the counts of the global batch, so that the gradients of all packs and replicas add up.
         policy.zero_gradients()
-        results = policy.forward_backward(batch.rows, loss_fn, global_valid_counts(batch.rows))
+        counts = global_valid_counts(batch.rows)
+        results = policy.forward_backward(batch.rows, loss_fn, counts, objective.temperature)
 
         # Clip and update, with the optimizer's state on the device.
         with policy.memory.optimizer_on_device():
@@ -164,7 +168,8 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
                 self._frozen_columns[name, start] = self.objective.frozen_columns(batch)
             batch.rows.update(self._frozen_columns[name, start])
             batch.rows.update(self.objective.current_columns(batch))
-            results += self.policy.forward(batch.rows, self.objective.loss_fn, self._validation_counts(name, dataset))
+            counts, temperature = self._validation_counts(name, dataset), self.objective.temperature
+            results += self.policy.forward(batch.rows, self.objective.loss_fn, counts, temperature)
         return results.metrics(self.objective.loss_fn)
 
     def reference_moved(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import model_validator
@@ -102,8 +104,15 @@ class KTOConfig(TrainingConfig):
 class DistillationAlgorithmConfig(DistillationOptions):
     """Options of the loss, the teacher, and the responses that it teaches."""
 
-    teacher: str
-    """A model directory of any size, with the student's vocabulary."""
+    teacher: str | Mapping[str, str]
+    """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`, of which each
+    record's `teacher` column names one, or several as `{name: weight}`. `policy` is the student itself."""
+    teacher_prompt: str | None = None
+    """Prompt that the teacher reads instead of the record's, such as "{prompt}\n\nAn example:\n{demonstration}". Names
+    in braces are columns of the record, with strings. Of messages, the last one before the response is replaced."""
+    form: Literal["divergence", "sampled"] = "divergence"
+    """divergence: `kl_type` at each position. sampled: policy gradient of the reverse KL at the student's samples, from
+    the log-probabilities of the sampled tokens alone; needs on_policy=true."""
     topk: Annotated[int, Bounds(ge=1)] | None = 64
     """Compare the distributions over this many of the teacher's most likely tokens; null: over the whole vocabulary."""
     on_policy: bool = False
@@ -112,9 +121,17 @@ class DistillationAlgorithmConfig(DistillationOptions):
     """on_policy: maximum number of tokens of an answer."""
     temperature: Annotated[float, Bounds(gt=0)] = 1.0
     """on_policy: temperature of the answers."""
+    max_importance_weight: Annotated[float, Bounds(ge=1)] = 2.0
+    """form=sampled: upper bound of the ratio of the student's probability of a token to the sampler's."""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Directory of each teacher; a single one has no name."""
+        return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher)
 
     def check(self) -> None:
         super().check()
+        self._check_teachers()
         self.require(  # the dictionary of loss options always has the key
             self.kl_type == "mixed" or self.mixed_kl_weight == 0.5,
             f"mixed_kl_weight applies to kl_type=mixed, not to {self.kl_type}",
@@ -127,6 +144,45 @@ class DistillationAlgorithmConfig(DistillationOptions):
             self.topk is not None or not self.zero_outside_topk,
             "zero_outside_topk: nothing is outside the whole vocabulary (topk=null); leave it out",
         )
+
+    def _check_teachers(self) -> None:
+        self.require(bool(self.teachers), "teacher: names no model")
+        is_sampled = self.form == "sampled"
+        self.require(not is_sampled or self.on_policy, "form=sampled is for the student's samples: set on_policy=true")
+        self.require(
+            is_sampled or self.max_importance_weight == 2.0, "max_importance_weight applies to form=sampled only"
+        )
+        for name, default in (("kl_type", "forward"), ("topk", 64), ("loss_temperature", 1.0)):
+            self.require(
+                not is_sampled or getattr(self, name) == default, f"{name}: form=sampled does not read it; leave it out"
+            )
+        needs_topk = (
+            (len(self.teachers) > 1, "several teachers"),
+            (self.teacher_prompt is not None, "teacher_prompt"),
+            (STUDENT in self.teachers.values(), f"teacher={STUDENT}"),
+            (self.kl_type == "reverse_unnormalized", "kl_type=reverse_unnormalized"),
+        )
+        for applies, name in needs_topk:
+            self.require(self.topk is not None or not applies, f"topk: {name} needs a number of tokens, not null")
+        self.require(
+            STUDENT not in self.teachers.values() or self.teacher_prompt is not None,
+            f"teacher={STUDENT}: the student learns from itself only with another prompt; set teacher_prompt",
+        )
+        if self.teacher_prompt is None:
+            return
+        try:
+            fields = [name for _, name, _, _ in Formatter().parse(self.teacher_prompt) if name is not None]
+        except ValueError as error:
+            fields = [str(error)]
+        self.require(
+            "prompt" in fields and all(name.isidentifier() for name in fields),
+            "teacher_prompt: must contain {prompt}, the place of the record's own prompt, and may contain names of "
+            f"columns in braces ({{{{ for a brace); got {', '.join(fields) or 'none'}",
+        )
+
+
+STUDENT = "policy"
+"""The teacher that is the student itself."""
 
 
 class DistillationConfig(TrainingConfig):
@@ -197,7 +253,8 @@ def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
         found[REFERENCE] = reference_config(config)
     if isinstance(config, DistillationConfig):
-        found[TEACHER] = teacher_config(config)
+        for name, teacher in teacher_configs(config).items():
+            found[f"{TEACHER}.{name}" if name else TEACHER] = teacher
     if isinstance(config, RLConfig) and config.environment.name == "reward_model":
         found[JUDGE] = judge_config(config)
     if isinstance(config, PPOConfig):
@@ -210,9 +267,10 @@ def reference_config(config: DPOConfig) -> DPOConfig:
     return _with_frozen(config, Path(config.dpo.reference_model or ""))
 
 
-def teacher_config(config: DistillationConfig) -> DistillationConfig:
-    """Return the configuration of a student's teacher."""
-    return _with_frozen(config, Path(config.distillation.teacher))
+def teacher_configs(config: DistillationConfig) -> dict[str, DistillationConfig]:
+    """Return the configuration of each teacher but the student itself, by name."""
+    teachers = config.distillation.teachers
+    return {name: _with_frozen(config, Path(path)) for name, path in teachers.items() if path != STUDENT}
 
 
 def _with_frozen(config: ConfigT, path: Path) -> ConfigT:

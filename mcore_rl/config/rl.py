@@ -242,6 +242,11 @@ class RolloutOptions(Section):
     """Sample only from the most likely tokens that together have this probability."""
     min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.0
     """Sample only from tokens with at least this fraction of the most likely token's probability."""
+    keep_sampling_mask: bool | None = None
+    """Train in the distribution over the tokens that top_k, top_p and min_p keep. The default is true if one of them
+    leaves out tokens (docs/rollouts.md)."""
+    max_kept_tokens: PositiveInt = 1024
+    """With the sampling mask, sample from at most this many of the most likely tokens."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64
@@ -272,8 +277,15 @@ class RolloutOptions(Section):
 
     @property
     def filters_tokens(self) -> bool:
-        """True if some tokens are never sampled. Samples then have another distribution than the loss assumes."""
+        """True if some tokens are never sampled."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def sampled_at_most(self) -> int | None:
+        """Largest number of tokens of the sampling mask at a position; None if the mask is not kept."""
+        if not self.filters_tokens or self.keep_sampling_mask is False:
+            return None
+        return min(self.max_kept_tokens, self.top_k or self.max_kept_tokens)
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
@@ -289,6 +301,12 @@ class RolloutOptions(Section):
     def reads_score_norms(self) -> bool:
         """Whether advantages follow from rewards and norms of scores of single tokens."""
         return False
+
+    @model_validator(mode="after")
+    def _has_a_mask(self) -> Self:
+        if self.keep_sampling_mask and not self.filters_tokens:
+            raise ValueError("keep_sampling_mask: all tokens are kept without top_k, top_p or min_p; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -378,6 +396,11 @@ class RLConfig(TrainingConfig):
                 "loss.observation_nll_weight: environment.max_turns=1 ends conversations before any observation; set "
                 "more turns, or leave it out"
             )
+        if self.loss.observation_nll_weight and self.rollouts.sampled_at_most is not None:
+            raise ValueError(
+                "loss.observation_nll_weight: observations are not sampled, and have no kept tokens; set "
+                f"{self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
+            )
         return self
 
     @model_validator(mode="after")
@@ -419,13 +442,14 @@ class RLConfig(TrainingConfig):
 
     def samples_exactly(self, replays: bool = False) -> bool:
         """Return whether the sampler's log-probabilities are the policy's: it samples itself, in its training
-        precision, from all tokens.
+        precision, from the tokens that the loss's distribution has.
 
         Args:
             replays: trains on a recording's rollouts.
         """
         own = not replays and self.generation.backend == "megatron"
-        return own and self.model.dtype == "float32" and not self.rollouts.filters_tokens
+        same_tokens = not self.rollouts.filters_tokens or self.rollouts.sampled_at_most is not None
+        return own and self.model.dtype == "float32" and same_tokens
 
     def is_on_policy(self, replays: bool = False) -> bool:
         """Return whether the only update starts from the weights that generated the samples, unless the loss's options

@@ -341,9 +341,15 @@ class BatchConfig(Section):
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule, which counts optimizer steps."""
+LARGEST_BETA2 = 1 - 2**-8
+"""Largest adam_beta2 for moments in bfloat16, whose numbers have 8 significant bits."""
 
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate schedule, which counts optimizer steps."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. muon updates the matrices of the hidden layers by Muon, and all other parameters by AdamW."""
     lr: FractionBelowOne = 1e-6
     """Learning rate after warm-up. Adapters (LoRA) need about ten times the rate of full training."""
     min_lr: NonNegative = 0.0
@@ -358,6 +364,17 @@ class OptimizerConfig(Section):
     """Decay of the running mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
     """Constant that is added to the root of the running mean of squares."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which AdamW's moments are kept; they are computed in float32."""
+    muon_lr: FractionBelowOne | None = None
+    """muon: learning rate of the matrices; the default is `lr`."""
+    muon_momentum: FractionBelowOne = 0.95
+    """muon: decay of the running mean of gradients, with Nesterov's correction."""
+    muon_steps: PositiveInt = 5
+    """muon: Newton–Schulz iterations of an update."""
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor of an update. match_rms_adamw: 0.2·√max(rows, columns), for learning rates of AdamW. original:
+    √max(1, rows / columns)."""
     clip_grad: NonNegative = 1.0
     """Maximum norm of the whole gradient; 0 disables clipping."""
     warmup_steps: Count = 0
@@ -385,6 +402,14 @@ class OptimizerConfig(Section):
             raise ValueError("min_lr: schedule=constant never comes down to it; leave it out")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_ratio: give it or warmup_steps, not both")
+        for name in ("muon_lr", "muon_momentum", "muon_steps", "muon_scale"):
+            if self.name != "muon" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: requires name=muon, not {self.name}")
+        if self.moments_dtype == "bfloat16" and self.adam_beta2 > LARGEST_BETA2:
+            raise ValueError(
+                f"moments_dtype: bfloat16 rounds away the changes of a mean with adam_beta2={self.adam_beta2}; "
+                f"use an adam_beta2 of at most {LARGEST_BETA2}, such as 0.95"
+            )
         for name in ("decay_ratio", "decay_shape"):
             if self.schedule != "wsd" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: requires schedule=wsd, not {self.schedule}")
@@ -508,6 +533,8 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _trains_embeddings(self) -> TrainingConfig:
+        if self.optimizer.name == "muon" and self.model.lora is not None:
+            raise ValueError("optimizer.name: muon is for the matrices of hidden layers, not for adapters; use adamw")
         if self.optimizer.embedding_lr is not None and self.model.lora is not None:
             raise ValueError("optimizer.embedding_lr: adapters alone are trained with model.lora; leave it out")
         return self

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from string import Formatter
 from typing import Any, overload
 
-from mcore_rl.config import DataConfig, RLConfig, TrainingConfig
+from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages
 from mcore_rl.data.readers import require
 from mcore_rl.data.sample_order import Order
@@ -89,6 +91,20 @@ class UnpairedDataset(Dataset):
 
     def describe(self, name: str, limit: int) -> str:
         return f"{super().describe(name, limit)}, {self.units.counts['desirable']:,} desirable"
+
+
+class DistillationDataset(Dataset):
+    """SFT records that choose among several teachers, or whose teachers read another prompt."""
+
+    def teachers(self, index: int) -> dict[str, float]:
+        """Return the weights of a record's teachers, if the configuration has several."""
+        weights: dict[str, float] = json.loads(self.units.extra(index))["teachers"]
+        return weights
+
+    def teacher_prompt(self, index: int, tokenizer: Any) -> tuple[int, ...]:
+        """Return the tokens of the prompt that a record's teachers read, if the configuration has a teacher_prompt."""
+        prompt, tools = json.loads(self.units.extra(index))["prompt"]
+        return tokenize_prompt(tokenizer, prompt, tools)
 
 
 Source = str | Mapping[str, float]
@@ -175,6 +191,92 @@ def load_sft_dataset(
     """Load sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     return _load(source, tokenizer, data, what, say, cache)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The teachers of distillation, as far as records choose them or their prompts.
+
+    teachers: names of the teachers. template: prompt that they read instead of a record's, with names of columns in
+    braces. max_new_tokens: length of the responses that the student samples, if they replace those of the records.
+    """
+
+    teachers: tuple[str, ...] = ("",)
+    template: str | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def reads_records(self) -> bool:
+        return len(self.teachers) > 1 or self.template is not None
+
+    def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int) -> SequenceGroup:
+        """Tokenize an SFT record; raise ValueError if its teachers or their prompt are invalid."""
+        (sequence,) = unit = _tokenize_sft(tokenizer, record)
+        prompt = self.of(record).get("prompt")
+        if prompt is None or not sequence.is_trainable or len(sequence) > max_length:
+            return unit
+        length, own = len(tokenize_prompt(tokenizer, *prompt)), sequence.token_mask.index(True)
+        response = max(len(sequence) - own, min(self.max_new_tokens or 0, max_length - own))
+        if length + response > max_length:
+            raise ValueError(
+                f"distillation.teacher_prompt: the teacher's prompt has {length} tokens and the response {response}, "
+                f"together more than data.max_sequence_length={max_length}; raise it, or leave out the record"
+            )
+        return unit
+
+    def of(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights of a record's teachers, and the prompt that they read with its tools."""
+        own: dict[str, Any] = {}
+        if len(self.teachers) > 1:
+            own["teachers"] = self._weights_of(record)
+        if self.template is not None:
+            own["prompt"] = [self._prompt_of(record, self.template), record.get("tools")]
+        return own
+
+    def _weights_of(self, record: dict[str, Any]) -> dict[str, float]:
+        require(record, "teacher")
+        named = record["teacher"] if isinstance(record["teacher"], dict) else {record["teacher"]: 1.0}
+        if not named or any(name not in self.teachers for name in named):
+            known = ", ".join(self.teachers)
+            raise ValueError(f"teacher: {record['teacher']!r} is none of distillation.teacher, which has {known}")
+        for name, weight in named.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ValueError(f"teacher: the weight of {name} must be a positive number, got {weight!r}")
+        return {name: float(weight) for name, weight in named.items()}
+
+    def _prompt_of(self, record: dict[str, Any], template: str) -> str | Messages:
+        """Return the record's prompt with its last text replaced by the filled template."""
+        prompt = record.get("prompt")
+        if record.get("messages") is not None:
+            messages = record["messages"]
+            trained = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+            if len(trained) != 1:
+                raise ValueError("distillation.teacher_prompt: needs one response; give the other messages weight 0")
+            prompt = list(messages[: trained[0]])
+        if not prompt:
+            raise ValueError("distillation.teacher_prompt: there is no prompt to replace")
+        names = [name for _, name, _, _ in Formatter().parse(template) if name not in (None, "prompt")]
+        require(record, *names)
+        if numbers := [name for name in names if not isinstance(record[name], str)]:
+            raise ValueError(f"{numbers[0]}: distillation.teacher_prompt needs a text, got {record[numbers[0]]!r}")
+        filled = template.format_map({**record, "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"]})
+        return filled if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": filled}]
+
+
+def load_distillation_dataset(
+    source: Source,
+    tokenizer: Any,
+    data: DataConfig,
+    say: PrintLine = silent,
+    cache: TokenCache | None = None,
+    teaching: Teaching = Teaching(),
+) -> DistillationDataset:
+    """Load SFT records, with the column `teacher` of several teachers, and the columns that a template names."""
+    what = tokenization_of(data, "sft", _tokenize_sft, 1)
+    if teaching.reads_records:
+        unit_of = partial(teaching.unit_of, max_length=data.max_sequence_length)
+        what = replace(what, name=f"distill {teaching}", unit_of=unit_of, extra_of=teaching.of)
+    return DistillationDataset(_load(source, tokenizer, data, what, say, cache).units)
 
 
 def load_unpaired_dataset(
@@ -402,7 +504,6 @@ def _prompt_kind_of(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
 
 SUPERVISED: dict[str, Callable[..., Any]] = {
     "sft": load_sft_dataset,
-    "distill": load_sft_dataset,
     "dpo": load_preference_dataset,
     "rm": load_reward_dataset,
     "kto": load_unpaired_dataset,
@@ -415,4 +516,9 @@ def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
     if isinstance(config, RLConfig):
         valued = config.environment.valued_columns
         return partial(load_prompt_dataset, max_prompt_length=config.max_prompt_length, valued=valued)
+    if isinstance(config, DistillationConfig):
+        options = config.distillation
+        sampled = options.max_new_tokens if options.on_policy else None
+        teaching = Teaching(tuple(options.teachers), options.teacher_prompt, sampled)
+        return partial(load_distillation_dataset, teaching=teaching)
     return SUPERVISED[config.algorithm]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -376,6 +376,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     normalize: bool = True,
+    kept: Sequence[Tile] | None = None,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Compute log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
@@ -392,6 +393,8 @@ def linear_logprobs(
         with_entropy: also return the entropy [T] of each distribution.
         normalize: if False, return the targets' logits divided by the temperature. Other tokens then have a gradient
             of exactly 0.
+        kept: tiles of this shard with the tokens that the sampler kept (`kept_tiles` of these targets). The softmax is
+            over these tokens; no other rows of the weight are read.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
@@ -410,7 +413,7 @@ def linear_logprobs(
     columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, wide, group, columns, temperature, with_entropy, normalize
+        hidden, weight, wide, group, columns, temperature, with_entropy, normalize, kept
     )
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
 
@@ -462,30 +465,31 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         normalize: bool,
+        kept: Sequence[Tile] | None,
     ) -> tuple[Tensor, Tensor]:
         local = (targets - group_rank(group) * weight.shape[0]).contiguous()
-        tiles = Tiles(hidden, weight, columns, temperature)
+        tiles = Tiles(hidden, weight, columns, temperature, kept)
         lse, target_logits, entropy = shard_statistics(tiles, local, with_entropy)
         lse, picked, entropy = combine_over_vocabulary(lse, target_logits.T, entropy, group)
         ctx.save_for_backward(hidden, local, lse, entropy)
-        ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
+        ctx.weight, ctx.columns, ctx.temperature, ctx.kept = weight, columns, temperature, kept
         ctx.with_entropy, ctx.normalize = with_entropy, normalize
         return picked.T - lse[:, None] if normalize else picked.T, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, local, lse, entropy = ctx.saved_tensors
-        tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
+        tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature, ctx.kept)
         gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
         g, h = grads[0].contiguous(), grads[1].contiguous() if ctx.with_entropy else None
         of_lse = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
         upstream = TokenGradients(lse, entropy, local, g, of_lse, h)
         steps = tile_steps(tiles.device.type, tiles.dtype)
-        for columns in tiles.column_tiles():
-            for rows in tiles.row_tiles():
-                x = tiles.product(rows, columns)
-                gradients.add(rows, columns, steps.gradient(x, upstream.of(rows), columns.start, tiles))
-        return (*gradients.results(), None, None, None, None, None, None)
+        for tile in tiles.all(local):
+            of_rows = upstream.of(tile.rows)._replace(local=tile.targets)
+            grad = steps.gradient(tiles.products(tile), of_rows, tile.first_column, tiles)
+            gradients.add(tile.rows, tile.columns, grad)
+        return (*gradients.results(), *(None,) * 7)
 
 
 class SoftmaxSums(NamedTuple):
@@ -527,6 +531,21 @@ class TokenGradients(NamedTuple):
         of_entropy = None if self.of_entropy is None else self.of_entropy[rows]
         of_tokens = self.lse[rows], self.entropy[rows], self.local[rows], self.of_targets[rows], self.of_lse[rows]
         return TokenGradients(*of_tokens, of_entropy)
+
+
+class Tile(NamedTuple):
+    """A tile of the product hidden × weightᵀ.
+
+    columns: rows of the weight; no row twice.
+    targets: [rows, K] the targets' columns, counted from `first_column`, in or outside the tile.
+    kept: indices in the flattened tile of the logits that count; None for all.
+    """
+
+    rows: slice
+    columns: slice | Tensor
+    targets: Tensor
+    first_column: int = 0
+    kept: Tensor | None = None
 
 
 class TileSteps(NamedTuple):
@@ -574,10 +593,19 @@ class Tiles:
     """The product hidden × weightᵀ, computed in tiles in the accumulation type, and the temperature that divides it.
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
+
+    kept: the tiles of the tokens that the softmax is over; None for the whole vocabulary.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
-        self._hidden, self._weight = hidden, weight.detach()
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        columns: int,
+        temperature: float,
+        kept: Sequence[Tile] | None = None,
+    ) -> None:
+        self._hidden, self._weight, self._kept = hidden, weight.detach(), kept
         self.columns, self.temperature = columns, temperature
         self.count, self.device = hidden.shape[0], hidden.device
         self.dtype, self.hidden_dtype = accumulation_dtype(hidden.dtype), hidden.dtype
@@ -590,6 +618,24 @@ class Tiles:
 
     def column_tiles(self) -> Iterator[slice]:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
+
+    def all(self, local: Tensor) -> Iterator[Tile]:
+        """Yield all tiles of the shard, for the targets' columns `local` [T, K] in the shard."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        for columns in self.column_tiles():
+            for rows in self.row_tiles():
+                yield Tile(rows, columns, local[rows], columns.start)
+
+    def products(self, tile: Tile) -> Tensor:
+        """Return hidden × weightᵀ of a tile; −inf for logits that do not count."""
+        x = self.product(tile.rows, tile.columns)
+        if tile.kept is None:
+            return x
+        masked = torch.full_like(x, -torch.inf)
+        masked.view(-1).index_copy_(0, tile.kept, x.view(-1)[tile.kept])
+        return masked
 
     def zeros_of_hidden(self) -> Tensor:
         return torch.zeros_like(self._hidden, dtype=self.dtype)
@@ -605,10 +651,10 @@ class Tiles:
     def hidden(self, rows: slice) -> Tensor:
         return self.factor(self._hidden[rows])
 
-    def weight(self, columns: slice) -> Tensor:
+    def weight(self, columns: slice | Tensor) -> Tensor:
         return self.factor(self._weight[columns])
 
-    def product(self, rows: slice, columns: slice) -> Tensor:
+    def product(self, rows: slice, columns: slice | Tensor) -> Tensor:
         """Return a tile of hidden × weightᵀ, not divided by the temperature."""
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
@@ -642,10 +688,8 @@ def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[T
     count, steps = local.shape[0], tile_steps(tiles.device.type, tiles.dtype)
     peak = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
     sums = SoftmaxSums(peak, torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(local, dtype=tiles.dtype))
-    for columns in tiles.column_tiles():
-        for rows in tiles.row_tiles():
-            x = tiles.product(rows, columns)
-            steps.add(x, sums.of(rows), local[rows], columns.start, tiles, with_entropy)
+    for tile in tiles.all(local):
+        steps.add(tiles.products(tile), sums.of(tile.rows), tile.targets, tile.first_column, tiles, with_entropy)
     entropy = entropy_of_sums(sums.total, sums.moment) if with_entropy else sums.moment
     return sums.peak + sums.total.log(), sums.picked, entropy
 
@@ -706,7 +750,7 @@ class HeadGradients:
         own = needs_weight and self._main_grad is None
         self._own = torch.zeros_like(weight, dtype=tiles.dtype) if own else None
 
-    def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
+    def add(self, rows: slice, columns: slice | Tensor, grad: Tensor) -> None:
         """Add the gradient of a tile.
 
         Args:
@@ -717,8 +761,12 @@ class HeadGradients:
         if self._hidden is not None:
             tiles.add_product(self._hidden[rows], grad, tiles.weight(columns))
         of_weight = self._own if self._main_grad is None else self._main_grad
-        if of_weight is not None:
+        if of_weight is None:
+            return
+        if isinstance(columns, slice):
             tiles.add_product(of_weight[columns], grad.T, tiles.hidden(rows))
+        else:  # no row of the weight occurs twice in a tile, so the sum has one order
+            of_weight.index_add_(0, columns, tiles.multiply(grad.T, tiles.hidden(rows)).to(of_weight.dtype))
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients for autograd, in the precision of hidden states and weight."""

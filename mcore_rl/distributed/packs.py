@@ -474,12 +474,19 @@ class LossPositions:
         return self.layout.pack_rows(input_ids)[self.tokens]
 
     def inputs(self) -> Int[Tensor, " n"]:
-        """Return the predictors' indices in the flattened rows [N·S]. All tensors are on the host; a mask on the device
-        would make the host wait."""
+        """Return the predictors' indices in the flattened rows [N·S]; all tensors are on the host."""
+        return self._in_rows(self.layout.predictor[self.tokens].clamp(min=0))
+
+    def outputs(self) -> Int[Tensor, " n"]:
+        """Return the predicted tokens' indices in the flattened rows [N·S]; all tensors are on the host."""
+        return self._in_rows(self.tokens)
+
+    def _in_rows(self, positions: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        # On the host, because a mask on the device would make the host wait.
         index, there = self.layout.token_table(self.index.shape[1] + 1)
         place = torch.zeros(self.layout.total, dtype=torch.long)  # index of each pack position in the rows
         place[index[there]] = there.flatten().nonzero().flatten()
-        return place[self.layout.predictor[self.tokens].clamp(min=0)]
+        return place[positions]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None

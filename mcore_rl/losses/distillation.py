@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from mcore_rl.distributed.logprobs import vocab_parallel_logprobs
 from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
+    LogprobLoss,
     LossFunction,
     LossType,
     masked_mean,
@@ -41,13 +43,20 @@ LOG_ZERO = -100.0
 
 
 class DistillationLossDataDict(TypedDict):
-    """`teacher_topk_logits`, `teacher_topk_indices` [B, S, k]: the teacher's top k at each *input* position."""
+    """Entries that the loss reads.
+
+    teacher_topk_logits, teacher_topk_indices: [B, S, k], the teacher's top k at each *input* position; for
+        kl_type=reverse_unnormalized log-probabilities at the loss's temperature. With several teachers [B, S, M · k],
+        the top k of a row's first teacher, its second, …
+    teacher_weights: [B, 1, M] weights of each row's teachers; a single teacher of weight 1 if there is no such entry.
+    """
 
     input_ids: Tensor
     token_mask: Tensor
     sample_mask: Tensor
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
+    teacher_weights: NotRequired[Tensor]
 
 
 @reads_options(DistillationOptions)
@@ -80,7 +89,7 @@ class _Distillation(LossFunction):
         if kind == "mixed":
             loss = share * means["forward_kl"] + (1 - share) * means["reverse_kl"]
         else:
-            loss = means[{"forward": "forward_kl", "reverse": "reverse_kl", "js": "js"}[kind]]
+            loss = means["js" if kind == "js" else "forward_kl" if kind == "forward" else "reverse_kl"]
         return loss, {
             "loss": loss.detach(),
             **{name: mean.detach() for name, mean in means.items()},
@@ -98,7 +107,7 @@ class DistillationLossFn(_Distillation):
     """
 
     takes_hidden_states = True
-    required_keys = tuple(DistillationLossDataDict.__annotations__)
+    required_keys = (*_Distillation.required_keys, "teacher_topk_logits", "teacher_topk_indices")
 
     def __call__(
         self,
@@ -122,7 +131,7 @@ class DistillationLossFn(_Distillation):
             vocab_parallel_rank,
             temperature=self.options.loss_temperature,
             with_entropy=self.options.zero_outside_topk,
-            normalize=self.options.zero_outside_topk,
+            normalize=self._reads_whole_vocabulary,
         )
         columns = student if entropy is None else torch.cat((student, entropy[:, None]), dim=1)
         rows = gather_context_parallel(columns, layout, context_parallel_group).unflatten(0, (len(indices), -1))
@@ -138,11 +147,18 @@ class DistillationLossFn(_Distillation):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss from hidden states and the LM head."""
         self._check(data)
-        whole = self.options.zero_outside_topk
         student, entropy = states.logprobs_of(
-            data["teacher_topk_indices"], self.options.loss_temperature, with_entropy=whole, normalize=whole
+            data["teacher_topk_indices"],
+            self.options.loss_temperature,
+            with_entropy=self.options.zero_outside_topk,
+            normalize=self._reads_whole_vocabulary,
         )
         return self._from_topk(student, entropy, data, global_valid_toks)
+
+    @property
+    def _reads_whole_vocabulary(self) -> bool:
+        """Whether the student's probabilities are over the whole vocabulary, not renormalised over the k tokens."""
+        return self.options.zero_outside_topk or self.options.kl_type == "reverse_unnormalized"
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
         require_keys(data, self.required_keys, self)
@@ -163,15 +179,27 @@ class DistillationLossFn(_Distillation):
         Without `entropy`, logits may be given instead. Both distributions are then renormalized over the k tokens,
         and the other tokens' logits have a gradient of exactly 0.
         """
-        teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs) / self.options.loss_temperature
-        return self._loss(self._divergences(student_logprobs, entropy, teacher), data, global_valid_toks)
+        teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs)
+        if self.options.kl_type != "reverse_unnormalized":
+            teacher = teacher / self.options.loss_temperature
+        if "teacher_weights" not in data:
+            return self._loss(self._divergences(student_logprobs, entropy, teacher), data, global_valid_toks)
+        weights = data["teacher_weights"].to(student_logprobs)
+        of_teachers = [x.unflatten(-1, (weights.shape[2], -1)) for x in (student_logprobs, teacher)]
+        several = self._divergences(of_teachers[0], None if entropy is None else entropy[..., None], of_teachers[1])
+        # A row without a second teacher has a weight of 0 and zeros for its tokens.
+        forward_kl, reverse_kl, js = (x if x is None else (x * weights).sum(-1) for x in several)
+        assert forward_kl is not None and reverse_kl is not None, "only js is optional"
+        return self._loss(Divergences(forward_kl, reverse_kl, js), data, global_valid_toks)
 
     def _divergences(
         self,
-        student_logprobs: Float[Tensor, "batch predicted k"],
-        entropy: Float[Tensor, "batch predicted"] | None,
-        teacher_logits: Float[Tensor, "batch predicted k"],
+        student_logprobs: Float[Tensor, "batch predicted *teachers k"],
+        entropy: Float[Tensor, "batch predicted *teachers"] | None,
+        teacher_logits: Float[Tensor, "batch predicted *teachers k"],
     ) -> Divergences:
+        if self.options.kl_type == "reverse_unnormalized":
+            return _unnormalized(teacher_logits, student_logprobs)
         teacher = torch.log_softmax(teacher_logits, dim=-1)
         student = torch.log_softmax(student_logprobs, dim=-1) if entropy is None else student_logprobs
         teacher, student = teacher.clamp(min=LOG_ZERO), student.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
@@ -190,6 +218,60 @@ class DistillationLossFn(_Distillation):
             rest = -entropy - (student.exp() * student).sum(-1)
             reverse = reverse + rest - LOG_ZERO * outside
         return Divergences(forward, reverse, js)
+
+
+def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
+    """Return KL divergences of measures that need not sum to one. They are 0 only where p = q on all k tokens."""
+    log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
+    p, q = log_p.exp(), log_q.exp()
+    return Divergences((p * (log_p - log_q) - p + q).sum(-1), (q * (log_q - log_p) - q + p).sum(-1), None)
+
+
+class SampledDistillationLossFn(LogprobLoss):
+    """Policy gradient of the reverse KL at the student's own samples: −sg(w·A)·log π at each sampled token.
+
+    A = Σ_m weight_m·(log π_m − log π), over the teachers m, is the advantage of the sampled token (arXiv:2601.02780).
+    w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. The mean over the
+    samples of the gradient is that of KL(π ‖ π_m) at each position, for the given prefix. Token level.
+
+    It reads `teacher_logprobs` [B, S], the sum over the teachers of weight · log-probability of each token;
+    `teacher_weight` [B], the sum of the weights (1 if there is no such entry); and `generation_logprobs` [B, S], if the
+    rows were sampled.
+    """
+
+    reads_counted_tokens_only = True
+    loss_type = LossType.TOKEN_LEVEL
+    required_keys = ("input_ids", "token_mask", "sample_mask", "teacher_logprobs")
+
+    def __init__(self, max_importance_weight: float = 2.0) -> None:
+        self.max_importance_weight = max_importance_weight
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        self.check(next_token_logprobs, data)
+        logprobs, mask = next_token_logprobs, token_mask_of(data, next_token_logprobs)
+        tokens = require_count("global_valid_toks", global_valid_toks, self)
+        current, teacher = logprobs.detach(), data["teacher_logprobs"][:, 1:].to(logprobs)
+        share = data["teacher_weight"].to(logprobs)[:, None] if "teacher_weight" in data else 1.0
+        advantages, weights = teacher - share * current, torch.ones_like(current)
+        if "generation_logprobs" in data:
+            sampled = data["generation_logprobs"][:, 1:].to(logprobs)
+            weights = (current - sampled).exp().clamp(max=self.max_importance_weight)
+        mean = functools.partial(masked_mean, mask=mask, global_normalization_factor=tokens)
+        loss = mean(-weights * advantages * (logprobs - current))
+        return loss + mean(-weights * advantages), {
+            "loss": mean(-weights * advantages),
+            "reverse_kl": mean(-advantages),
+            "importance_weight": mean(weights),
+            "num_unmasked_tokens": mask.sum(),
+            "num_valid_samples": sample_mask_of(data, mask).sum(),
+        }
 
 
 @runtime_checkable

@@ -151,7 +151,10 @@ def _problem(kind: Any, value: Any) -> str | None:
     if value is None and type(None) in parts:
         return None
     items = next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
-    parts = [part for part in parts if part is not type(None) and get_origin(part) is not tuple]
+    values = next((get_args(part)[1] for part in parts if get_origin(part) is Mapping), None)
+    if values is not None and isinstance(value, Mapping):
+        return next((problem for item in value.values() if (problem := _problem(values, item))), None)
+    parts = [part for part in parts if part is not type(None) and get_origin(part) not in (tuple, Mapping)]
     if items is not None and (isinstance(value, list | tuple) or not parts):
         if not isinstance(value, list | tuple) or not value:
             return "must be a list that is not empty"
@@ -420,10 +423,11 @@ class SFTOptions(LossOptions):
 class DistillationOptions(LossOptions):
     """Options of `DistillationLossFn` and `WholeVocabularyDistillationLossFn`."""
 
-    kl_type: Literal["forward", "reverse", "mixed", "js"] = option("forward")
+    kl_type: Literal["forward", "reverse", "mixed", "js", "reverse_unnormalized"] = option("forward")
     """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the
     generalised Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with
-    m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1)."""
+    m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1). reverse_unnormalized: Σ q·(log q − log p) − q + p over
+    the k tokens, with probabilities over the whole vocabulary (arXiv:2606.30406)."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
     """Weight of the forward KL for kl_type=mixed; the reverse KL has 1 minus this weight."""
     js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5
@@ -437,4 +441,8 @@ class DistillationOptions(LossOptions):
         self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")
         self.require(
             self.kl_type == "js" or self.js_beta == 0.5, f"js_beta applies to kl_type=js, not to {self.kl_type}"
+        )
+        self.require(
+            self.kl_type != "reverse_unnormalized" or not self.zero_outside_topk,
+            "zero_outside_topk: kl_type=reverse_unnormalized reads no token outside the k tokens; leave it out",
         )

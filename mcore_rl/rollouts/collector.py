@@ -227,10 +227,12 @@ class RolloutStatistics:
             tokens=sum(o.response_length for o in outcomes),
             truncated=sum(o.truncated for o in outcomes),
             turns=sum(o.turns for o in outcomes),
+            kept=sum(o.kept_tokens for o in outcomes),
         )
 
     def metrics(self, if_none_judged: float = 0.0) -> dict[str, float]:
-        """Return the metrics. Accuracy is the share of judged samples with a positive reward.
+        """Return the metrics. Accuracy is the share of judged samples with a positive reward; `kept_tokens_mean` is the
+        number of tokens that the sampler kept for each sampled token, if it returned them.
 
         Rewards are those of the judged samples. The mean of each of several rewards is over the judged samples that
         it applies to.
@@ -255,6 +257,7 @@ class RolloutStatistics:
             "failed_fraction": failed / count,
             "num_failed": float(failed),
             "num_samples": float(count),
+            **({"kept_tokens_mean": totals["kept"] / totals["tokens"]} if totals["kept"] else {}),
             **({} if totals["judged"] else unknown),
             **self._prompts.metrics(),
         }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.samples import Rollout
 from mcore_rl.run.metrics import read_step_log
@@ -54,7 +55,12 @@ def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rol
 
 
 def read_recording(
-    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False, section: str = "grpo"
+    path: Path,
+    steps: int,
+    required: dict[str, Any],
+    replays_experts: bool = False,
+    section: str = "grpo",
+    keeps_mask: bool = False,
 ) -> dict[int, list[Rollout]]:
     """Return the rollouts of each recorded step.
 
@@ -62,6 +68,7 @@ def read_recording(
         replays_experts: whether tokens are sent to the same experts as during sampling.
         required: sampling options that must be equal to the recorded ones.
         section: section of the configuration that has these options.
+        keeps_mask: whether the run trains in the distribution over the tokens that the sampler kept.
 
     Raises:
         UserError: the file is missing, is not a recording, has fewer than `steps` steps, or was sampled with other
@@ -81,6 +88,12 @@ def read_recording(
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"
         raise UserError(f"--replay {path}: was recorded {has} experts; here model.moe_router_replay={replays_experts}")
+    with_mask = {r.kept_tokens is not None for rollouts in recorded.values() for r in rollouts if r.response_lengths}
+    if with_mask - {keeps_mask}:
+        has, value = ("without", "false") if keeps_mask else ("with", "true, and the same top_k, top_p and min_p")
+        raise UserError(
+            f"--replay {path}: was recorded {has} the sampling mask; set {section}.keep_sampling_mask={value}"
+        )
     for name, value in sorted(required.items()):
         if found[name] != value:
             if name == "data":
@@ -105,9 +118,10 @@ def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _to_json(rollout: Rollout) -> dict[str, Any]:
-    experts = rollout.routed_experts
-    return asdict(replace(rollout, routed_experts=None)) | {
-        "routed_experts": None if experts is None else experts.tolist()
+    experts, kept = rollout.routed_experts, rollout.kept_tokens
+    return asdict(replace(rollout, routed_experts=None, kept_tokens=None)) | {
+        "routed_experts": None if experts is None else experts.tolist(),
+        "kept_tokens": None if kept is None else {"counts": kept.counts.tolist(), "ids": kept.ids.tolist()},
     }
 
 
@@ -115,4 +129,6 @@ def _from_json(values: dict[str, Any]) -> Rollout:
     rollout = Rollout(**values)
     if rollout.routed_experts is not None:
         rollout.routed_experts = torch.tensor(rollout.routed_experts).short()
+    if (kept := values.get("kept_tokens")) is not None:
+        rollout.kept_tokens = KeptTokens(*(torch.tensor(kept[part], dtype=torch.int32) for part in ("counts", "ids")))
     return rollout

@@ -20,6 +20,7 @@ from mcore_rl import platform
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import InternedObjects, all_reduce, broadcast_in_replica, gather_from_replicas
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.environments.interfaces import MessageLog, Step
 from mcore_rl.errors import ContractError
@@ -109,13 +110,37 @@ def exchange_rows(
     return unpacked(broadcast_in_replica(tokens, topology).cpu(), own_lengths, columns)
 
 
+def exchange_kept_tokens(
+    own: Sequence[KeptTokens | None],
+    held: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    outcomes: Sequence[RolloutSummary],
+    topology: Topology,
+) -> list[KeptTokens]:
+    """Return the kept tokens of the rows that this replica needs, as `exchange_rows` does for columns. Collective."""
+    parts = list[Tensor]()
+    padded = [(KeptTokens.none(0) if kept is None else kept).padded(outcomes[row].num_tokens)
+              for row, kept in zip(held, own, strict=True)]  # fmt: skip
+    everything = KeptTokens.concatenated(padded)
+    for values, lengths in (
+        (everything.counts, [outcome.num_tokens for outcome in outcomes]),
+        (everything.ids, [outcome.kept_tokens for outcome in outcomes]),
+    ):
+        size = sum(lengths[row] for row in wanted[topology.data.rank])
+        found = torch.empty(size, 1, dtype=torch.int32, device=platform.device())
+        if topology.leads_replica:
+            found = exchange_tokens(values[:, None].to(platform.device()), held, wanted, lengths, topology.data)
+        parts.append(broadcast_in_replica(found, topology)[:, 0].cpu())
+    return KeptTokens(*parts).split([outcomes[row].num_tokens for row in wanted[topology.data.rank]])
+
+
 def exchange_tokens(
-    own: UInt8[Tensor, "own_tokens bytes"],
+    own: Shaped[Tensor, "own_tokens values"],
     held: Sequence[int],
     wanted: Sequence[Sequence[int]],
     lengths: Sequence[int],
     replicas: ParallelDimension,
-) -> UInt8[Tensor, "wanted_tokens bytes"]:
+) -> Shaped[Tensor, "wanted_tokens values"]:
     """Return the tokens of the rows that this replica needs, from the replicas that hold them. Collective over first
     ranks: a sum of 8 bytes per row of the global batch, and one all-to-all.
 
@@ -147,7 +172,8 @@ def exchange_tokens(
 class RolloutSummary:
     """The part of a rollout that every rank has: everything except its tokens and texts.
 
-    The fields have the meaning of those in `Rollout`; lengths are numbers of tokens.
+    The fields have the meaning of those in `Rollout`; lengths are numbers of tokens. `kept_tokens` is the number of
+    tokens that the sampler kept, over all positions.
     """
 
     prompt: int
@@ -161,6 +187,7 @@ class RolloutSummary:
     response_length: int
     longest_response: int
     weight_versions: list[tuple[int, int]]
+    kept_tokens: int = 0
 
     @property
     def weight_version(self) -> int:
@@ -173,7 +200,8 @@ def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
-NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", "response_length", "longest_response")
+LENGTHS = ("turns", "num_tokens", "response_length", "longest_response", "kept_tokens")
+NUMBERS = ("prompt", "sample_id", "reward", "truncated", *LENGTHS)
 
 
 class SummaryExchange:
@@ -232,10 +260,9 @@ def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
 
 
 def _outcome(row: list[float], names: list[str], error: str | None, versions: list[tuple[int, int]]) -> RolloutSummary:
-    prompt, sample_id, reward, truncated, *counts = row[: len(NUMBERS)]
+    prompt, sample_id, reward, truncated, *lengths = row[: len(NUMBERS)]
     named = row[len(NUMBERS) + 2 :]
     there = zip(names, named[::2], named[1::2], strict=True)
-    turns, num_tokens, response_length, longest_response = map(int, counts)
     return RolloutSummary(
         prompt=int(prompt),
         sample_id=int(sample_id),
@@ -243,11 +270,8 @@ def _outcome(row: list[float], names: list[str], error: str | None, versions: li
         rewards={name: value for name, is_there, value in there if is_there},
         error=error,
         truncated=bool(truncated),
-        turns=turns,
-        num_tokens=num_tokens,
-        response_length=response_length,
-        longest_response=longest_response,
         weight_versions=versions,
+        **dict(zip(LENGTHS, map(int, lengths), strict=True)),
     )
 
 
@@ -284,6 +308,8 @@ class Rollout:
     """Rewarded tokens as (position, reward); the rewards sum to the reward of the rollout."""
     routed_experts: torch.Tensor | None = None
     """Experts of the tokens, [tokens, layers, topk] int16, if they are replayed."""
+    kept_tokens: KeptTokens | None = None
+    """Tokens that the sampler kept at each position, as far as the last response, if the sampling mask is kept."""
     answer: str | None = None
     """Answer that the judge found in the last response."""
 
@@ -294,7 +320,10 @@ class Rollout:
         log = prompt.message_log
         return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
 
-    def add_response(self, tokens: list[int], logprobs: list[float]) -> None:
+    def add_response(self, tokens: list[int], logprobs: list[float], kept: KeptTokens | None = None) -> None:
+        if kept is not None:
+            before = KeptTokens.none(0) if self.kept_tokens is None else self.kept_tokens
+            self.kept_tokens = before.padded(len(self.input_ids)) + kept
         self._add(tokens, True, logprobs)
         self.response_lengths = [*self.response_lengths, len(tokens)]
 
@@ -334,6 +363,7 @@ class Rollout:
             num_tokens=len(self.input_ids),
             response_length=generated,
             longest_response=max(self.response_lengths, default=generated),
+            kept_tokens=0 if self.kept_tokens is None else len(self.kept_tokens.ids),
             weight_versions=self.weight_versions,
         )
 

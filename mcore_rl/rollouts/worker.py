@@ -49,7 +49,7 @@ class Conversation:
 
     def respond(self, response: Response, tokenizer: Any) -> None:
         rollout = self.rollout
-        rollout.add_response(response.token_ids, response.logprobs)
+        rollout.add_response(response.token_ids, response.logprobs, response.kept_tokens)
         rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
         if response.routed_experts is not None:  # experts of the whole conversation so far
@@ -216,7 +216,9 @@ class RolloutWorker:
             tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
             versions = [(self.weight_version, len(tokens))]
             experts = out["routed_experts"][row, : ends[row]] if "routed_experts" in out else None
-            conversation.respond(Response(tokens, logprobs, not truncated[row], versions, experts), self.tokenizer)
+            kept = out["kept_tokens"][row] if "kept_tokens" in out else None
+            answer = Response(tokens, logprobs, not truncated[row], versions, experts, kept)
+            conversation.respond(answer, self.tokenizer)
 
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Judge the last responses; return the conversations that continue, with their observations.

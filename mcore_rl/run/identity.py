@@ -7,14 +7,14 @@ may change; such changes are printed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER
 from mcore_rl.errors import UserError
 from mcore_rl.utils.checkpoint_store import stored_identity
 from mcore_rl.utils.model_directory import architecture_changes, architecture_of, digest_of_weights
@@ -44,7 +44,7 @@ UNTRACKED_KEYS = (
 """Keys whose change is not reported, or is checked by content."""
 
 NODE_LOCAL_KEYS = (
-    *("output_dir", "model.path", *SECOND_MODEL_KEYS),
+    *("output_dir", "model.path", *SECOND_MODEL_KEYS, f"{TEACHER}.*"),
     *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
     *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
 )
@@ -86,11 +86,7 @@ class RunIdentity:
             data,
             config.model_dump(mode="json"),
             launch_id(),
-            {
-                key: digest_of_weights(path)
-                for key, path in model_directories(config).items()
-                if key in SECOND_MODEL_KEYS
-            },
+            {key: digest_of_weights(path) for key, path in model_directories(config).items() if key != "model.path"},
             chat_day,
         )
 
@@ -133,9 +129,9 @@ class RunIdentity:
             yield "model.path", f"{key} {was}", str(value)
         if earlier.base_weights.partition(" ")[0] != self.base_weights:  # earlier versions appended an adapter's digest
             yield "model.path: other weights", "", ""
-        for key in SECOND_MODEL_KEYS:
+        for key in second_model_keys({**before, **now}):
             path, digest = now.get(key), self.other_weights.get(key, "")
-            if (before.get(key) is None) != (path is None):
+            if any((before.get(key) == absent) != (path == absent) for absent in (None, STUDENT)):
                 yield key, str(before.get(key)), str(path)
             elif earlier.other_weights.get(key, digest) != digest:  # earlier versions stored no digest
                 yield f"{key}: other weights in {path}", "", ""
@@ -169,8 +165,13 @@ def _in_any_order(value: Any) -> Any:
 def model_directories(config: TrainingConfig) -> dict[str, Path]:
     """Return every directory that a run reads weights from, by its key."""
     values = flattened(config.model_dump(mode="json"))
-    keys = ("model.path", *SECOND_MODEL_KEYS)
-    return {key: Path(values[key]) for key in keys if values.get(key) is not None}
+    keys = ("model.path", *second_model_keys(values))
+    return {key: Path(values[key]) for key in keys if values.get(key) not in (None, STUDENT)}
+
+
+def second_model_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the models besides the trained one, with one for each of several teachers."""
+    return [*SECOND_MODEL_KEYS, *sorted(key for key in values if key.startswith(f"{TEACHER}."))]
 
 
 def input_paths(config: TrainingConfig) -> dict[str, Path]:

@@ -112,15 +112,19 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
 
 
 def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None:
-    topk = config.distillation.topk
-    rows, own = (family_of(found[key]).vocab_size for key in (TEACHER, POLICY))
-    if topk is not None and rows > own:
-        raise UserError(
-            f"{TEACHER}: {config.distillation.teacher} has an LM head of {rows} rows, the student one of {own}, so "
-            "that a token of the teacher's likeliest may be none of the student's; set distillation.topk=null"
-        )
-    if topk is not None and topk > rows:
-        raise UserError(f"distillation.topk={topk}: the teacher has {rows} tokens")
+    topk, own = config.distillation.topk, family_of(found[POLICY]).vocab_size
+    for name, path in config.distillation.teachers.items():
+        key = f"{TEACHER}.{name}" if name else TEACHER
+        if topk is None or key not in found:
+            continue
+        rows = family_of(found[key]).vocab_size
+        if rows > own and config.distillation.form == "divergence":
+            raise UserError(
+                f"{key}: {path} has an LM head of {rows} rows, the student one of {own}, so that a token of the "
+                "teacher's likeliest may be none of the student's; set distillation.topk=null"
+            )
+        if topk > rows:
+            raise UserError(f"distillation.topk={topk}: the teacher {path} has {rows} tokens")
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:

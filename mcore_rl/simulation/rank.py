@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER, second_model_configs
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, second_model_configs
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
 
@@ -63,7 +64,7 @@ class Models:
         for key, other in simulated_second_models(config).items():
             if key == CRITIC:
                 beside[key] = MegatronPolicy(other, 2)
-            elif key == TEACHER:
+            elif key.startswith(TEACHER):
                 beside[key] = TeacherModel(other, policy.model.vocab_size)
             else:
                 beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
@@ -117,6 +118,8 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
 
 def temperature_of(config: TrainingConfig) -> float:
     """Return the temperature that divides the logits."""
+    if isinstance(config, DistillationConfig) and config.distillation.form == "sampled":
+        return config.distillation.temperature
     return config.rollouts.temperature if isinstance(config, RLConfig) else 1.0
 
 
@@ -144,8 +147,11 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
     if isinstance(config, KTOConfig) and config.kto.needs_reference_point:
         return [by_reference, by_reference, by_policy]  # the last two passes are on other records' responses
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
-        k = config.distillation.topk
-        return [lambda: beside[TEACHER].get_topk_logits(data, k)]
+        k, is_sampled = config.distillation.topk, config.distillation.form == "sampled"
+        teachers = [model for key, model in beside.items() if key.startswith(TEACHER)]
+        teachers += [policy] * (STUDENT in config.distillation.teachers.values())
+        by = [partial(m.get_logprobs, data) if is_sampled else partial(m.get_topk_logits, data, k) for m in teachers]
+        return list[Callable[[], Any]](by)
     if isinstance(config, RLConfig):
         judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]

@@ -421,7 +421,9 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     if isinstance(config, KTOConfig):
         data["kl_reference_point"] = torch.zeros(shape[0])
         data["desirable"] = torch.arange(shape[0]) % 2 == 0
-    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
+    if isinstance(config, DistillationConfig) and config.distillation.form == "sampled":
+        data["teacher_logprobs"] = torch.zeros(shape)
+    elif isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         likeliest = torch.arange(config.distillation.topk).expand(*shape, -1)
         data["teacher_topk_indices"], data["teacher_topk_logits"] = likeliest.contiguous(), likeliest.float()
     return BatchedDataDict(data)

@@ -66,7 +66,7 @@ def test_resolved_configuration_reads_back(write, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate; known here are lr, min_lr"),
+        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate; known here are name, lr"),
         (["optimizer.weigth_decay=1"], r"unknown key optimizer.weigth_decay; did you mean optimizer\.weight_decay\?"),
         (["paralel.x=1"], "unknown key paralel; did you mean parallel?"),
         (["batch.global_batch_size=true"], "batch.global_batch_size: must be a number"),

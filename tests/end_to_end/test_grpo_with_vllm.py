@@ -65,6 +65,30 @@ def test_a_server_that_tells_no_experts_is_named(root, tmp_path):
     assert "it tells no routed_experts (it must run with --enable-return-routed-experts)" in process.stderr_text
 
 
+# ------------------------------------------------------------------ sampling masks
+
+
+@pytest.mark.parametrize(("layout", "processes"), LAYOUTS, ids=["one process", "TP2"])
+def test_training_has_the_distribution_over_the_servers_kept_tokens(layout, processes, root, tmp_path):
+    """Validation samples greedily, which a server with masks has no other way for than top_k=1."""
+    options = ("grpo.top_k=9", "trainer.max_steps=2", "trainer.validation_interval=2", *layout)
+    validation = f"data.validation={root / 'prompts.jsonl'}"
+    with serving(root / "dense", tmp_path, ["--masks"], ["--masks"]) as (urls, _, _):
+        _, metrics = train(root, tmp_path.name, *options, validation, urls, processes=processes)
+    trained = [line for line in metrics if "loss" in line]
+    assert len(trained) == 2
+    for step in trained:
+        assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+        assert step["kept_tokens_mean"] == 9
+
+
+def test_a_server_without_the_required_masks_is_named(root, tmp_path):
+    with serving(root / "dense", tmp_path, ["--masks"], []) as (urls, _, _):
+        process, _ = train(root, tmp_path.name, "grpo.top_k=9", "grpo.keep_sampling_mask=true", urls, check=False)
+    assert process.returncode == 2
+    assert "does not run with --return-sampling-mask, which grpo.keep_sampling_mask needs" in process.stderr_text
+
+
 # ------------------------------------------------------------------ sleep
 
 

@@ -233,7 +233,7 @@ def test_samples_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
     draws = 200_000
     u = uniforms(random_states(3, torch.arange(draws)), torch.full((draws,), 7))
-    tokens, logprobs = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
+    tokens, logprobs, _ = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
     counts = torch.bincount(tokens, minlength=5) / draws
     torch.testing.assert_close(counts, probabilities, atol=4e-3, rtol=0)
     torch.testing.assert_close(logprobs, probabilities.log()[tokens])
@@ -325,9 +325,9 @@ def test_vocabulary_shards_give_the_same(params):
     logits = torch.randn(64, 120, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, 111:] = -torch.inf  # the vocabulary's padding
     u = uniforms(random_states(0, torch.arange(64)), torch.tensor(1))
-    tokens, logprobs = sample(logits, u, params, None)
+    tokens, logprobs, _ = sample(logits, u, params, None)
     assert tokens.max() < 111
     for size in (2, 4):
-        for ours, ours_logprobs in run_processes(sample_shards, logits, u, params, world_size=size):
+        for ours, ours_logprobs, _ in run_processes(sample_shards, logits, u, params, world_size=size):
             assert torch.equal(ours, tokens)
             torch.testing.assert_close(ours_logprobs, logprobs)

@@ -156,8 +156,9 @@ sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
 vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
 vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
-model = SimpleNamespace(moe_router_replay=False)
-config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm))
+model = SimpleNamespace(moe_router_replay=False, path=Path("unused"))
+rollouts = SimpleNamespace(sampled_at_most=None)
+config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm), rollouts=rollouts)
 service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]))
 print("started", flush=True)
 time.sleep(99)
@@ -218,6 +219,15 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UserError, match=f"vllm.port: 127.0.0.1:{port} cannot"),
     ):
+        VLLMServerProcesses(config, tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_quantized_directory_is_not_served(tmp_path):
+    config = config_of(tmp_path)
+    config.model.path.mkdir()
+    (config.model.path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    with pytest.raises(UserError, match=r"generation\.backend: vLLM would keep .* quantized"):
         VLLMServerProcesses(config, tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
 

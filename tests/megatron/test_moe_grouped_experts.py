@@ -8,12 +8,14 @@ import torch
 from generation_cases import PARAMS, config_of, model_path, run, sequences  # noqa: F401
 from layout_cases import make_config, make_data, outcomes  # noqa: F401
 
+from mcore_rl.config import LoRAConfig
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 LAYOUTS = [
     ("mixtral", ParallelLayout(tp=2, ep=2, etp=1, sp=True), False),
     ("mixtral", ParallelLayout(tp=2, sp=True), False),
+    ("gpt_oss", ParallelLayout(tp=2, sp=True), False),
     ("glm4_moe", ParallelLayout(pp=2, dp=2, ep=2), False),
     ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
 ]
@@ -52,6 +54,9 @@ def both_ways(config):
 
     policy = MegatronPolicy(config)
     experts = next(m for chunk in policy.model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts))
+    trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)  # B of an adapter is zero
     results = []
     for counts, kind in itertools.product(COUNTS, (GroupedExperts, SequentialMLP)):
         tokens, generator = sum(counts), torch.Generator().manual_seed(0)
@@ -60,19 +65,24 @@ def both_ways(config):
         output, bias = kind.forward(experts, hidden, torch.tensor(counts), probs)
         assert bias is None
         output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
-        results.append([output, hidden.grad, probs.grad, *(p.grad for p in experts.parameters())])
+        results.append([output, hidden.grad, probs.grad, *(p.grad for p in trained)])
         experts.zero_grad(set_to_none=True)
     policy.shutdown()
     results = [[tensor.detach() for tensor in result] for result in results]
     return list(zip(results[::2], results[1::2], strict=True))
 
 
+ADAPTERS = LoRAConfig(rank=3, target_modules=("experts.gate_up_proj", "experts.down_proj"))
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTERS], ids=["", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_with_few_tokens_or_none(dtype, model_of):
-    results = run_processes(both_ways, grouped(make_config(model_of("mixtral")), dtype=dtype), world_size=1)[0]
-    rounding = 1e-6 if dtype == "float32" else 0.01
+def test_experts_with_few_tokens_or_none(dtype, lora, model_of):
+    config = grouped(make_config(model_of("mixtral")), dtype=dtype, lora=lora)
+    results = run_processes(both_ways, config, world_size=1)[0]
+    rounding = 1e-6 if dtype == "float32" else 0.01 if lora is None else 0.02
     for counts, (ours, theirs) in zip(COUNTS, results, strict=True):
-        assert len(ours) == 3 + 2 * 6
+        assert len(ours) == 3 + (2 if lora is None else 4) * 6
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
             largest = float(other.abs().max()) if other.numel() else 0.0

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.build_loss import build_loss
-from mcore_rl.config import DPOConfig
+from mcore_rl.config import DPOConfig, SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.testing.layout_check import LayoutResult, compute_layout_result
 from mcore_rl.testing.processes import run_processes
@@ -55,6 +55,13 @@ def make_config(path, **optimizer) -> DPOConfig:
     )
 
 
+def make_sft_config(path) -> SFTConfig:
+    config = make_config(path)
+    values = {name: x for name, x in config.model_dump().items() if name in SFTConfig.model_fields}
+    values["batch"]["global_batch_size"] *= 2  # rows in place of pairs
+    return SFTConfig.model_validate(values)
+
+
 def plain_logprobs(model, data):
     """Compute log-probabilities [B, S] in float32 with transformers only, row by row."""
     rows = []
@@ -65,8 +72,16 @@ def plain_logprobs(model, data):
     return torch.stack(rows)
 
 
-def plain_dpo(logprobs, data, dpo):
+def plain_loss(logprobs, data, config):
     """Compute loss and metrics from the formulas."""
+    if isinstance(config, SFTConfig):
+        counted = (data["token_mask"].double() * data["sample_mask"].double()[:, None])[:, 1:]
+        loss = -(logprobs[:, 1:] * counted).sum() / counted.sum()
+        return loss, {"loss": loss.item(), "num_unmasked_tokens": counted.sum().item()}
+    return plain_dpo(logprobs, data, config.dpo)
+
+
+def plain_dpo(logprobs, data, dpo):
     mask, counts = data["token_mask"].double(), data["sample_mask"].double()
     reference = torch.zeros_like(logprobs)
     reference[:, 1:] = data["reference_policy_logprobs"][:, :-1]
@@ -120,7 +135,14 @@ def gradient_of(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
+def trained(model, tensors):
+    """Return the tensors without those of indexers, whose choice of keys has no gradient."""
+    untrained = [name for name in tensors if ".indexer." in name]
+    assert not any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".indexer." in n)
+    return {name: tensor for name, tensor in tensors.items() if name not in untrained}
+
+
+def plain_outcome(config, data, prepare=lambda model: None, steps=STEPS) -> LayoutResult:
     """Run the same steps with transformers and torch.optim, without this package."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     prepare(model)
@@ -128,20 +150,20 @@ def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
         model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
     )
     first = None
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         logprobs = plain_logprobs(model, data)
-        loss, metrics = plain_dpo(logprobs, data, config.dpo)
+        loss, metrics = plain_loss(logprobs, data, config)
         if config.model.moe_aux_loss_coeff:
             balance, z = plain_router_losses(model, data)
             metrics |= {"moe_aux_loss": balance.item(), "moe_z_loss": z.item()}
             loss = loss + config.model.moe_aux_loss_coeff * balance + config.model.moe_z_loss_coeff * z
         loss.backward()
-        gradients = as_saved(model, gradient_of)
+        gradients = trained(model, as_saved(model, gradient_of))
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
         optimizer.step()
         first = first or (metrics, logprobs.detach(), gradients)
-    return LayoutResult(*first, as_saved(model, lambda tensor: tensor))
+    return LayoutResult(*first, trained(model, as_saved(model, lambda tensor: tensor)))
 
 
 @pytest.fixture(scope="module")

@@ -59,16 +59,22 @@ class Engine:
 
     def generate(self, body):
         sampling, prompt = body["sampling_params"], body["token_ids"]
-        assert (sampling["top_k"], sampling["top_p"], sampling["min_p"]) == (0, 1.0, 0.0)
+        assert (sampling["top_p"], sampling["min_p"]) == (1.0, 0.0)
+        if self.options.masks:
+            assert sampling["top_k"] > 0 and sampling["temperature"] > 0, "as vLLM requires with --return-sampling-mask"
+        else:
+            assert sampling["top_k"] == 0
         generator = torch.Generator().manual_seed(sampling["seed"])
-        ids, logprobs, spans, reason = list(prompt), [], [], "length"
+        ids, logprobs, spans, reason, masks = list(prompt), [], [], "length", []
         for index in range(sampling["max_tokens"]):
             time.sleep(self.options.seconds)
             self.running.wait()
             with self.lock:
                 assert not self.asleep, "asked in its sleep"
-                token, logprob, version = *self.draw(ids, sampling["temperature"], generator), self.version
+                drawn = self.draw(ids, sampling["temperature"], sampling["top_k"], generator)
+                (token, logprob, mask), version = drawn, self.version
             ids.append(token)
+            masks.append(mask)
             logprobs.append(logprob)
             if spans and spans[-1]["version"] == version:
                 spans[-1]["end"] = index + 1
@@ -83,14 +89,18 @@ class Engine:
         }  # fmt: skip
         if self.options.experts:
             choice["routed_experts"] = encode(told_experts(self.config, len(ids) - 1))
+        if self.options.masks:
+            choice["sampling_mask"] = masks
         return {"choices": [choice]}
 
     @torch.no_grad()
-    def draw(self, ids, temperature, generator):
+    def draw(self, ids, temperature, top_k, generator):
         logits = self.model(torch.tensor([ids])).logits[0, -1].double()
-        scores = (logits / (temperature or 1.0)).log_softmax(-1)
+        kept = logits.topk(top_k or len(logits)).indices.sort().values
+        scores = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept] / (temperature or 1.0))
+        scores = scores.log_softmax(-1)
         token = int(torch.multinomial(scores.exp(), 1, generator=generator)) if temperature else int(scores.argmax())
-        return token, float(scores[token])
+        return token, float(scores[token]), kept.tolist()
 
     # ------------------------------------------------------------ weights
 
@@ -130,6 +140,8 @@ class Engine:
             self.asleep = False
         elif path == "/is_sleeping":
             return {"is_sleeping": self.asleep}
+        elif path.startswith("/server_info"):
+            return {"vllm_config": {"model_config": {"return_sampling_mask": self.options.masks}}}
         elif path == "/v1/models":
             return {"data": [{"max_model_len": self.options.length}]}
         elif path == "/get_world_size":
@@ -199,6 +211,7 @@ def main():
     parser.add_argument("--length", type=int, default=100, help="tokens of a sequence")
     parser.add_argument("--seconds", type=float, default=0.0, help="before each token")
     parser.add_argument("--experts", action="store_true", help="send tokens to experts of its own, and tell them")
+    parser.add_argument("--masks", action="store_true", help="return the tokens that top_k keeps")
     parser.add_argument("--sleeps", action="store_true", help="has the routes for it")
     parser.add_argument("--refuse", nargs=2, type=int, default=(0, 0), help="a status for seeds that this divides")
     parser.add_argument(

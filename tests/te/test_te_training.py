@@ -26,7 +26,7 @@ CASES = {
     "adapters tp2 sp": ("qwen3", TP2, {"lora": LORA}),
     "shared prefixes tp2 sp": ("qwen3", ParallelLayout(tp=2, sp=True, prefix=True), {}),
     "grouped experts ep2": ("qwen3_moe", EP2, {"model": GROUPED}),
-    "adapters of experts ep2": ("qwen3_moe", EP2, {"lora": EXPERTS}),
+    "adapters of grouped experts ep2": ("qwen3_moe", EP2, {"model": GROUPED, "lora": EXPERTS}),
 }
 LONG_CASES = {
     "qwen3 one process": ("qwen3", ONE, {}),
@@ -56,6 +56,22 @@ LONG_CASES = {
         PP2,
         {"model": {**GROUPED, "recompute_modules": ("moe",), "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}},
     ),
+    "adapters of experts ep2": ("qwen3_moe", EP2, {"lora": EXPERTS}),
+    "adapters of grouped experts tp2 etp2": (
+        "qwen3_moe",
+        ParallelLayout(tp=2, etp=2, sp=True),
+        {"model": GROUPED, "lora": EXPERTS},
+    ),
+    "adapters of grouped experts, overlaps, tp2 ep2 etp1": (
+        "qwen3_moe",
+        ParallelLayout(tp=2, ep=2, dp=2, etp=1, sp=True),
+        {"model": GROUPED, "lora": EXPERTS, "parallel": OVERLAPS},
+    ),
+    "adapters of grouped experts, recomputed, pp2": (
+        "qwen3_moe",
+        PP2,
+        {"model": {**GROUPED, "recompute_activations": True}, "lora": EXPERTS},
+    ),
     "experts ep2": ("qwen3_moe", EP2, {}),
     "shared experts tp2 sp": ("qwen2_moe", TP2, {}),
     "groups of experts ep2": ("glm4_moe", EP2, {"model": GROUPED}),
@@ -64,6 +80,8 @@ LONG_CASES = {
     "latent attention cp2": ("moonlight", CP2, {}),
     "adapters of latent attention tp2 sp": ("deepseek_v3", TP2, {"lora": LORA}),
     "sinks and biases tp2 sp": ("gpt_oss", TP2, {}),
+    "sinks and grouped biases tp2 sp": ("gpt_oss", TP2, {"model": GROUPED}),
+    "sinks, adapters of grouped experts with biases, ep2": ("gpt_oss", EP2, {"model": GROUPED, "lora": EXPERTS}),
     "sinks and biases tp2 ep2 etp1": ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
     "glm4 tp2 sp": ("glm4", TP2, {}),
     "olmo3 cp2": ("olmo3", CP2, {}),
@@ -179,7 +197,15 @@ def trained_on(config, save_to, load_from, steps):
 
 @pytest.mark.parametrize(
     "family, layout, model",
-    and_long([("qwen3", TP2, {})], [("qwen3_moe", EP2, GROUPED), ("gemma3", CP2, {})]),
+    and_long(
+        [("qwen3", TP2, {})],
+        [
+            ("qwen3_moe", EP2, GROUPED),
+            ("gpt_oss", EP2, GROUPED),
+            ("qwen3_moe", EP2, {**GROUPED, "lora": EXPERTS}),
+            ("gemma3", CP2, {}),
+        ],
+    ),
 )
 def test_checkpoint_resumes_under_the_other_implementation(family, layout, model, model_of, tmp_path):
     """Two steps, a checkpoint, one step: on each implementation, and from each one's checkpoint on the other."""

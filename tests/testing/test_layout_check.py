@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from layout_cases import STEPS, make_config, make_data
+from layout_cases import STEPS, make_config, make_data, make_sft_config, plain_outcome
 from layout_cases import outcomes as outcomes
 from small_models import ALIKE, ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_model
 
@@ -206,6 +206,45 @@ def test_large_mixture_layout_equals_plain_pytorch(family, layout, outcomes, mod
 )
 def test_large_dense_layout_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
+
+
+SFT = and_long(
+    [],
+    [
+        ("deepseek_v32", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+        ("glm_moe_dsa", ParallelLayout(cp=2, ep=2), {}),
+        ("gpt_oss", ParallelLayout(cp=2, ep=2), {"recompute_modules": ("moe",)}),
+        ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
+    ],
+    [
+        ("deepseek_v3", ParallelLayout(pp=2, dp=2, ep=2), {"recompute_activations": True}),
+        ("olmo3", ParallelLayout(cp=4), {}),
+        ("qwen3_next", ParallelLayout(cp=2, ep=2), {"recompute_modules": ("moe",)}),
+        ("moonlight", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+        ("glm4_moe_lite", ParallelLayout(cp=2, ep=2), {}),
+        ("minimax_m2", ParallelLayout(dp=2, ep=2, packing=False), {}),
+        ("ernie4_5_moe", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+        ("glm4", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_modules": ("mlp",)}),
+        ("seed_oss", ParallelLayout(pp=2), {"recompute_activations": True}),
+        ("smollm3", ParallelLayout(tp=2, sp=True, packing=False), {}),
+        ("ministral3", ParallelLayout(tp=2, sp=True), {}),
+        ("qwen3_5_moe", ParallelLayout(tp=2, sp=True), {}),
+        ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+        ("glm_moe_dsa", ParallelLayout(pp=2, packing=False), {}),
+        ("deepseek_v32", ParallelLayout(cp=4), {}),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "changes"), SFT, ids=str)
+def test_sft_of_new_family_equals_plain_pytorch(family, layout, changes, model_of):
+    config = make_sft_config(model_of(family))
+    plain = plain_outcome(config, make_data(), steps=1)
+    config = layout.apply(config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+    outcome = run_processes(compute_layout_result, config, make_data(), 1, world_size=layout.world_size)[0]
+    difference = compare(outcome, plain)
+    print(table_row(layout, difference))
+    assert difference.within(**tolerances(family)), table_row(layout, difference)
 
 
 class NLLOfLogits(LossFunction):

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, SequenceCache, blocks_for
 from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
@@ -30,12 +31,14 @@ class SamplingBatch:
     """The tokens sampled for the same n sequences, step by step.
 
     tokens, logprobs: [n] for each step. experts: [n, layers, topk] int16 of the tokens that were inputs of the step,
-        if experts are recorded.
+        if experts are recorded. kept: the tokens that the filters kept for each sequence, if they are returned; on the
+        last stage.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
+    kept: list[list[KeptTokens]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -67,6 +70,11 @@ class RunningSequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
+
+    def kept_tokens(self) -> KeptTokens:
+        """Return the tokens that the filters kept at each position of the response."""
+        of_steps = [step[column] for draws, column in self.places for step in draws.kept]
+        return KeptTokens.concatenated(of_steps[: self.response_length])
 
     @property
     def response_length(self) -> int:
@@ -139,6 +147,8 @@ class ContinuousBatch:
         self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
         self.history, self.looks = list[SamplingBatch](), deque[_Look]()
+        self.kept_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
+        """Kept tokens of the last steps, [n, k] with −1 for none; they are compacted after `lag` steps."""
         self.steps_ahead = 0
         """Number of steps for which the cache is arranged, if the sequences do not change."""
 
@@ -185,9 +195,11 @@ class ContinuousBatch:
         draws: SamplingBatch,
     ) -> Int64[Tensor, " n"]:
         """Sample a token for each of these positions, from the states of the preceding tokens."""
-        tokens, logprobs = self._sampled(x, positions, states)
+        tokens, logprobs, kept = self._sampled(x, positions, states)
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
+        if kept is not None:
+            self.kept_tables.append((draws, platform.HostCopy(kept)))
         for s in sequences:
             s.drawn += 1
         if self.params.stop_token_ids or self.params.stop_strings:
@@ -198,22 +210,26 @@ class ContinuousBatch:
         self._look(self.lag)
         return tokens
 
-    def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [n] and their log-probabilities [n] fp32, on every stage."""
-        topology, params = self.decoder.topology, self.params
+    def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return tokens [n] and their log-probabilities [n] fp32, on every stage, and the last stage's kept tokens."""
+        topology, params, kept = self.decoder.topology, self.params, None
         if topology.is_last_stage:
             uniform = None if params.greedy else uniforms(states, positions)
-            tokens, logprobs = sample(self.decoder.logits(x), uniform, params, topology.tensor.group)
+            tokens, logprobs, kept = sample(self.decoder.logits(x), uniform, params, topology.tensor.group)
         if topology.pipeline.size == 1:
-            return tokens, logprobs
+            return tokens, logprobs, kept
         drawn = torch.empty(2, len(x), dtype=torch.float64, device=x.device)
         if topology.is_last_stage:
             drawn[0], drawn[1] = tokens, logprobs
         torch.distributed.broadcast(drawn, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
-        return drawn[0].long(), drawn[1].float()
+        return drawn[0].long(), drawn[1].float(), kept
 
     def _look(self, lag: int) -> None:
-        """Mark sequences that ended before the last `lag` steps; they are the same on every rank of a replica."""
+        """Read the steps before the last `lag`: mark sequences that have ended, the same on every rank of a replica."""
+        while len(self.kept_tables) > lag:
+            draws, table = self.kept_tables.popleft()
+            of_step = KeptTokens.of_table(table.read())
+            draws.kept.append(of_step.split([1] * len(of_step)))
         while len(self.looks) > lag:
             look = self.looks.popleft()
             stopped = look.stopped.read().tolist()
@@ -324,5 +340,6 @@ class ContinuousBatch:
             parts = [columns[draws][column] for draws, column in s.places if draws.tokens]
             own_tokens = [token for part in parts for token in tokens[part]][: s.response_length]
             own_logprobs = [logprob for part in parts for logprob in logprobs[part]][: s.response_length]
-            responses.append(Response(own_tokens, own_logprobs, s.ended_at is not None))
+            kept = s.kept_tokens() if self.params.keeps_mask and self.decoder.topology.is_last_stage else None
+            responses.append(Response(own_tokens, own_logprobs, s.ended_at is not None, kept_tokens=kept))
         return responses

@@ -380,28 +380,23 @@ def _each_token(blocks: Sequence[int], length: int) -> list[int]:
 Attend = Callable[..., Tensor]
 
 
-class CachedAttention(torch.nn.Module):
-    """Replacement of a layer's core attention during generation."""
+class CachedMixer(torch.nn.Module):
+    """Replacement, during generation, of the module of a layer that mixes tokens.
 
-    def __init__(self, decoder: Decoder, layer: int) -> None:
+    A core attention maps queries [T, heads, d], keys and values [T, groups, d] to [T, heads · d]. A gated delta net's
+    convolution and rule map queries, keys, values, rates and decays, in one tensor [T, heads, …], to [T, heads ·
+    values].
+
+    Args:
+        inputs: number of these tensors; further arguments are ignored.
+    """
+
+    def __init__(self, decoder: Decoder, layer: int, inputs: int) -> None:
         super().__init__()
-        self.decoder, self.layer = [decoder], layer  # the list keeps the decoder from becoming a submodule
+        self.decoder, self.layer, self.inputs = [decoder], layer, inputs  # a decoder in a list is not a submodule
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map queries [T, heads, d] and keys and values [T, groups, d] to [T, heads · d]."""
-        return self.decoder[0].attend(self.layer, query, key, value)
-
-
-class CachedDeltaRule(torch.nn.Module):
-    """Replacement of a gated delta net's convolution and rule during generation."""
-
-    def __init__(self, decoder: Decoder, layer: int) -> None:
-        super().__init__()
-        self.decoder, self.layer = [decoder], layer
-
-    def forward(self, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map queries, keys, values, rates and decays [T, heads, …] to [T, heads · values]."""
-        return self.decoder[0].attend(self.layer, rows)
+    def forward(self, *arguments: Any, **kwargs: Any) -> Tensor:
+        return self.decoder[0].attend(self.layer, *arguments[: self.inputs])
 
 
 class Decoder:
@@ -460,8 +455,7 @@ class Decoder:
             for module in faster:
                 module.in_generation = True
             for index, (mixer, attention) in enumerate(zip(self.mixers, attentions, strict=True)):
-                cached = CachedAttention if isinstance(mixer, KeyValueMixer) else CachedDeltaRule
-                attention.core_attention = cached(self, index)
+                attention.core_attention = CachedMixer(self, index, inputs=3 if isinstance(mixer, KeyValueMixer) else 1)
             yield
         finally:
             for module in faster:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int32
 from torch import Tensor
 
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import broadcast_in_replica, gather_rows
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import TrainingError, UserError
 
@@ -44,6 +45,7 @@ class GenerationOutputSpec(TypedDict):
     truncated: [B] True if the limit of new tokens ended the response.
     routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was an input of the model,
         −1 elsewhere, such as at the last token of a response; present if experts are recorded.
+    kept_tokens: for each response, the tokens that the sampler's filters kept; present if they are returned.
     """
 
     output_ids: torch.Tensor
@@ -52,6 +54,7 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: torch.Tensor
     truncated: torch.Tensor
     routed_experts: NotRequired[torch.Tensor]
+    kept_tokens: NotRequired[list[KeptTokens]]
 
 
 class GenerationInterface(ABC):
@@ -100,6 +103,7 @@ class Response:
     weight_versions: (version, number of tokens) of its tokens in order.
     routed_experts: [tokens of prompt and response, layers with experts, topk] int16, −1 for tokens that were not inputs
         of the model, such as the last; present if experts are recorded.
+    kept_tokens: the tokens that the sampler's filters kept at each position of the response, if they are returned.
     """
 
     token_ids: list[int]
@@ -107,6 +111,7 @@ class Response:
     ended: bool
     weight_versions: Sequence[tuple[int, int]] = ()
     routed_experts: torch.Tensor | None = None
+    kept_tokens: KeptTokens | None = None
 
 
 class StreamingGeneration(GenerationInterface):
@@ -169,36 +174,61 @@ def output_of(
     experts = [response.routed_experts for response in responses if response.routed_experts is not None]
     if experts and len(experts) == len(responses):
         output["routed_experts"] = torch.nn.utils.rnn.pad_sequence(experts, batch_first=True, padding_value=-1)
+    if any(response.kept_tokens is not None for response in responses):
+        output["kept_tokens"] = [_kept_of(response) for response in responses]
     return output
+
+
+def _kept_of(response: Response) -> KeptTokens:
+    return KeptTokens.none(len(response.token_ids)) if response.kept_tokens is None else response.kept_tokens
 
 
 @dataclass(frozen=True)
 class ResponseTensors:
-    """Responses as tensors. sizes: (tokens, whether it ended) of each response. tokens: (id, log-probability) of each
-    token, response after response. Versions and experts are not included."""
+    """Responses as tensors, without weight versions and experts.
 
-    sizes: Float64[Tensor, "responses 2"]
-    tokens: Float64[Tensor, "tokens 2"]
+    sizes: (tokens, whether it ended, number of kept tokens) of each response.
+    tokens: (id, log-probability, number of kept tokens) of each token, response after response.
+    kept: the kept tokens, response after response.
+    """
+
+    sizes: Float64[Tensor, "responses 3"]
+    tokens: Float64[Tensor, "tokens 3"]
+    kept: Int32[Tensor, " kept"]
 
     @classmethod
     def of(cls, responses: Sequence[Response]) -> ResponseTensors:
-        sizes = [(len(response.token_ids), response.ended) for response in responses]
-        pairs = [pair for response in responses for pair in zip(response.token_ids, response.logprobs, strict=True)]
-        return cls(*(torch.tensor(rows, dtype=torch.float64).view(-1, 2) for rows in (sizes, pairs)))
+        all_kept = [_kept_of(response) for response in responses]
+        sizes = [
+            (len(response.token_ids), response.ended, len(kept.ids))
+            for response, kept in zip(responses, all_kept, strict=True)
+        ]
+        tokens = [
+            triple
+            for response, kept in zip(responses, all_kept, strict=True)
+            for triple in zip(response.token_ids, response.logprobs, kept.counts.tolist(), strict=True)
+        ]
+        of_sizes, of_tokens = (torch.tensor(rows, dtype=torch.float64).view(-1, 3) for rows in (sizes, tokens))
+        return cls(of_sizes, of_tokens, KeptTokens.concatenated(all_kept).ids)
 
     def responses(self) -> list[Response]:
         """Convert back to responses; the inverse of `of`."""
-        lengths = self.sizes[:, 0].long().tolist()
+        lengths, ended = self.sizes[:, 0].long().tolist(), self.sizes[:, 1].bool().tolist()
         ids, logprobs = self.tokens[:, 0].long().split(lengths), self.tokens[:, 1].split(lengths)
-        ended = self.sizes[:, 1].bool().tolist()
-        return [Response(i.tolist(), p.tolist(), end) for i, p, end in zip(ids, logprobs, ended, strict=True)]
+        kept: Sequence[KeptTokens | None] = [None] * len(lengths)
+        if len(self.kept):
+            kept = KeptTokens(self.tokens[:, 2].int(), self.kept).split(lengths)
+        return [
+            Response(i.tolist(), p.tolist(), end, kept_tokens=k)
+            for i, p, end, k in zip(ids, logprobs, ended, kept, strict=True)
+        ]
 
 
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
     """Gather every rank's responses along these dimensions, in rank order, last dimension outermost. Collective."""
     tensors = ResponseTensors.of(own)
-    gathered = ResponseTensors(gather_rows(tensors.sizes, *dimensions), gather_rows(tensors.tokens, *dimensions))
-    return gathered.responses()
+    parts = tensors.sizes, tensors.tokens, tensors.kept
+    return ResponseTensors(*(gather_rows(part, *dimensions) for part in parts)).responses()
 
 
 def share_responses(
@@ -213,13 +243,15 @@ def share_responses(
         led: the responses; ignored on other ranks.
         experts: (layers, topk) of experts in the responses; None without experts.
     """
-    sizes, tokens = torch.zeros(len(prompts), 2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)
-    if topology.leads_replica:
-        tensors = ResponseTensors.of(led)
-        sizes, tokens = tensors.sizes, tensors.tokens
+    tensors = ResponseTensors.of(led if topology.leads_replica else ())
+    sizes = tensors.sizes if topology.leads_replica else tensors.sizes.new_zeros(len(prompts), 3)
     sizes = broadcast_in_replica(sizes, topology)
-    tokens = tokens if topology.leads_replica else tokens.new_zeros(int(sizes[:, 0].sum()), 2)
-    responses = ResponseTensors(sizes, broadcast_in_replica(tokens, topology)).responses()
+    tokens, kept = tensors.tokens, tensors.kept
+    if not topology.leads_replica:
+        tokens = tokens.new_zeros(int(sizes[:, 0].sum()), 3)
+        kept = kept.new_zeros(int(sizes[:, 2].sum()))
+    tokens, kept = (broadcast_in_replica(part, topology) for part in (tokens, kept))
+    responses = ResponseTensors(sizes, tokens, kept).responses()
     if experts is not None:
         lengths = [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, responses, strict=True)]
         routed = torch.zeros(sum(lengths), *experts, dtype=torch.int16)

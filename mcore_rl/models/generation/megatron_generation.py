@@ -19,6 +19,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import gather_rows
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings
@@ -146,11 +147,23 @@ class MegatronGeneration(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Gather the sequences of all ranks that divide them."""
         # Parts consist of neighbouring rows, so rank order is row order.
-        gathered = gather_responses(responses, *reversed(sharing))
+        gathered = gather_responses(self._with_kept_tokens(responses), *reversed(sharing))
         collected = output_of(prompts, gathered, self.tokenizer.pad_token_id)
         if self.record_experts:
             collected["routed_experts"] = self._collect_experts(mine, collected, sharing)
         return collected
+
+    def _with_kept_tokens(self, responses: list[Response]) -> list[Response]:
+        """Return the responses with the kept tokens that only the last stage has. Collective over the pipeline."""
+        pipeline = self.topology.pipeline
+        if not self.params.keeps_mask or pipeline.size == 1:
+            return responses
+        own = KeptTokens.concatenated([response.kept_tokens for response in responses if response.kept_tokens])
+        kept = KeptTokens(gather_rows(own.counts, pipeline), gather_rows(own.ids, pipeline))
+        if not len(kept):  # greedy responses have none
+            return responses
+        parts = kept.split([len(response.token_ids) for response in responses])
+        return [replace(response, kept_tokens=part) for response, part in zip(responses, parts, strict=True)]
 
     def _collect_experts(
         self, mine: list[RunningSequence], collected: BatchedDataDict[Any], sharing: Sequence[ParallelDimension]
@@ -190,6 +203,7 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
         stop_token_ids=tuple(sorted(end_token_ids(tokenizer))),
         stop_strings=options.stop_strings,
         seed=config.seed,
+        max_kept_tokens=options.sampled_at_most,
     )
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from mcore_rl.distributed.collectives import all_gather, all_reduce, group_rank
+from mcore_rl.distributed.collectives import all_gather, all_reduce, group_rank, group_size
 from mcore_rl.distributed.logprobs import local_targets, vocab_parallel_topk
 
 
@@ -31,6 +31,8 @@ class SamplingParams:
     stop_token_ids: tokens that end a response, and are part of it.
     stop_strings: texts that end a response, and are part of it.
     seed: seed of the random numbers.
+    max_kept_tokens: return the tokens that the filters keep, and keep at most this many at each position; None to keep
+        any number and not return them.
     """
 
     max_new_tokens: int
@@ -41,6 +43,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    max_kept_tokens: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -52,6 +55,11 @@ class SamplingParams:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
+    def keeps_mask(self) -> bool:
+        """Whether the tokens that the filters keep are returned."""
+        return self.max_kept_tokens is not None and self.filters and not self.greedy
+
+    @property
     def logprob_temperature(self) -> float:
         """Temperature of the distribution in which log-probabilities are returned."""
         return 1.0 if self.greedy else self.temperature
@@ -59,7 +67,7 @@ class SamplingParams:
 
 def sample(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample one token per row, without a wait of the host.
 
     Args:
@@ -69,19 +77,24 @@ def sample(
 
     Returns:
         token ids [n] and their log-probabilities [n] fp32 in the sampling distribution (temperature and filters; for
-        greedy sampling, the model's own distribution), the same on all ranks.
+        greedy sampling, the model's own distribution), the same on all ranks; with `max_kept_tokens`, the kept tokens
+        [n, k] int32, −1 for none. They are None without `max_kept_tokens` and for greedy sampling.
     """
+    kept = None
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
     if params.greedy:
         tokens = _argmax(logprobs, group)
     else:
         if params.filters:
-            logprobs = _log_softmax(_filtered(logprobs, params, group), group)
+            logprobs = _filtered(logprobs, params, group)
+            if params.max_kept_tokens is not None:  # then `keeps_mask`
+                logprobs, kept = _at_most(logprobs, params.max_kept_tokens, group)
+            logprobs = _log_softmax(logprobs, group)
         assert uniform is not None, "drawing takes a uniform number a row"
         tokens = _draw(logprobs, uniform, group)
     local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
     chosen = logprobs.gather(1, local[:, None])[:, 0]
-    return tokens, all_reduce(torch.where(owned, chosen, 0.0), group)
+    return tokens, all_reduce(torch.where(owned, chosen, 0.0), group), kept
 
 
 def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
@@ -149,6 +162,20 @@ def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | No
 
 def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
     return logprobs.masked_fill(logprobs < threshold[:, None], -torch.inf)
+
+
+def _at_most(logprobs: Tensor, most: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Keep the `most` most likely tokens, of equally likely ones the first, and return the ids of the tokens that are
+    left, −1 for none."""
+    most = min(most, logprobs.shape[1] * group_size(group))
+    lowest = vocab_parallel_topk(logprobs, most, group)[0][:, -1:]
+    above, level = logprobs > lowest, (logprobs == lowest) & (lowest > -torch.inf)
+    room = most - all_reduce(above.sum(1), group)
+    before = all_gather(level.sum(1), group)[: group_rank(group)].sum(0)
+    first = level.cumsum(1) + before[:, None] <= room[:, None]
+    logprobs = logprobs.masked_fill(~(above | (level & first)), -torch.inf)
+    best, ids = vocab_parallel_topk(logprobs, most, group)
+    return logprobs, torch.where(best > -torch.inf, ids, -1).int()
 
 
 MASS = 2.0**62

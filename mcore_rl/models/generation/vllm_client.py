@@ -6,7 +6,7 @@ import base64
 import io
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int16
 from torch import Tensor
 
+from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError, Response
 from mcore_rl.models.generation.sampling import SamplingParams
@@ -55,6 +56,25 @@ def decode_routed_experts(
     if (ordered[..., 1:] == ordered[..., :-1]).any():  # true of rows that were never written
         raise ValueError("routed_experts that name an expert twice for a token")
     return torch.from_numpy(np.pad(chosen, ((0, 1), (0, 0), (0, 0)), constant_values=-1)).short()
+
+
+def decode_sampling_mask(mask: Any, token_ids: Sequence[int]) -> KeptTokens:
+    """Return the tokens that the server's filters kept at each position of a response.
+
+    Args:
+        mask: a list of token ids for each position.
+
+    Raises:
+        ValueError: the mask is missing, or lacks a sampled token.
+    """
+    if mask is None:
+        raise ValueError("no sampling_mask (it must run with --return-sampling-mask)")
+    if len(mask) != len(token_ids):
+        raise ValueError(f"a sampling_mask of {len(mask)} positions for a response of {len(token_ids)} tokens")
+    for position, (kept, token) in enumerate(zip(mask, token_ids, strict=True)):
+        if token not in kept:
+            raise ValueError(f"a sampling_mask without the sampled token {token} at position {position}")
+    return KeptTokens.of(mask)
 
 
 def _load(encoded: str) -> np.ndarray[Any, Any]:
@@ -191,16 +211,24 @@ class VLLMServer:
             except ValueError as error:
                 raise WrongServerError(f"{self.url}: it tells {error}") from None
             response.routed_experts = experts
+        if params.keeps_mask:
+            try:
+                response.kept_tokens = decode_sampling_mask(choice.get("sampling_mask"), response.token_ids)
+            except ValueError as error:
+                raise WrongServerError(f"{self.url}: it tells {error}") from None
         spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
         return Answer(response, spans)
 
 
 def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
     """Return the sampling parameters under vLLM's names."""
+    top_k, temperature = params.top_k or 0, params.temperature
+    if params.max_kept_tokens is not None:  # then a server requires a top_k, and refuses temperature 0
+        top_k, temperature = (1, 1.0) if params.greedy else (params.max_kept_tokens, temperature)
     options = {
         "max_tokens": request.max_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k or 0,
+        "temperature": temperature,
+        "top_k": top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
         "seed": request.seed,

@@ -221,7 +221,9 @@ class VLLMGeneration(StreamingGeneration):
     def _connect(self) -> None:
         """Start the servers or connect to them; the first rank of each replica then sends them requests."""
         # The launch id distinguishes versions of other runs, and of a restarted server.
-        self._launch, urls = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
+        self._launch, (urls, have_masks) = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
+        if not have_masks:
+            self.params = replace(self.params, max_kept_tokens=None)
         if self.policy.topology.leads_replica:
             connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
             drop = self._drop if self.policy.is_writer else _drop_in_silence
@@ -238,8 +240,8 @@ class VLLMGeneration(StreamingGeneration):
         assert isinstance(family, Mixture), "checked as the model was built"
         return family.experts
 
-    def _find(self) -> list[str]:
-        """Return the URLs of servers that are ready for this run."""
+    def _find(self) -> tuple[list[str], bool]:
+        """Return the URLs of servers that are ready for this run, and whether all of them return sampling masks."""
         vllm = self.config.generation.vllm
         if not vllm.urls:
             self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
@@ -249,7 +251,25 @@ class VLLMGeneration(StreamingGeneration):
             server = VLLMServer(url, connections=1)
             wait_until_ready(server, self._service, deadline)
             check_server(server, self.config)
-        return list(urls)
+        return list(urls), not self.params.keeps_mask or self._have_masks(urls)
+
+    def _have_masks(self, urls: Sequence[str]) -> bool:
+        """Return whether all servers return sampling masks; say so if they do not.
+
+        Raises:
+            UserError: they do not, and the configuration requires masks.
+        """
+        lacking = [url for url in urls if not _option(VLLMServer(url, connections=1), "return_sampling_mask", False)]
+        if not lacking:
+            return True
+        lack = f"{lacking[0]} does not run with --return-sampling-mask"
+        if self.config.rollouts.keep_sampling_mask:
+            raise UserError(
+                f"generation.vllm.urls: {lack}, which {self.config.algorithm}.keep_sampling_mask needs; "
+                "start it by scripts/serve_vllm.py with this configuration"
+            )
+        self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
+        return False
 
     def _join_all(self) -> None:
         assert self._pool is not None
@@ -380,17 +400,17 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
             f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
             f"data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
         )
-    if config.generation.offload and platform.has_gpu() and not _can_sleep(server):
+    if config.generation.offload and platform.has_gpu() and not _option(server, "enable_sleep_mode", unknown=True):
         raise UserError(
             f"generation.offload: {server.url} runs without --enable-sleep-mode; start it by scripts/serve_vllm.py "
             "with this configuration"
         )
 
 
-def _can_sleep(server: VLLMServer) -> bool:
-    """Return whether the server supports sleep; True if it does not report it."""
+def _option(server: VLLMServer, name: str, unknown: bool) -> bool:
+    """Return an option of the server's model; `unknown` if the server does not report it."""
     try:
         told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
-        return bool(told["vllm_config"]["model_config"]["enable_sleep_mode"])
+        return bool(told["vllm_config"]["model_config"][name])
     except (ServerError, TrainingError, KeyError, TypeError):
-        return True
+        return unknown

@@ -7,10 +7,13 @@ restores the parameters' loaders, which vLLM removes after a model is loaded.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,6 +22,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+    make_online_process_loader,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from mcore_rl.models.generation.refit import RefitReceiver, decode_refit_info
 
@@ -49,11 +58,42 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
     """Empty: the collective itself describes the tensors."""
 
 
+class DirectCopies(TorchFunctionMode):
+    """Copies into parameters that a model makes itself, and of which the layerwise reload must know.
+
+    vLLM loads gpt-oss in 16 or 32 bits so. The reload counts what parameters' loaders load; without this it would keep
+    the old experts and sinks. Sinks, which nothing changes after they are loaded, are given back, and the model copies
+    into them. A copy into an expert's parameter calls a loader in its place.
+
+    Args:
+        model: a model after `initialize_layerwise_reload`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.loaders: dict[int, Callable[..., Any]] = {}
+        for module in model.modules() if type(model).__name__ == "GptOssForCausalLM" else ():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if name == "sinks":
+                    _place_kernel_tensors(module, info := get_layerwise_info(module))
+                    info.reset()
+                elif name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
+                    parameter.weight_loader = default_weight_loader  # type: ignore[attr-defined]
+                    self.loaders[id(parameter)] = make_online_process_loader(module, name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and (loader := self.loaders.get(id(args[0]))):
+            loader(*args)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     """A worker process's receiver of the collective."""
 
     init_info_cls, update_info_cls = RefitInitInfo, RefitUpdateInfo
     receiver: RefitReceiver | None = None
+    copies: DirectCopies | None = None
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         info, parallel = init_info, self.parallel_config
@@ -73,13 +113,18 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
             method: Any = getattr(module, "quant_method", None)
             if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
+            for parameter in module.parameters(recurse=False):
+                loader: Any = getattr(parameter, "weight_loader", None)
+                if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+                    loader.__name__ = "partial"  # type: ignore[attr-defined]  # the reload reads it (MiniMax-M2)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
+        self.copies = DirectCopies(self.model)
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        if self.receiver is None:
-            raise RuntimeError("update_weights: no trainer has opened its group")
-        with torch.device(self.device):
+        if self.receiver is None or self.copies is None:
+            raise RuntimeError("update_weights: no trainer has opened its group, or no update has begun")
+        with torch.device(self.device), self.copies:
             self.receiver.update_weights_from_collective()
 
     def finish_weight_update(self) -> None:

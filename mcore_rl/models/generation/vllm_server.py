@@ -46,6 +46,8 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         command.append("--trust-remote-code")
     if config.model.moe_router_replay:
         command.append("--enable-return-routed-experts")
+    if _returns_masks(config):
+        command.append("--return-sampling-mask")
     if config.generation.offload and platform.has_gpu():  # vLLM rejects it on the CPU, where sleep calls free nothing
         command.append("--enable-sleep-mode")
     if not platform.has_gpu():
@@ -63,11 +65,12 @@ class VLLMServerProcesses:
         logs: directory for the servers' output.
 
     Raises:
-        UserError: a port is taken.
+        UserError: a port is taken, or the model's directory is quantized.
     """
 
     def __init__(self, config: RLConfig, logs: Path) -> None:
         vllm = config.generation.vllm
+        _check_precision(config.model.path)
         for index in range(vllm.num_servers):
             _check_port(vllm.host, vllm.port + index)
         logs.mkdir(parents=True, exist_ok=True)
@@ -136,8 +139,8 @@ class VLLMServerProcesses:
     def _environment(config: RLConfig, index: int) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
         environment |= ENVIRONMENT
-        if config.model.moe_router_replay:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older model runner does not report experts
+        if config.model.moe_router_replay or _returns_masks(config):
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one reports neither experts nor sampling masks
         if not platform.has_gpu():
             environment = {**CPU_ENVIRONMENT, **environment}
         vllm = config.generation.vllm
@@ -146,6 +149,23 @@ class VLLMServerProcesses:
             devices = vllm.devices[index * size : (index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         return environment
+
+
+def _check_precision(path: Path) -> None:
+    """Raise UserError for a quantized directory: a server would copy weights in bfloat16 into quantized ones."""
+    file = path / "config.json"
+    if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
+        raise UserError(
+            f"generation.backend: vLLM would keep {path} quantized, but gets weights in bfloat16; set model.path to a "
+            "copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then megatron-to-hf)"
+        )
+
+
+def _returns_masks(config: RLConfig) -> bool:
+    """Return whether servers must return sampling masks. vLLM's build for the CPU cannot, so there it must be asked
+    for, and vLLM's error ends the run."""
+    options = config.rollouts
+    return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)
 
 
 def _check_port(host: str, port: int) -> None:

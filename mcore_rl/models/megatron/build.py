@@ -153,7 +153,7 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
         if modules.grouped_linears is not None:
             first, second = modules.grouped_linears
             of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
-        experts = ModuleSpec(module=modules.grouped_experts, submodules=of_all)
+        experts = ModuleSpec(module=modules.grouped_experts, params=biases, submodules=of_all)
     # Not a ModuleSpec: for subclasses of its own layer, Megatron would warn and leave out the process groups.
     return SimpleNamespace(
         module=PackMoELayer,

@@ -15,7 +15,14 @@ from mcore_rl.data.batching import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
-from mcore_rl.distributed.logprobs import gather_hidden_states, linear_logprobs, linear_topk, valid_columns
+from mcore_rl.distributed.logprobs import (
+    TILE_SHAPE,
+    Tile,
+    gather_hidden_states,
+    linear_logprobs,
+    linear_topk,
+    valid_columns,
+)
 from mcore_rl.distributed.packs import (
     LossPositions,
     PackLayout,
@@ -23,6 +30,8 @@ from mcore_rl.distributed.packs import (
     gather_context_parallel,
     slice_context_parallel,
 )
+from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles, on_device
+from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
     LossFunction,
     reads_counted_tokens_only,
@@ -115,11 +124,19 @@ class LogprobHead:
 
         Only positions that the mask counts are multiplied with the LM head. A rank without such positions keeps one,
         so that all ranks call the same collectives.
+
+        If the data has the sampler's `kept_tokens`, each distribution is over these tokens; the result is 0 for tokens
+        that were not sampled.
         """
         topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
+        kept = kept_tokens_of(microbatch)
+        if kept is not None:
+            mask = mask * (kept.counts.view(len(mask), -1)[:, 1:] > 0)
         positions = LossPositions.of(microbatch.layout, mask, topology.context.rank)
-        positions, (targets,) = positions.on(hidden.device, positions.targets(microbatch.data["input_ids"]))
+        targets = positions.targets(microbatch.data["input_ids"])
+        tiles = None if kept is None else on_device(self._tiles(kept, positions, targets), hidden.device)
+        positions, (targets,) = positions.on(hidden.device, targets)
         logprobs, entropy = linear_logprobs(
             positions.pick(hidden),
             weight,
@@ -128,9 +145,36 @@ class LogprobHead:
             self.model.vocab_size,
             self.temperature,
             self.with_entropy,
+            kept=tiles,
         )
         group = topology.context.group
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
+
+    def _tiles(self, kept: KeptTokens, positions: LossPositions, targets: Tensor) -> list[Tile]:
+        """Return the tiles of the kept tokens of these positions, on the host."""
+        kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
+        size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
+        columns = valid_columns(size, rank, self.model.vocab_size)
+        return list(kept_tiles(kept, targets, rank * size, columns, TILE_SHAPE[platform.device().type]))
+
+
+def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
+    """Return the tokens that the sampler kept at each position of the flattened rows [N·S]; None if it kept all.
+
+    Raises:
+        ContractError: a token that carries loss has none.
+    """
+    data = microbatch.data
+    if "kept_tokens" not in data:
+        return None
+    width = data["input_ids"].shape[1]
+    of_rows = [(KeptTokens.none(0) if kept is None else kept).padded(width) for kept in data["kept_tokens"]]
+    kept = KeptTokens.concatenated(of_rows)
+    lacking = (token_mask_of(data, data["token_mask"]) > 0) & (kept.counts.view(-1, width)[:, 1:] == 0)
+    if bool(lacking.any()):
+        row, position = lacking.nonzero()[0].tolist()
+        raise ContractError(f"kept_tokens: row {row} has none for position {position + 1}, which carries loss")
+    return kept
 
 
 def final_hidden_states(
@@ -149,17 +193,20 @@ def final_hidden_states(
 
 class TopKHead:
     """A head for the k largest logits of each position of a microbatch and their token ids, computed for a few
-    positions at once."""
+    positions at once; with `temperature`, for their log-probabilities."""
 
-    def __init__(self, model: ModelShard, k: int) -> None:
-        self.model, self.k = model, k
+    def __init__(self, model: ModelShard, k: int, temperature: float | None = None) -> None:
+        self.model, self.k, self.temperature = model, k, temperature
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return values and ids, each [n, S, k], at the rows' tokens; complete on every rank, 0 in the padding."""
         topology, layout = self.model.topology, microbatch.layout
         group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
-        values, ids = linear_topk(hidden, self.model.chunks[-1].lm_head_weight(), self.k, group, self.model.vocab_size)
+        weight, vocab_size = self.model.chunks[-1].lm_head_weight(), self.model.vocab_size
+        values, ids = linear_topk(hidden, weight, self.k, group, vocab_size)
+        if self.temperature is not None:
+            values, _ = linear_logprobs(hidden, weight, ids, group, vocab_size, self.temperature)
         index, valid = (platform.sent(x, hidden.device) for x in layout.token_table(width))
         best, tokens = (
             gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]

@@ -73,7 +73,8 @@ def check_model_fits(
     if model is not None:
         model = platform.resolve(model)
         _check_options(family, model)
-        if model.moe_grouped_gemm and isinstance(family, Mixture) and model.transformer_impl == "local":
+        uses_torch = model.transformer_impl == "local" or _adapts_experts(family, model.lora)
+        if model.moe_grouped_gemm and isinstance(family, Mixture) and uses_torch:
             _check_grouped_gemm(family, model, parallel.expert_tensor_size)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
@@ -134,8 +135,6 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
-    if isinstance(family, Mixture) and family.experts.has_biases and model.moe_grouped_gemm:
-        raise UserError(f"model.moe_grouped_gemm: the experts of {family.model_type} have biases; leave it out")
     _check_recomputed(family, model)
 
 
@@ -165,13 +164,12 @@ def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size:
             )
 
 
+def _adapts_experts(family: Family, lora: LoRAConfig | None) -> bool:
+    return lora is not None and any(map(is_expert_target, lora_of(lora, family).target_modules))
+
+
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
-    adapted = [name for name in lora_of(lora, family).target_modules if is_expert_target(name)]
-    if adapted and model.moe_grouped_gemm:
-        raise UserError(
-            f"model.moe_grouped_gemm: experts with adapters ({', '.join(adapted)}), which are in fp32, are computed "
-            "one after the other; leave it out"
-        )
+    lora_of(lora, family)
     if model.head == "reward":
         raise UserError("model.lora: a reward model's head has no adapter and must be trained whole; leave it out")
     if model.moe_router_bias_update_rate:

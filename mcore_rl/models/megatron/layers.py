@@ -89,6 +89,18 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
+def bias_of_first_rank(bias: Tensor) -> Tensor:
+    """Return an expert's bias on the first of the ranks that share the expert, and zeros on the others.
+
+    The token exchange sums the outputs of these ranks. All of them get the bias's gradient.
+    """
+    group = process_groups().expt_tp
+    if group.size() == 1:
+        return bias
+    copied: Tensor = copy_to_tensor_model_parallel_region(bias, group=group)
+    return copied * float(group.rank() == 0)
+
+
 class ExpertBiasMixin:
     """A row-parallel linear layer that may be an expert's and have a bias.
 
@@ -104,17 +116,10 @@ class ExpertBiasMixin:
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Prepare an expert's output and bias for Megatron's sums.
-
-        Megatron adds the bias in place, which a view does not allow. The token exchange then sums the outputs of the
-        tensor-parallel ranks: only the first adds the bias, and all get its gradient.
-        """
+        """Prepare an expert's output and bias: Megatron adds the bias in place, which a view does not allow."""
         if not self.is_expert or bias is None:
             return output, bias
-        group = process_groups().expt_tp
-        if group.size() > 1:
-            bias = copy_to_tensor_model_parallel_region(bias, group=group) * float(group.rank() == 0)
-        return output.clone(), bias
+        return output.clone(), bias_of_first_rank(bias)
 
 
 class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):

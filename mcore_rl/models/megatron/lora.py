@@ -24,8 +24,10 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.weight_mapping import (
+    AlternatingGateUp,
     Columns,
     GateUp,
+    InterleavedGateUp,
     Mapping,
     Part,
     Replicated,
@@ -382,7 +384,7 @@ def adaptable_modules(family: Family) -> tuple[str, ...]:
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
     """Return whether it is a projection of attention, of a routed expert, or of the MLP in a model without experts."""
-    if len(mapping.parts[0].shape) != 2:
+    if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False
     is_projection = isinstance(mapping.kind, GateUp | Columns)
     in_mlp = is_projection and ".mlp." in mapping.megatron
@@ -396,8 +398,13 @@ def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, s
         return [(module.rpartition(".")[2], module, first) for module, first in modules]
     target = DOWN if isinstance(mapping.kind, Columns) else GATE_UP
     layer = mapping.parts[0].name.partition(".experts.")[0].rpartition(".")[0] + "."
-    rows = mapping.parts[0].shape[0]
+    rows = _rows_of(mapping.parts[0])
     return [(target, module_of(layer, target, targets), index * rows) for index in range(len(mapping.parts))]
+
+
+def _rows_of(part: Part) -> int:
+    """Return the number of outputs of a projection; one of an expert may be stored as [1, in, out]."""
+    return part.shape[0] if len(part.shape) == 2 else part.shape[2]
 
 
 def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
@@ -420,11 +427,13 @@ def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], ran
     row_parallel = isinstance(mapping.kind, Columns)
     a = tuple(Part(_name_of(m, "A", mapping, family), (rank, columns)) for m in targeted)
     b = tuple(
-        Part(_name_of(m, "B", mapping, family) if m in targeted else NO_ADAPTER_ROWS, (part.shape[0], rank), first)
+        Part(_name_of(m, "B", mapping, family) if m in targeted else NO_ADAPTER_ROWS, (_rows_of(part), rank), first)
         for (_, m, first), part in zip(modules, mapping.parts, strict=True)
     )
     a_kind = Columns() if row_parallel else Stacked((rank,) * len(a))
     b_kind = Replicated() if row_parallel else mapping.kind
+    if isinstance(b_kind, InterleavedGateUp):
+        b_kind = AlternatingGateUp()
     yield Mapping(f"{ours}adapter.lora_A", a, a_kind, mapping.is_expert, is_float32=True)
     yield Mapping(f"{ours}adapter.lora_B", b, b_kind, mapping.is_expert, is_float32=True)
 

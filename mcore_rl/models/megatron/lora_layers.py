@@ -7,7 +7,7 @@ parallelism the replicated matrix sees only a rank's own tokens, and Megatron su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
 from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
-from mcore_rl.models.megatron.layers import LoRALinearMixin
 from mcore_rl.models.megatron.lora import NO_ADAPTER_ROWS, LoRA, SourceByOwner, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
@@ -127,11 +126,30 @@ class ExpertAdapter(Adapter):
         self.whole, self.group = whole, process_groups().expt_tp
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = (
-            copy_forward_all_reduce_backward(matrix, self.group) if self.whole == name else matrix
-            for name, matrix in (("A", self.lora_A), ("B", self.lora_B))
-        )
+        a, b = self._summed(self.lora_A, self.lora_B)
         return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
+
+    def of_all(self, adapters: Sequence[ExpertAdapter], rows: Tensor, ends: Tensor) -> Tensor:
+        """Map a layer's input for all experts to their adapters' additions [T, out], by one grouped product each.
+
+        The products are in the precision of `rows`, for which there are kernels. They need rows of a multiple of
+        16 bytes: zeros fill up the rank.
+
+        Args:
+            adapters: one for each expert.
+            rows: [T, in], sorted by expert. ends: [experts] int32, the end of each expert's rows.
+        """
+        a, b = self._summed(*(torch.stack([getattr(x, name) for x in adapters]) for name in ("lora_A", "lora_B")))
+        missing = -b.shape[2] % (16 // rows.itemsize)
+        a, b = F.pad(a, (0, 0, 0, missing)).to(rows.dtype), F.pad(b, (0, missing)).to(rows.dtype)
+        low = F.grouped_mm(rows, a.transpose(1, 2), offs=ends)
+        return self.scale * F.grouped_mm(low, b.transpose(1, 2), offs=ends)
+
+    def _summed(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B; the gradient of the replicated one is summed over the ranks."""
+        if self.whole == "A":
+            return copy_forward_all_reduce_backward(a, self.group), b
+        return a, copy_forward_all_reduce_backward(b, self.group)
 
 
 def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
@@ -142,8 +160,13 @@ def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
         for name, mapping, _ in list(chunk_mappings(model, chunk)):
             path = mapping.megatron.removesuffix("weight")
             if f"{path}adapter.lora_A" in lora.table:
-                layer: Any = chunk.get_submodule(name.removesuffix(".weight"))
-                layer.adapter = _adapter(layer, path, lora, model)
+                layer_name, _, weight = name.rpartition(".")
+                layer: Any = chunk.get_submodule(layer_name)
+                adapter = _adapter(getattr(layer, weight), layer.is_column, path, lora, model)
+                if weight == "weight":
+                    layer.adapter = adapter
+                else:
+                    layer.adapter.append(adapter)  # one of the experts of a grouped layer, in their order
         if chunk.pre_process and chunk.config.recompute_granularity:
             # Recomputation returns gradients only if one of its inputs requires them; a frozen embedding does not.
             chunk.embedding.register_forward_hook(lambda module, inputs, embedded: _with_gradient(embedded))
@@ -154,13 +177,13 @@ def _with_gradient(embedded: Tensor) -> Tensor:
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
-def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -> Adapter:
+def _adapter(weight: Tensor, is_column: bool | None, path: str, lora: LoRA, model: ModelShard) -> Adapter:
     a, b = (lora.table[f"{path}adapter.lora_{matrix}"] for matrix in "AB")
     names = tuple(dict.fromkeys(part.name for part in b.parts if part.name != NO_ADAPTER_ROWS))
     of_rows = replace(b, parts=tuple(replace(part, shape=(part.shape[0], 1)) for part in b.parts))
     owners = read_shard(of_rows, SourceByOwner(names), model.topology)
     first, second = (read_shard(mapping, lora.source, model.topology).to(platform.device()) for mapping in (a, b))
-    is_column, parallel = layer.is_column, model.topology.sequence_parallel
+    parallel = model.topology.sequence_parallel
     adapter: Adapter
     if a.is_expert:
         adapter = ExpertAdapter(
@@ -171,7 +194,7 @@ def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -
         fork = model.topology.tensor.size > 1 and (parallel or is_column is False)
         adapter = kind(first, second, owners[:, 0].to(platform.device()), lora, parallel, fork)
     for mapping, parameter in ((a, adapter.lora_A), (b, adapter.lora_B)):
-        parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+        parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
         if mapping.kind.partition_dim is not None:
             set_tensor_model_parallel_attributes(parameter, True, mapping.kind.partition_dim, 1)
         elif not mapping.is_expert:

@@ -23,7 +23,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GenerationFastPath, glu
+from mcore_rl.models.megatron.layers import GenerationFastPath, bias_of_first_rank, glu
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint
@@ -277,14 +277,44 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_rows, None, *grad_weights
 
 
-class TokenCountMixin:
+def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
+    """Return [experts] int32 on the device of `rows`: the end of each expert's rows."""
+    return platform.sent(tokens_per_expert, rows.device).cumsum(0, dtype=torch.int32)
+
+
+def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Add the adapters of all experts to the output [T, out] of their linear layers.
+
+    Args:
+        adapters: each expert's adapter, or None.
+        rows, ends: the layers' input, as in `_GroupedLinear`.
+    """
+    first = adapters[0]
+    if first is None or not first.enabled:
+        return output
+    return (output + first.of_all(adapters, rows, ends)).to(output.dtype)
+
+
+class ExpertsMixin:
     """Experts that count the tokens that reach them.
 
     load: statistics of the current training step; None outside of a step.
+
+    Args:
+        has_biases: whether the experts' linear layers have biases. Megatron's option, which is for all linear layers,
+            is refused for tensor-parallel experts, and here beside a fused dropout, which experts do not have.
     """
 
     load: RouterStatistics | None = None
     training: bool
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, has_biases: bool = False, **kwargs: Any
+    ) -> None:
+        if has_biases:
+            config = copy.copy(config)
+            config.add_bias_linear, config.bias_dropout_fusion = True, False
+        super().__init__(num_local_experts, config, *args, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Map tokens [T, hidden], sorted by expert, and the weights [T] of their outputs to [T, hidden]."""
@@ -298,21 +328,8 @@ class TokenCountMixin:
         return output
 
 
-class CountingExperts(TokenCountMixin, SequentialMLP):
-    """Megatron's experts, which are computed one after the other.
-
-    Args:
-        has_biases: whether the experts' linear layers have biases. Megatron's option, which is for all linear layers,
-            is refused for tensor-parallel experts.
-    """
-
-    def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *args: Any, has_biases: bool = False, **kwargs: Any
-    ) -> None:
-        if has_biases:
-            config = copy.copy(config)
-            config.add_bias_linear = True
-        super().__init__(num_local_experts, config, *args, **kwargs)
+class CountingExperts(ExpertsMixin, SequentialMLP):
+    """Megatron's experts, which are computed one after the other."""
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):
@@ -327,11 +344,26 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
             return super()._compute(hidden, tokens_per_expert, probs)
-        ends = platform.sent(tokens_per_expert, hidden.device).cumsum(0, dtype=torch.int32)
-        first, second = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        gate, up = _GroupedLinear.apply(hidden, ends, *first).chunk(2, dim=-1)
+        ends = row_ends(tokens_per_expert, hidden)
+        projected, biases = self._linear("linear_fc1", hidden, ends)
+        if biases is not None:
+            projected = projected + biases
+        gate, up = projected.chunk(2, dim=-1)
         scaled = glu(self.config)(gate, up) * probs[:, None]
-        return _GroupedLinear.apply(scaled.to(hidden.dtype), ends, *second), None
+        output, biases = self._linear("linear_fc2", scaled.to(hidden.dtype), ends)
+        if biases is not None:
+            output = (output + bias_of_first_rank(biases) * probs[:, None]).to(hidden.dtype)
+        return output, None
+
+    def _linear(self, name: str, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the layers' outputs [T, out] without bias, and each row's bias [T, out] if there are any."""
+        layers = [getattr(expert, name) for expert in self.local_experts]
+        output = _GroupedLinear.apply(rows, ends, *(layer.weight for layer in layers))
+        output = with_adapters([layer.adapter for layer in layers], output, rows, ends)
+        if layers[0].bias is None:
+            return output, None
+        expert = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
+        return output, F.embedding(expert, torch.stack([layer.bias for layer in layers]))
 
 
 def routers_of(model: ModelShard) -> list[Router]:

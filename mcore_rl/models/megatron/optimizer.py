@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim.adamw import adamw
 
 from mcore_rl import platform
 from mcore_rl.config import OptimizerConfig, ParallelConfig
@@ -40,6 +41,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
 """Megatron's names of the schedules that it names differently."""
 
+
+MUON_ATTRIBUTE = "is_updated_by_muon"
+"""Attribute of the parameters that Muon updates."""
 
 BUCKET_SIZE: int | None = None
 """Number of parameters whose gradients are reduced together during the backward pass. None: Megatron's default, the
@@ -103,6 +107,7 @@ def build_optimizer(
     for key, rate in (
         (ParamKey(name="*.lora_B"), lora_lr_ratio * config.lr),
         (ParamKey(attr="is_embedding_or_output_parameter"), embedding_lr),
+        (ParamKey(attr=MUON_ATTRIBUTE), config.lr if config.muon_lr is None else config.muon_lr),
     ):
         if rate != config.lr:
             ratio = rate / config.lr if config.lr else math.inf
@@ -111,6 +116,44 @@ def build_optimizer(
             rates: Any = {"max_lr": rate, "min_lr": min_lr, "lr_mult": ratio}
             overrides[key] = rates
     return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWInBfloat16:
+    """The update by AdamW with moments in bfloat16, computed in fp32, one parameter after the other. It is made before
+    Megatron's optimizer, which then has no gradients left.
+
+    Args:
+        optimizer: the optimizer whose parameters are updated, if they have no state of another kind.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self.parameters = list[tuple[Tensor, dict[str, Any], dict[str, Any]]]()
+        for inner in (inner.optimizer for inner in optimizers_with_parameters(optimizer)):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    if state := inner.state[parameter]:
+                        continue
+                    state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+                    state["step"] = torch.tensor(0.0)
+                    self.parameters.append((parameter, group, state))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters with the gradients that `clip_gradients` has prepared."""
+        for parameter, group, state in self.parameters:
+            assert parameter.grad is not None, "clip_gradients has prepared it"
+            moments = [state[name].float() for name in MOMENTS]
+            adamw(
+                [parameter], [parameter.grad], [moments[0]], [moments[1]], [], [state["step"]],
+                amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            for name, moment in zip(MOMENTS, moments, strict=True):
+                state[name].copy_(moment)
+            parameter.grad = None
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.models.megatron.attention import PackedCausalAttention, PackParams
-from mcore_rl.models.megatron.layers import ExpertBiasMixin, LoRALinearMixin, PostNormMixin
-from mcore_rl.models.megatron.moe import TokenCountMixin
+from mcore_rl.models.megatron.layers import ExpertBiasMixin, LoRALinearMixin, PostNormMixin, bias_of_first_rank
+from mcore_rl.models.megatron.moe import ExpertsMixin, row_ends, with_adapters
 
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelGroupedLinear,
@@ -128,13 +128,40 @@ class TEPackedCausalAttention(PackedCausalAttention):
         return out
 
 
-class TEGroupedColumnLinear(TEConfigMixin, TEColumnParallelGroupedLinear):
-    """The linear layers of all of a rank's experts in one call; their weights are sharded by rows."""
+class TEGroupedLinearMixin(TEConfigMixin):
+    """The linear layers of all of a rank's experts in one call, which may have adapters.
+
+    adapter: the experts' adapters in order, or none.
+    """
+
+    takes_weights_of_parts = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter = torch.nn.ModuleList()
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, Any]:
+        output, bias = super().forward(rows, counts)  # type: ignore[misc]
+        if len(self.adapter):
+            output = with_adapters(list(self.adapter), output, rows, row_ends(torch.tensor(counts), rows))
+        return output, bias
 
 
-class TEGroupedRowLinear(TEConfigMixin, TERowParallelGroupedLinear):
-    """The linear layers of all of a rank's experts in one call; their weights are sharded by columns."""
+class TEGroupedColumnLinear(TEGroupedLinearMixin, TEColumnParallelGroupedLinear):
+    """Grouped linear layers whose weights are sharded by rows."""
+
+    is_column = True
 
 
-class TEGroupedExperts(TokenCountMixin, TEGroupedMLP):
+class TEGroupedRowLinear(TEGroupedLinearMixin, TERowParallelGroupedLinear):
+    """Grouped linear layers whose weights are sharded by columns."""
+
+    is_column = False
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        output, biases = super().forward(rows, counts)
+        return output, biases and [bias_of_first_rank(bias) for bias in biases]
+
+
+class TEGroupedExperts(ExpertsMixin, TEGroupedMLP):
     """Megatron's experts, of which one call computes each linear layer."""

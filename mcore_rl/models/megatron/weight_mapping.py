@@ -275,27 +275,38 @@ class GatedQueryKeyValue(QueryKeyValue):
         return rows.unflatten(1, (outer, inner, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
 
-class InterleavedGateUp(Kind):
-    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width]; gate and up columns alternate (gpt-oss)."""
+class AlternatingGateUp(GateUp):
+    """Gate and up rows that alternate in one part; on every rank its gate rows are stacked on its up rows."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        whole = parts[0].read(source)[0].movedim(-1, 0)
+        whole = self._rows_first(parts[0].read(source))
         share = _share(whole.shape[0] // 2, rank, size)
         return torch.cat([whole[first::2][share] for first in (0, 1)])
 
     def split(self, stacked: Tensor) -> list[Tensor]:
-        gate, up = (half.flatten(0, 1) for half in stacked.chunk(2, dim=1))
-        return [torch.stack((gate, up), dim=1).flatten(0, 1).movedim(0, -1)[None]]
+        return [torch.stack(super().split(stacked), dim=1).flatten(0, 1)]
+
+    def _rows_first(self, part: Tensor) -> Tensor:
+        return part
+
+
+class InterleavedGateUp(AlternatingGateUp):
+    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width]; gate and up columns alternate (gpt-oss)."""
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        (rows,) = super().split(stacked)
+        return [rows.movedim(0, -1)[None]]
+
+    def _rows_first(self, part: Tensor) -> Tensor:
+        return part[0].movedim(-1, 0)
 
     def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
         _, *columns, rows = parts[0].shape
         return (rows // size, *columns)
 
 
-class TransposedColumns(Kind):
+class TransposedColumns(Columns):
     """One expert's weight [1, in, out], stored as [out, in] and sharded by the columns `in` (gpt-oss)."""
-
-    partition_dim = 1
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         whole = parts[0].read(source)[0]

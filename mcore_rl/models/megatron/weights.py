@@ -23,7 +23,6 @@ from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.layers import LoRALinearMixin
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, TensorSource, assemble, tensor_shapes
 
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -122,7 +121,7 @@ class _GatheredTensor:
         if shard is not None and self.gathers:
             assert tuple(shard.shape) == shape, f"{self.mapping.megatron} is {tuple(shard.shape)}, not {shape}"
             shard = shard if adapter is None else adapter.merged(shard)
-            stacked = shard.unsqueeze(0) if size == 1 else _gather(shard, self.ranks)
+            stacked = shard.unsqueeze(0) if size == 1 else gather_shards(shard, self.ranks)
         if self.mapping.is_expert and self.stage == self.topology.pipeline.rank and self.passes_on:
             stacked = self._sent(stacked, (size, *shape), self.topology.expert, self.expert_rank)
         if self.crosses_stages:
@@ -153,7 +152,7 @@ def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
     return int(match[1]) // model.experts_per_rank if match else 0
 
 
-def _gather(shard: Tensor, ranks: ParallelDimension) -> Tensor:
+def gather_shards(shard: Tensor, ranks: ParallelDimension) -> Tensor:
     """Gather […] of each rank into [size, …]."""
     stacked = shard.new_empty((ranks.size, *shard.shape))
     own, whole = shard.contiguous().view(-1), stacked.view(ranks.size, -1)
@@ -167,9 +166,9 @@ def _gather(shard: Tensor, ranks: ParallelDimension) -> Tensor:
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# Experts are stored as a list of modules, or as numbered weights of one grouped module (Transformer Engine).
+# Experts are stored as a list of modules, or numbered in one grouped module (Transformer Engine).
 _LISTED_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias|adapter)\.?(\d+)(?=\.|$)")
 
 FLOAT32_BUFFER = ".router.expert_bias"
 ADAPTER = ".adapter."
@@ -183,7 +182,7 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _LISTED_EXPERT.sub(lambda match: f".experts.{int(match[1]) + first_expert}.", name)
-    return _GROUPED_EXPERT.sub(lambda match: f".experts.{int(match[2]) + first_expert}.{match[1]}.weight", name)
+    return _GROUPED_EXPERT.sub(lambda match: f".experts.{int(match[3]) + first_expert}.{match[1]}.{match[2]}", name)
 
 
 def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
@@ -322,10 +321,9 @@ def export_hf_weights(
 
 def adapters_of(model: ModelShard) -> dict[str, Any]:
     """Return this rank's adapters, by the names of the weights that they apply to."""
-    owners = {
-        id(module.weight): module.adapter
+    return {
+        f"{name_in_model(name, first_layer(chunk), model.first_expert).removesuffix('adapter')}weight": module
         for chunk in model.chunks
-        for module in chunk.modules()
-        if isinstance(module, LoRALinearMixin) and module.adapter is not None
+        for name, module in chunk.named_modules()
+        if hasattr(module, "lora_A")
     }
-    return {mapping.megatron: owners[id(tensor)] for mapping, tensor in named_mappings(model) if id(tensor) in owners}

@@ -32,7 +32,9 @@ from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, in_prec
 from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, StepRouterStatistics, reset_router_statistics
+from mcore_rl.models.megatron.muon import Muon, mark_matrices
 from mcore_rl.models.megatron.optimizer import (
+    AdamWInBfloat16,
     ParameterGather,
     build_optimizer,
     build_scheduler,
@@ -80,13 +82,21 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.gather: ParameterGather | None = None
+        self.own_updates = list[Muon | AdamWInBfloat16]()
+        """Updates that are made before that of Megatron's optimizer, each of its own parameters."""
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel)
             self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
             dtype = getattr(torch, "float32" if self.model.lora else config.model.dtype)
+            if config.optimizer.name == "muon":
+                mark_matrices(self.model)
             self.optimizer = build_optimizer(
                 self.chunks, config.optimizer, dtype, 1.0 if lora is None else lora.lr_ratio
             )
+            if config.optimizer.name == "muon":
+                self.own_updates.append(Muon(self.model, self.chunks, self.optimizer, config.optimizer))
+            if config.optimizer.moments_dtype == "bfloat16":
+                self.own_updates.append(AdamWInBfloat16(self.optimizer))
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
         self.memory = TrainingMemory(
             self.weights_offload, self.parameters, self.chunks, self.optimizer, config.optimizer.offload
@@ -101,14 +111,17 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Describe the optimizer in one line: its implementation, what is fused, and what overlaps."""
         kinds = {type(inner.optimizer) for inner in optimizers_with_parameters(self.optimizer)}
         names = ", ".join(sorted(f"{kind.__name__} of {kind.__module__.partition('.')[0]}" for kind in kinds))
-        parallel = self.config.parallel
+        if self.config.optimizer.name == "muon":
+            names = f"Muon for the matrices of hidden layers, {names}"
+        parallel, moments = self.config.parallel, self.config.optimizer.moments_dtype
+        state = "fp32 state" if moments == "float32" else "moments in bfloat16"
         overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
         modules = (module for chunk in self.model.chunks for module in chunk.modules())
         # Transformer Engine's modules have the option themselves, local ones their configuration.
         is_fused = any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
         is_fused |= any(chunk.config.gradient_accumulation_fusion for chunk in self.model.chunks)
         fuses = ["fused weight gradients"] * is_fused
-        return ", ".join([names or "no parameters on this rank", "fp32 state", *fuses, *overlaps])
+        return ", ".join([names or "no parameters on this rank", state, *fuses, *overlaps])
 
     # ------------------------------------------------------------ a training step
 
@@ -182,6 +195,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def update_weights(self) -> float:
         """Make an optimizer step and count it in the schedule; return the learning rate of the step."""
         lr = float(self.optimizer.param_groups[0]["lr"])
+        for own in self.own_updates:
+            own.step()
         update_weights(self.optimizer)
         if self.gather is not None:
             self.gather.begin()

@@ -263,17 +263,22 @@ class ScoringModel:
         rows = {name: torch.zeros(shape, device=device) for name in ("logprobs", "score_norms")}
         return BatchedDataDict(self._map_microbatches("get_score_norms", data, rows, score))
 
-    def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, temperature: float | None = None
+    ) -> BatchedDataDict[Any]:
         """Return `topk_logits` and `topk_indices` [B, S, k]: the largest logits after each position and their tokens.
 
         `DistillationLossFn` of a student takes them from its teacher. They are 0 in the padding.
+
+        Args:
+            temperature: return log-probabilities at this temperature in place of logits.
 
         Raises:
             ValueError: k is not between 1 and the vocabulary's size.
         """
         if not 1 <= k <= self.model.vocab_size:
             raise ValueError(f"get_topk_logits: k must be between 1 and {self.model.vocab_size}, got {k}")
-        head = TopKHead(self.model, k)
+        head = TopKHead(self.model, k, temperature)
 
         def best(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
             values, tokens = head(hidden, microbatch)
