@@ -396,6 +396,11 @@ class RLConfig(TrainingConfig):
                 "loss.observation_nll_weight: environment.max_turns=1 ends conversations before any observation; set "
                 "more turns, or leave it out"
             )
+        if self.loss.observation_nll_weight and self.rollouts.sampled_at_most is not None:
+            raise ValueError(
+                "loss.observation_nll_weight: observations are not sampled, and have no kept tokens; set "
+                f"{self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ not add up."""
 
 GROUPS = {
     "Loss": {
-        "loss": r"loss|preference_loss(_\w+)?|sft_loss|nll_loss",
+        "loss": r"loss|preference_loss(_\w+)?|sft_loss|((positive|observation)_)?nll_loss",
         "balance of experts": r"moe_(aux|z)_loss",
     },
     "Rewards": {
@@ -60,7 +60,7 @@ GROUPS = {
     },
     "Update": {
         "probability ratio": r"probs_ratio(_.*)?",
-        "clipped": r"clip_fraction_.*",
+        "clipped": r"clip_fraction_.*|off_policy_mask_fraction",
         "gradient norm": r"grad_norm",
         "learning rate": r"lr",
     },

@@ -256,6 +256,27 @@ def test_options_that_an_estimator_does_not_read(options, message):
         GRPOAlgorithmConfig(**BASE, **options)
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, "max_turns=1 ends conversations before any observation; set more turns"),
+        (
+            {"environment": {"name": "try_again", "max_turns": 2}, "grpo": {"top_k": 5}},
+            "set grpo.keep_sampling_mask=false",
+        ),
+    ],
+)
+def test_observations_that_there_are_not(sections, message):
+    values = {
+        "output_dir": "x",
+        "model": {"path": "x"},
+        "data": {"train": "x"},
+        "loss": {"observation_nll_weight": 0.1},
+    }
+    with pytest.raises(ValidationError, match=f"loss.observation_nll_weight: .*{message}"):
+        GRPOConfig.model_validate({**values, **sections})
+
+
 def test_gdpo_needs_several_rewards():
     values = {
         "output_dir": "x",

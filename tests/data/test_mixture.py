@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import make_config
-from small_models import and_long, make_model
+from small_models import and_long, make_model, make_tokenizer
 
-from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
+from mcore_rl.config import DataConfig, DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
+from mcore_rl.data.datasets import load_prompt_dataset
 from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
 from mcore_rl.data.token_store import MixedTokenStore, TokenizedChunk, TokenSequence, collect
 from mcore_rl.errors import UserError
@@ -285,9 +286,10 @@ def mixed_pairs():
     return MixedTokenStore(stores, {name: 1 for name in stores})
 
 
-@pytest.mark.parametrize(
-    "layout", and_long([ParallelLayout(cp=2)], [ParallelLayout(dp=2), ParallelLayout(pp=2)]), ids=str
-)
+LAYOUTS = and_long([ParallelLayout(dp=2)], [ParallelLayout(cp=2), ParallelLayout(pp=2)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_metrics_of_a_source_are_those_of_its_records_alone(layout, model_of):
     config = make_config(model_of("llama"))
     metrics = run_processes(loss_of_sources, layout.apply(config), world_size=layout.world_size)[0]
@@ -297,3 +299,15 @@ def test_metrics_of_a_source_are_those_of_its_records_alone(layout, model_of):
     for name in ("loss", "accuracy", "rewards_chosen_mean"):
         assert 5 * metrics[f"one/{name}"] + 3 * metrics[f"two/{name}"] == pytest.approx(8 * metrics[name], rel=1e-5)
     assert metrics["one/loss"] != metrics["two/loss"]
+
+
+def test_sources_of_prompts(tmp_path):
+    """A record's `data_source` names its source, in a mixture and alone; otherwise the file of a mixture does."""
+    for name, own in (("one", ["math/level 1", "", None]), ("two", [3, "code"])):
+        records = [{"prompt": f"{name} {n}", **({} if it is None else {"data_source": it})} for n, it in enumerate(own)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    one, two = (str(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
+    data, tokenizer = DataConfig(train=one, max_sequence_length=40), make_tokenizer()
+    mixed, alone = (load_prompt_dataset(source, tokenizer, data, 30) for source in ({one: 1, two: 1}, two))
+    assert [mixed.source_of(i) for i in range(5)] == ["math_level_1", "one", "one", "two", "code"]
+    assert [alone.source_of(i) for i in range(2)] == [None, "code"]
