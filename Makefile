@@ -7,8 +7,8 @@ export OMP_NUM_THREADS := 1
 
 install: .venv/installed
 
-# A torch that is already there is kept. Otherwise the CPU build is installed; CUDA packages, gigabytes of
-# them, come only with a torch that you install first.
+# A torch that is already there is kept. Otherwise the CPU build is installed, from pip's own index if it has one, else
+# from TORCH_INDEX; CUDA packages, gigabytes of them, come only with a torch that you install first.
 SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
 .venv/installed: pyproject.toml constraints.txt
@@ -16,7 +16,10 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	test -x $(BIN)/python || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
 		then $(PYTHON) -m venv --system-site-packages .venv; else $(PYTHON) -m venv .venv; fi
 	$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
-		$(BIN)/pip install --constraint constraints.txt --index-url $(TORCH_INDEX) torch
+		if $(BIN)/pip install --quiet --dry-run --no-deps --report - --constraint constraints.txt torch 2>/dev/null | \
+			grep -q '"version": "[^"]*+cpu"'; \
+		then $(BIN)/pip install --constraint constraints.txt torch; \
+		else $(BIN)/pip install --timeout 15 --constraint constraints.txt --index-url $(TORCH_INDEX) torch; fi
 	$(BIN)/pip install --editable '.[dev]'
 	touch $@
 
