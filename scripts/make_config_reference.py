@@ -1,16 +1,20 @@
-"""Write docs/configuration.md from the classes that define the configuration.
+"""Write docs/configuration.md from the classes that define the configuration, and the names of other programs' keys,
+which error messages suggest, from docs/coming_from.md.
 
 python scripts/make_config_reference.py
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import RLConfig, TrainingConfig
+from mcore_rl.config.load import OTHER_NAMES
 from mcore_rl.config.schema import SectionReference, as_markdown, reference_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
 
 INTRODUCTION = """\
 # Configuration
@@ -58,6 +62,19 @@ def beside(base: SectionReference | None, section: SectionReference) -> SectionR
     return replace(section, meaning="", keys=tuple(key for key in section.keys if key not in base.keys))
 
 
+def other_names() -> str:
+    """Return a line (program, algorithm or "", its key, the key here) for each key that docs/coming_from.md maps."""
+    lines, program = [], ""
+    for line in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
+        if line.startswith("## "):
+            program = line.removeprefix("## ")
+        row = re.match(r"\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", line)
+        if row and program in ("TRL", "verl", "NeMo RL"):
+            lines.append("\t".join((program, row[1] or "", row[2], row[3])))
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(PAGE)
+    for path, text in ((PAGE, page()), (OTHER_NAMES, other_names())):
+        path.write_text(text)
+        print(path)

@@ -21,6 +21,9 @@ from mcore_rl.errors import UserError
 BASE = "base"
 """The key under which a file names the one that it builds on."""
 
+OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
+"""Keys of other programs: program, algorithm or nothing, its key, the key here (scripts/make_config_reference.py)."""
+
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
 """Keys whose variables are secrets. Only the judge that uses the value expands them, so that no file contains them."""
@@ -263,6 +266,9 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
     name = ".".join(location)
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(config_type, location[:-1])
+        for unknown in _leaves(name, problem["input"]):
+            if elsewhere := _known_elsewhere(config_type, unknown):
+                return f"unknown key {unknown}; {elsewhere}"
         if near := difflib.get_close_matches(location[-1], known, n=1):
             return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
         return f"unknown key {name}; known here are {', '.join(known)}"
@@ -280,6 +286,33 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
     if isinstance(problem["input"], str | int | float | bool):
         message += f" (got {problem['input']!r})"
     return f"{name}: {message}"
+
+
+def _leaves(name: str, value: Any) -> list[str]:
+    """Return the names of all values below a key; its own name if it is a value."""
+    if not isinstance(value, dict):
+        return [name]
+    return [leaf for key, part in value.items() for leaf in _leaves(f"{name}.{key}", part)]
+
+
+def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
+    """Return what a key of another program, or its last part, is called here; None if there is no such key."""
+    algorithm = getattr(config_type, "algorithm", "")
+    found = []
+    for line in OTHER_NAMES.read_text().splitlines():
+        program, kind, there, here = line.split("\t")
+        is_whole, is_part = name == there, name.rpartition(".")[2] == there.rpartition(".")[2]
+        if kind.lower() in ("", algorithm) and (is_whole or is_part) and here != name and _has(config_type, here):
+            found.append((not is_whole, kind == "", f"{program}'s {there} is {here} here"))
+    return min(found)[2] if found else None
+
+
+def _has(config_type: type[Section], name: str) -> bool:
+    *sections, key = name.split(".")
+    try:
+        return key in _fields_at(config_type, sections)
+    except (KeyError, TypeError):
+        return False
 
 
 def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]:

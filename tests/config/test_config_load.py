@@ -66,7 +66,13 @@ def test_resolved_configuration_reads_back(write, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate; known here are name, lr"),
+        (["optimizer.rate=1"], "unknown key optimizer.rate; known here are name, lr"),
+        (
+            ["optimizer.learning_rate=1"],
+            "unknown key optimizer.learning_rate; TRL's learning_rate is optimizer.lr here",
+        ),
+        (["dpo.beta=1"], "unknown key dpo.beta; TRL's beta is dpo.reference_policy_kl_penalty here"),
+        (["policy.megatron_cfg.scheduler.lr_decay_style=x"], "NeMo RL's policy.* is optimizer.schedule here"),
         (["optimizer.weigth_decay=1"], r"unknown key optimizer.weigth_decay; did you mean optimizer\.weight_decay\?"),
         (["paralel.x=1"], "unknown key paralel; did you mean parallel?"),
         (["batch.global_batch_size=true"], "batch.global_batch_size: must be a number"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from make_config_reference import PAGE, page
+from make_config_reference import OTHER_NAMES, PAGE, other_names, page
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, read_yaml
@@ -32,6 +32,7 @@ def test_every_key_is_there(program):
 
 def test_the_page_is_as_written():
     assert PAGE.read_text() == page(), "run scripts/make_config_reference.py"
+    assert OTHER_NAMES.read_text() == other_names(), "run scripts/make_config_reference.py"
 
 
 def test_a_section_that_is_not():
