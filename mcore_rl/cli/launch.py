@@ -17,16 +17,19 @@ from types import FrameType
 
 import psutil
 
-from mcore_rl.cli.entry_point import leave
+from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, leave
 
+PROGRAM_OPTIONS = {"-h", "--help", "--dry-run", "--print-config", "--record", "--replay"}
+PROGRAM_OPTIONS |= {f"--{option}" for option in KEYS_OF_OPTIONS}
+"""Options of training programs. None of them is an option of torchrun."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into torchrun's options, which come first, and the arguments of the program."""
     words, options = list(arguments), dict[str, argparse.Action]()
-    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        options = _parser()._option_string_actions
+    if words and words[0].startswith("-") and words[0].partition("=")[0] not in PROGRAM_OPTIONS:
+        options = _parser()._option_string_actions  # imports torch, which takes seconds
     taken = 0
     while taken < len(words) and words[taken].partition("=")[0] in options:
         name, separator, _ = words[taken].partition("=")
