@@ -508,9 +508,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         super().print_run_description(done, steps)
         self.steps_before = done
         if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
-            self.say(
-                "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
-            )
+            self.say("one update per rollout: importance ratios are fixed at 1 (loss.force_on_policy_ratio)")
         if self.critic is not None:
             self.critic.introduce(steps * self.updates_per_step, self.say)
 

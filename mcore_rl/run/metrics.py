@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mcore_rl.config import TrainingConfig, greatest_is_best
+from mcore_rl.config import RLConfig, TrainingConfig, greatest_is_best
 from mcore_rl.run import watchdog
 from mcore_rl.run.directory import WANDB_ID
 from mcore_rl.run.identity import flattened
@@ -227,8 +227,12 @@ class Trackers:
             self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
 
 
-CONSOLE_METRICS = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
-"""Metrics on the console."""
+CONSOLE_METRICS = ("loss", "accuracy")
+"""Metrics on the console, and in the summary with their best values."""
+ROLLOUT_METRICS = ("reward_mean", "accuracy", "value_loss", "explained_variance")
+"""The same of training on rollouts, whose loss does not show progress."""
+MORE_OF_ROLLOUTS = ("response_length_mean", "truncated_fraction", "kl_penalty", "approx_entropy")
+"""Other metrics on the console of training on rollouts."""
 
 
 class MetricsReporter:
@@ -244,6 +248,9 @@ class MetricsReporter:
         self.directory, self._course = config.output_dir, dict[str, _MetricHistory]()
         self._tokens, self._seconds = 0, 0.0
         self._bar: Progress | None = None
+        is_on_rollouts = isinstance(config, RLConfig)
+        self._summarized = ROLLOUT_METRICS if is_on_rollouts else CONSOLE_METRICS
+        self._shown = (*self._summarized, *MORE_OF_ROLLOUTS * is_on_rollouts, "grad_norm", "lr")
         if is_writer:
             self.log = OptionalLog(config.output_dir / "metrics.jsonl", rank_zero_printer(is_writer))
             self.trackers = Trackers(config, rank_zero_printer(is_writer))
@@ -258,7 +265,7 @@ class MetricsReporter:
         self._seconds += metrics.get("step_seconds", 0.0)
         for name, value in metrics.items():
             plain = name.removeprefix("validation_").rpartition("/")[2] if name.startswith("validation_") else name
-            if plain in CONSOLE_METRICS:
+            if plain in self._summarized:
                 self._course.setdefault(name, _MetricHistory(max if greatest_is_best(plain) else min)).take(step, value)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -266,9 +273,8 @@ class MetricsReporter:
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
-        parts = [f"{name} {metrics[name]:.4g}" for name in (*CONSOLE_METRICS, "grad_norm", "lr") if name in metrics]
+        parts = [f"{name} {metrics[name]:.4g}" for name in self._shown if name in metrics]
         parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")
         parts.append(f"ETA {_duration((self.total - step) * per_step)}")
         console.print(f"step {step}/{self.total}  " + "  ".join(parts), markup=False)
 

@@ -15,7 +15,7 @@ from mcore_rl.run.metrics import read_step_log
 
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
 """Pattern of the folders in the Hugging Face cache, whose names contain the model's name."""
-CONSOLE_METRICS = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
+COMMON_KEYS = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
 """Settings in the card that every algorithm has."""
 NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
 """Suffixes of metrics that are not shown because they do not describe the model."""
@@ -29,7 +29,7 @@ def model_card(config: TrainingConfig) -> str:
         head["base_model"] = base
     values, own = flattened(config.model_dump(mode="json")), f"{config.algorithm}."
     shown = [
-        *CONSOLE_METRICS,
+        *COMMON_KEYS,
         *(key for key in values if key.startswith(own) and isinstance(values[key], int | float | str)),
     ]
     path = config.output_dir / STEP_LOGS[0]

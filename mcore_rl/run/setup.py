@@ -124,7 +124,7 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
                 "teacher's likeliest may be none of the student's; set distillation.topk=null"
             )
         if topk > rows:
-            raise UserError(f"distillation.topk={topk}: the teacher {path} has {rows} tokens")
+            raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has {rows} tokens")
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:

@@ -35,9 +35,13 @@ def digest_of_file(path: Path) -> str:
 
 
 def write_manifest(directory: Path, digests: FileDigests) -> None:
-    """Write a directory's manifest, and make the directory readable for others, which mkdtemp does not."""
+    """Write a directory's manifest, and give directory and files the usual modes: mkdtemp and safetensors let only
+    their owner read them."""
     (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
-    directory.chmod(0o777 & ~_umask())
+    mask = _umask()
+    directory.chmod(0o777 & ~mask)
+    for file in directory.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def read_manifest(iteration: Path) -> FileDigests:

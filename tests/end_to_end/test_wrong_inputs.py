@@ -96,7 +96,7 @@ KEYS = [
     ("sft", "optimizer..lr=3", "override 'optimizer..lr=3': write it as section.key=value"),
     ("sft", "seed.x=1", "seed: Input should be a valid integer (got keys)"),
     ("sft", "optimizer.lr=[1", "'[1' is not a YAML value"),
-    ("sft", "optimizer.learning_rate=1", "unknown key optimizer.learning_rate; known here are lr, min_lr"),
+    ("sft", "optimizer.learning_rate=1", "unknown key optimizer.learning_rate; TRL's learning_rate is optimizer.lr here"),
     ("sft", "optimizer.weigth_decay=1", "unknown key optimizer.weigth_decay; did you mean optimizer.weight_decay?"),
     ("sft", "paralel.x=1", "unknown key paralel; did you mean parallel?"),
     ("sft", "dpo.reference=swap", "unknown key dpo"),

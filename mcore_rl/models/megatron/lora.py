@@ -257,7 +257,7 @@ def write_peft_directory(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": str(base.absolute()),
         "bias": "none",
         "inference_mode": True,
         **settings,
