@@ -381,8 +381,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _estimator_inputs(
         self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
     ) -> EstimatorInputs:
-        """Return what the configured estimator reads besides the samples' rewards [P, G]; takes its columns off the
-        rows."""
+        """Return the inputs of the configured estimator besides the samples' rewards [P, G]. Columns that only the
+        estimator reads are removed from `rows`."""
         options = self.config.rollouts
         if options.compares_named_rewards:
             judges = self.config.environment.rewards

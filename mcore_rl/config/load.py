@@ -296,7 +296,8 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """Return what a key of another program, or its last part, is called here; None if there is no such key."""
+    """Return the name here of a key of another program. The whole key or its last part is looked up; None if neither is
+    known."""
     algorithm = getattr(config_type, "algorithm", "")
     found = []
     for line in OTHER_NAMES.read_text().splitlines():

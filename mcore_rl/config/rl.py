@@ -246,7 +246,7 @@ class RolloutOptions(Section):
     """Train in the distribution over the tokens that top_k, top_p and min_p keep. The default is true if one of them
     leaves out tokens (docs/rollouts.md)."""
     max_kept_tokens: PositiveInt = 1024
-    """With the sampling mask, sample from at most this many of the most likely tokens."""
+    """Upper bound of the sampling mask: a token is sampled from at most this many of the most likely tokens."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64

@@ -115,7 +115,8 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 
 
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
-    """Return one section for the forms that a section's `name` chooses among: a key of some forms says which."""
+    """Return one section for all forms of a section, among which its `name` chooses. A key that only some forms have
+    names them in its description."""
     base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
     found: dict[tuple[str, str, str], list[str]] = {}
     for form in forms:
@@ -233,7 +234,7 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
             if name in definition["properties"]:
                 definition["properties"][name]["description"] = meaning
         for name, kind in definition["properties"].items():
-            if "oneOf" in kind:  # forms of a section, told apart by a name that may stand elsewhere
+            if "oneOf" in kind:  # forms of a section; the name that chooses one may be in another file
                 kind["anyOf"] = kind.pop("oneOf")
             elif {"enum", "anyOf", "const"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
                 outer = {key: kind.pop(key) for key in ("title", "description", "default") if key in kind}

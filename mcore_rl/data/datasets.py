@@ -195,10 +195,11 @@ def load_sft_dataset(
 
 @dataclass(frozen=True)
 class Teaching:
-    """The teachers of distillation, as far as records choose them or their prompts.
+    """What each record says about its teachers: which they are, and the prompt that they read.
 
-    teachers: names of the teachers. template: prompt that they read instead of a record's, with names of columns in
-    braces. max_new_tokens: length of the responses that the student samples, if they replace those of the records.
+    teachers: names of all teachers. template: the prompt that teachers read instead of the record's, with names of
+    columns in braces. max_new_tokens: maximum length of the responses that the student samples; None if it is trained on
+    the records' responses.
     """
 
     teachers: tuple[str, ...] = ("",)

@@ -361,8 +361,8 @@ class PolicyGradientLossFn(LogprobLoss):
         )
 
     def _likelihoods(self, logprobs: Tensor, batch: PolicyBatch, data: BatchedDataDict[Any]) -> dict[str, Tensor]:
-        """Return the mean −log π over all tokens of the global batch of samples with a positive reward (VAPO, eq. 10),
-        and of observations, for those that have a weight."""
+        """Return two means of −log π, each if its weight is not 0: over the tokens of all samples of the global batch
+        with a positive reward (VAPO, eq. 10), and over observations."""
         found = {}
         if self.options.positive_example_nll_weight:
             positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask

@@ -298,13 +298,13 @@ class StatisticsBySource:
 
 
 class PromptStatistics:
-    """Sums over prompts with several responses: pass@k, the probability that one of k responses is right, and maj@k,
-    that the answer which most of k responses give is right. A response is right if its reward is positive.
+    """Sums over prompts with several responses, for pass@k and maj@k.
 
-    Responses that could not be judged are left out, and for a k also prompts with fewer responses than k. With n
-    responses of which c are right, pass@k is estimated without bias by 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, eq.
-    1), and maj@k by the mean over n // k disjoint sets of responses. Of equally frequent answers, the one that came
-    first wins. Responses without an answer do not vote.
+    A response is right if its reward is positive. pass@k is the probability that one of k responses is right; with n
+    responses of which c are right, 1 − C(n − c, k) / C(n, k) estimates it without bias (arXiv:2107.03374, eq. 1). maj@k
+    is the probability that the most frequent answer of k responses is right, estimated by the mean over n // k disjoint
+    sets of responses. Of equally frequent answers, the first one counts. Responses without an answer do not vote.
+    Responses that could not be judged are left out, and for a k also prompts with fewer responses than k.
 
     Args:
         ks: the values of k.

@@ -254,10 +254,10 @@ class VLLMGeneration(StreamingGeneration):
         return list(urls), not self.params.keeps_mask or self._have_masks(urls)
 
     def _have_masks(self, urls: Sequence[str]) -> bool:
-        """Return whether all servers return sampling masks; say so if they do not.
+        """Return whether all servers return sampling masks; print a line if a server does not.
 
         Raises:
-            UserError: they do not, and the configuration requires masks.
+            UserError: a server does not, and the configuration requires masks.
         """
         lacking = [url for url in urls if not _option(VLLMServer(url, connections=1), "return_sampling_mask", False)]
         if not lacking:

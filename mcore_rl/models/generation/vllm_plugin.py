@@ -59,11 +59,11 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
 
 
 class DirectCopies(TorchFunctionMode):
-    """Copies into parameters that a model makes itself, and of which the layerwise reload must know.
+    """Reports a model's direct copies into its parameters to vLLM's layerwise reload.
 
-    vLLM loads gpt-oss in 16 or 32 bits so. The reload counts what parameters' loaders load; without this it would keep
-    the old experts and sinks. Sinks, which nothing changes after they are loaded, are given back, and the model copies
-    into them. A copy into an expert's parameter calls a loader in its place.
+    The reload counts only what the parameters' loaders load. vLLM's gpt-oss in 16 or 32 bits copies into its parameters
+    directly, so the reload would keep the old experts and sinks. Inside this context a copy into an expert's parameter
+    calls a loader instead. Sinks are not changed after they are loaded: the model copies into the parameters in use.
 
     Args:
         model: a model after `initialize_layerwise_reload`.

@@ -162,8 +162,8 @@ def _check_precision(path: Path) -> None:
 
 
 def _returns_masks(config: RLConfig) -> bool:
-    """Return whether servers must return sampling masks. vLLM's build for the CPU cannot, so there it must be asked
-    for, and vLLM's error ends the run."""
+    """Return whether servers are started with `--return-sampling-mask`. vLLM's build for the CPU refuses it, so on the
+    CPU only `keep_sampling_mask=true` sets it; vLLM's error then ends the run."""
     options = config.rollouts
     return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)
 

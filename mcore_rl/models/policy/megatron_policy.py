@@ -83,7 +83,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.scheduler: Any = None
         self.gather: ParameterGather | None = None
         self.own_updates = list[Muon | AdamWInBfloat16]()
-        """Updates that are made before that of Megatron's optimizer, each of its own parameters."""
+        """Updates of some parameters that are made before Megatron's optimizer updates all others."""
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel)
             self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
