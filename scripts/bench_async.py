@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.data.datasets import Prompt
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.platform import initialize_platform
 from mcore_rl.utils.console import quiet_libraries
 

@@ -23,8 +23,7 @@ import numpy as np
 from bench_results import Row, finish
 
 from mcore_rl.cli.entry_point import Parser, count
-from mcore_rl.data.sample_order import SampleOrder
-from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.data.token_store import SampleOrder, TokenizedChunk, collect
 
 MAX_RESIDENT_GIB, MAX_SECONDS = 1.0, 10.0
 MAX_SLOWDOWN = 5.0
@@ -37,7 +36,7 @@ import json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
 from mcore_rl.data.batching import collate
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.data.token_store import TokenStore
 
 store = TokenStore.open(Path(sys.argv[1]))

@@ -13,10 +13,10 @@ from typing import Any, overload
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages
 from mcore_rl.data.readers import require
-from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import (
     MixedTokenStore,
+    Order,
     SequenceGroup,
     TokenSequence,
     TokenStore,

@@ -21,8 +21,8 @@ from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, Train
 from mcore_rl.config.algorithms import JUDGE, TEACHER, second_model_configs
 from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
-from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache, default_directory
+from mcore_rl.data.token_store import Order
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_rank_zero
 from mcore_rl.errors import ContractError, UserError

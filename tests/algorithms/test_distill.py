@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import DistillationConfig, ModelConfig, build_config
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.run.setup import _check_vocabulary
 from mcore_rl.testing.layout_check import ParallelLayout

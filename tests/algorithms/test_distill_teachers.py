@@ -10,7 +10,7 @@ from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.distillation import DistillationLossFn, SampledDistillationLossFn

@@ -13,7 +13,7 @@ from small_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.algorithms.loss_functions import KTOLossFn
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 BETA, GOOD, BAD = 0.31, 1.3, 0.7

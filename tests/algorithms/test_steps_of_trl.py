@@ -16,7 +16,7 @@ from trl_steps import OPTIMIZER, STEPS, check_weights, trained
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_cases

@@ -21,8 +21,7 @@ from mcore_rl.algorithms import grpo
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
 from mcore_rl.data.batching import MicrobatchPlanner, divide
 from mcore_rl.data.datasets import PromptDataset, StoredPrompts
-from mcore_rl.data.sample_order import SampleOrder
-from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
+from mcore_rl.data.token_store import SampleOrder, TokenizedChunk, TokenSequence, collect
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgeProcesses

@@ -13,8 +13,7 @@ from small_models import make_tokenizer
 from mcore_rl.config import DataConfig
 from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
 from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
-from mcore_rl.data.sample_order import SampleOrder
-from mcore_rl.data.token_store import TokenSequence
+from mcore_rl.data.token_store import SampleOrder, TokenSequence
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import round_up

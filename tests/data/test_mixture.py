@@ -17,8 +17,15 @@ from small_models import and_long, make_model, make_tokenizer
 
 from mcore_rl.config import DataConfig, DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
 from mcore_rl.data.datasets import load_prompt_dataset
-from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
-from mcore_rl.data.token_store import MixedTokenStore, TokenizedChunk, TokenSequence, collect
+from mcore_rl.data.token_store import (
+    PERIOD,
+    MixedOrder,
+    MixedTokenStore,
+    TokenizedChunk,
+    TokenSequence,
+    collect,
+    quotas_of,
+)
 from mcore_rl.errors import UserError
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes

@@ -169,7 +169,7 @@ class Echo(BaseHTTPRequestHandler):
 
 
 def test_headers_take_their_secrets_from_the_environment(monkeypatch):
-    from mcore_rl.environments.http_judge import HTTPJudge
+    from mcore_rl.environments.judges import HTTPJudge
 
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
     headers = {"Authorization": "Bearer ${JUDGE_TOKEN}", "X-Plain": "a"}
@@ -230,7 +230,7 @@ def test_a_taken_master_port_is_called_that(tmp_path):
 
 
 def test_an_answer_that_trickles_in_has_one_limit():
-    from mcore_rl.environments.http_judge import HTTPJudge
+    from mcore_rl.environments.judges import HTTPJudge
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Trickle)
     server.daemon_threads, server.block_on_close = True, False

@@ -15,7 +15,7 @@ from small_models import and_long, make_tokenizer
 
 from mcore_rl.config import GRPOAlgorithmConfig, GRPOConfig, build_config
 from mcore_rl.data.datasets import Prompt
-from mcore_rl.data.sample_order import SampleOrder
+from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import TrainingError, UserError, WorkerError
 from mcore_rl.models.generation.interfaces import Response, StreamingGeneration, output_of, prompts_of
