@@ -15,6 +15,9 @@ NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors",
 OPTIONAL = {
     "transformer-engine": "attention and layers of Megatron's on GPUs (pip install 'mcore_rl[gpu]')",
     "apex": "fused optimizer and weight gradients on GPUs without Transformer Engine (built from source)",
+    "flash-linear-attention": "gated delta nets on GPUs by fla's kernels (pip install flash-linear-attention)",
+    "causal-conv1d": "convolutions of gated delta nets on GPUs (pip install causal-conv1d)",
+    "vllm": "generation.backend=vllm; it may have an environment of its own (generation.vllm.python)",
     "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
     "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
     "tensorboard": "logging.tensorboard (pip install 'mcore_rl[tensorboard]')",
@@ -28,14 +31,17 @@ OPTIONAL = {
 def report() -> Iterator[str]:
     """Yield lines for the user; nothing is written."""
     import mcore_rl
+    from mcore_rl.platform import te_problem
 
     yield f"mcore_rl {mcore_rl.__version__}, Python {platform.python_version()}, {platform.platform()}"
     memory = psutil.virtual_memory().total / 2**30
     yield f"{len(os.sched_getaffinity(0))} processors, {memory:.0f} GiB of memory, {_disk()}"
     for name in NEEDED:
-        yield f"  {name:<20}{_version(name) or 'MISSING'}"
+        yield f"  {name:<24}{_version(name) or 'MISSING'}"
     for name, purpose in OPTIONAL.items():
-        yield f"  {name:<20}{_version(name) or f'not installed: {purpose}'}"
+        yield f"  {name:<24}{_version(name) or f'not installed: {purpose}'}"
+    if (problem := te_problem()) not in (None, "is not installed"):
+        yield f"Transformer Engine {problem}: runs take local layers"
     yield from _devices()
     yield _group()
 

@@ -27,6 +27,8 @@ IDENTIFYING_KEYS = (
     "kto.loss",
     "sft.loss",
     "loss.name",
+    "optimizer.name",
+    "critic.optimizer.name",
     "environment.name",
     "environment.function",
     "seed",

@@ -226,6 +226,7 @@ def test_overwriting_keeps_what_the_run_reads(files, out):
         ({"model.path": "other_family"}, "model.path: .* is of another run (model_type llama → qwen2)"),
         ({"data.train": "other.jsonl"}, "other.jsonl is other data"),
         ({"seed": 3}, "seed: .* is of another run (0 → 3)"),
+        ({"optimizer": {"name": "muon"}}, "optimizer.name: .* is of another run (adamw → muon)"),
         ({"model.dtype": "bfloat16"}, "model.dtype: .* is of another run (float32 → bfloat16)"),
     ],
     ids=str,

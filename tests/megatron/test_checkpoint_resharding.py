@@ -1,5 +1,6 @@
 """Tests that a checkpoint of any layout can be resumed under any other: weights, optimizer state, schedule."""
 
+import functools
 import math
 
 import pytest
@@ -84,6 +85,25 @@ def test_resume_under_another_layout_equals_uninterrupted(first, second, model_o
 @pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
 def test_resume_with_experts_and_layers_elsewhere_is_equal(family, first, second, model_of, uninterrupted, tmp_path):
     check(family, first, second, model_of, uninterrupted, tmp_path)
+
+
+MIXED = and_long(
+    [("deepseek_v3", ParallelLayout(), {})],
+    [("qwen3_5_moe", ParallelLayout(dp=2), {}), ("deepseek_v3", ParallelLayout(tp=2, sp=True), {"name": "muon"})],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "optimizer"), MIXED, ids=str)
+def test_resume_in_bfloat16_with_float32_weights_is_bit_equal(family, layout, optimizer, model_of, tmp_path):
+    """Megatron's groups list float32 weights first, whatever their order in the model."""
+    config = layout.apply(make_config(model_of(family), schedule="cosine", **optimizer))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    run = functools.partial(run_processes, run_steps, config, world_size=layout.world_size)
+    metrics, weights, _ = run(tmp_path / "whole", None, 4)[0]
+    *_, saved = run(tmp_path, None, 2)[0]
+    resumed, resumed_weights, _ = run(tmp_path, saved, 2)[0]
+    assert [one["loss"] for one in resumed] == [one["loss"] for one in metrics[2:]]
+    assert all(torch.equal(resumed_weights[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -56,6 +56,12 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     return config
 
 
+def check_shared_prefixes(hf: Any) -> None:
+    """Raise UserError for a model that cannot compute common prefixes of a pack once."""
+    if isinstance(family_of(hf), Mixture):
+        raise UserError("batch.share_prefixes: not for mixtures of experts; leave it out")
+
+
 def check_model_fits(
     hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
 ) -> None:

@@ -258,10 +258,11 @@ class _FloatLinear(torch.autograd.Function):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        of_weight = (rows.T @ x.float().flatten(0, -2)).to(weight.dtype)
+        rows, of_weight = grad.flatten(0, -2), None
+        if ctx.needs_input_grad[1]:
+            of_weight = (rows.T @ x.float().flatten(0, -2)).to(weight.dtype)
         of_bias = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
         return (grad @ weight.float()).to(x.dtype), of_weight, of_bias
 

@@ -1,8 +1,8 @@
 """Muon for the matrices of hidden layers (kellerjordan.github.io/posts/muon), beside AdamW for all other parameters.
 
 The matrices are those of the model directory: the query, key, value, gate and up projections are orthogonalized
-separately, whatever Megatron stores together. The iterations run in the precision of the weights. Momentum is sharded
-like AdamW's state.
+separately, whatever Megatron stores together. A tensor of the directory in which rows of several projections alternate
+is one matrix. The iterations run in the precision of the weights. Momentum is sharded like AdamW's state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, owned_ranges
+from mcore_rl.models.megatron.checkpoint.internals import owned_parts
 from mcore_rl.models.megatron.optimizer import MUON_ATTRIBUTE, gather_gradients, optimizers_with_parameters
 from mcore_rl.models.megatron.weight_mapping import Mapping
 from mcore_rl.models.megatron.weights import cut_over, gather_shards, named_mappings
@@ -94,15 +94,14 @@ class Muon:
     ) -> None:
         self.topology, self.wrapped, self.config = model.topology, wrapped, config
         # The iterations amplify rounding: in bfloat16 the updates of two layouts would differ by 10 % of an update.
-        self.dtype = next(model.chunks[0].parameters()).dtype
+        self.dtype = model.chunks[0].config.params_dtype
         mappings = {id(parameter): mapping for mapping, parameter in named_mappings(model)}
         self.matrices = list[OwnMatrix]()
         for inner in optimizers_with_parameters(optimizer):
             group_of = {id(main): group for group in inner.optimizer.param_groups for main in group["params"]}
-            for parameter, start, end in owned_ranges(inner):
+            for parameter, start, end, main in owned_parts(inner):
                 if not getattr(parameter, MUON_ATTRIBUTE, False):
                     continue
-                main = optimizer_tensors_of(inner, parameter)["param"]
                 state = inner.optimizer.state[main] = {MOMENTUM: torch.zeros_like(main), "step": torch.tensor(0.0)}
                 mapping = mappings[id(parameter)]
                 self.matrices.append(OwnMatrix(mapping, parameter, start, end, main, group_of[id(main)], state))

@@ -19,10 +19,8 @@ from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.divergences import HiddenAndHead
-from mcore_rl.errors import ContractError, TrainingError, UserError
+from mcore_rl.errors import ContractError, TrainingError
 from mcore_rl.models.megatron.build import build_model
-from mcore_rl.models.megatron.families import family_of
-from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
     RewardOfSequences,
@@ -32,7 +30,7 @@ from mcore_rl.models.megatron.forward_step import (
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.hf_config import check_shared_prefixes, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
@@ -70,8 +68,8 @@ class ScoringModel:
     def _build(self, rows_per_unit: int) -> None:
         config = self.config
         batching = microbatch_planner(config, rows_per_unit, self.topology.data.size)
-        if batching.rows_per_group and isinstance(family_of(self.hf_config), Mixture):
-            raise UserError("batch.share_prefixes: not for mixtures of experts; leave it out")
+        if batching.rows_per_group:
+            check_shared_prefixes(self.hf_config)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:

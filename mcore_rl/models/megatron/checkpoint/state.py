@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, owned_ranges
+from mcore_rl.models.megatron.checkpoint.internals import owned_parts
 from mcore_rl.models.megatron.lora_layers import adapter_state
 from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
 from mcore_rl.models.megatron.weight_mapping import Shape
@@ -86,12 +86,12 @@ def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]
     """Yield the optimizer's regions with the description of their parameters."""
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
     for inner in optimizers_with_parameters(optimizer):
-        for parameter, start, end in owned_ranges(inner):
-            entry = described[id(parameter)]
-            for name, values in optimizer_tensors_of(inner, parameter).items():
+        for owned in owned_parts(inner):
+            entry = described[id(owned.parameter)]
+            for name, values in owned.tensors(inner).items():
                 for part in parts_of(entry):
-                    first = part.data.storage_offset() - parameter.storage_offset()
-                    for region in _rectangular_regions(part, first, values.detach(), start, end):
+                    first = part.data.storage_offset() - owned.parameter.storage_offset()
+                    for region in _rectangular_regions(part, first, values.detach(), owned.start, owned.end):
                         yield entry, Region(f"optimizer.state.{name}.{part.key}", *region)
 
 
