@@ -21,7 +21,7 @@ from peak_memory import PeakMemory
 
 from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.logprobs import TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
+from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 
 
@@ -40,7 +40,10 @@ def main() -> int:
         compare("fused / three products", case.fused, case.products, sizes.repetitions, 1.6),
         compare("from logits / three products", case.from_logits, case.products, sizes.repetitions, 1.2),
         compare("fused, half the tokens masked / none", case.half_masked, case.fused, sizes.repetitions, 0.6),
-        compare("fused, 20 kept tokens / whole vocabulary", case.kept, case.fused, sizes.repetitions, 0.5),
+        *(
+            compare(f"fused, {count} kept tokens / whole vocabulary", case.keeping(count), case.fused, 3, 1.0)
+            for count in (20, 256, 1024)
+        ),
         compare("loss of 64 sequences of 16 / 4 of 256", many.run, few.run, sizes.repetitions, 1.15),
     ]
     for tokens in (sizes.tokens, 16 * sizes.tokens):
@@ -72,8 +75,6 @@ class Case:
         self.hidden = (torch.randn(tokens, hidden) * 0.3).requires_grad_()
         self.weight = (torch.randn(vocabulary, hidden) * 0.05).requires_grad_()
         self.targets = torch.randint(0, vocabulary, (tokens,))
-        others = torch.randint(0, vocabulary, (tokens, 19))
-        self.kept_tokens = KeptTokens.of(torch.cat((self.targets[:, None], others), dim=1).tolist())
 
     def products(self) -> None:
         with torch.no_grad():
@@ -88,9 +89,17 @@ class Case:
         rows = torch.arange(0, len(self.targets), 2)
         self.backward(linear_logprobs(self.hidden[rows], self.weight, self.targets[rows])[0])
 
-    def kept(self) -> None:
-        tiles = list(kept_tiles(self.kept_tokens, self.targets, 0, len(self.weight), TILE_SHAPE["cpu"]))
-        self.backward(linear_logprobs(self.hidden, self.weight, self.targets, kept=tiles)[0])
+    def keeping(self, count: int) -> Callable[[], None]:
+        """Return the same over `count` kept tokens of each position, of which the n-th has a frequency of 1/n."""
+        frequencies = 1 / torch.arange(1, len(self.weight) + 1).double()
+        ids = torch.multinomial(frequencies.expand(len(self.targets), -1), count)
+        kept = KeptTokens.of(ids.tolist())
+
+        def run() -> None:
+            tiles = list(kept_tiles(kept, ids[:, 0], 0, len(self.weight), KEPT_TILE_SHAPE["cpu"]))
+            self.backward(linear_logprobs(self.hidden, self.weight, ids[:, 0], kept=tiles)[0])
+
+        return run
 
     def from_logits(self) -> None:
         self.backward(vocab_parallel_logprobs(F.linear(self.hidden, self.weight), self.targets)[0])

@@ -88,11 +88,12 @@ class DistillationObjective(Objective):
     def current_columns(self, batch: TrainingBatch) -> Columns:
         """Return the teachers' top-k tokens, or log-probabilities of the rows' tokens. The former are k times as large
         as the batch's tokens, too large to be stored."""
-        (only, *others), rows = self.teachers.items(), batch.rows
+        rows = batch.rows
+        only = next(iter(self.teachers.items()))
         if self.options.topk is None:
             only[1].check_tokens(rows, TEACHER)
             return {}  # the loss runs the teacher on the student's microbatches
-        if others or self.options.teacher_prompt is not None:
+        if isinstance(self.options.teacher, Mapping) or self.options.teacher_prompt is not None:
             return self._of_each_record(batch)
         scored = self._scored(*only, rows)
         if self.options.form == "sampled":
@@ -113,8 +114,8 @@ class DistillationObjective(Objective):
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
         """Return the columns of the teachers that each record names, which read the prompts that it has for them."""
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
-        several, is_sampled = len(self.teachers) > 1, options.form == "sampled"
-        chosen = [dataset.teachers(n) if several else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
+        have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
+        chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
         most = int(rows.share.max(max(map(len, chosen), default=1))[0])
         (count, width), k = rows["input_ids"].shape, 1 if is_sampled else options.topk or 1
         values = torch.zeros(count, width, most, k)
@@ -136,7 +137,7 @@ class DistillationObjective(Objective):
         if is_sampled:
             return {"teacher_logprobs": (values[..., 0] * weights).sum(-1), "teacher_weight": weights.sum((1, 2))}
         flat = {"teacher_topk_logits": values.flatten(2), "teacher_topk_indices": indices.flatten(2)}
-        return {**flat, "teacher_weights": weights} if several else flat
+        return {**flat, "teacher_weights": weights} if have_names else flat
 
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare

@@ -100,8 +100,9 @@ def check_inputs(
     elif torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
-    if record:
-        goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
+    if record and torchrun.rank() == 0:  # which writes it; other ranks may see other files
+        begun = RunDirectory(config.output_dir).identity is not None  # also a run that was killed before its first save
+        goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir) or begun
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
     return inputs, recorded
 

@@ -306,6 +306,8 @@ class RolloutOptions(Section):
     def _has_a_mask(self) -> Self:
         if self.keep_sampling_mask and not self.filters_tokens:
             raise ValueError("keep_sampling_mask: all tokens are kept without top_k, top_p or min_p; leave it out")
+        if self.sampled_at_most is None and self.max_kept_tokens != type(self).model_fields["max_kept_tokens"].default:
+            raise ValueError("max_kept_tokens: applies only where the sampling mask is kept (docs/rollouts.md)")
         return self
 
     @model_validator(mode="after")

@@ -341,8 +341,9 @@ class BatchConfig(Section):
         return self
 
 
-LARGEST_BETA2 = 1 - 2**-8
-"""Largest adam_beta2 for moments in bfloat16, whose numbers have 8 significant bits."""
+LARGEST_BFLOAT16_BETA = 0.95
+"""Largest decay of a mean in bfloat16. Rounding to 8 significant bits loses changes below 2⁻⁹, so that a mean of equal
+numbers stops 2⁻⁹ / (1 − β) before them, 4 %."""
 
 
 class OptimizerConfig(Section):
@@ -405,11 +406,12 @@ class OptimizerConfig(Section):
         for name in ("muon_lr", "muon_momentum", "muon_steps", "muon_scale"):
             if self.name != "muon" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: requires name=muon, not {self.name}")
-        if self.moments_dtype == "bfloat16" and self.adam_beta2 > LARGEST_BETA2:
-            raise ValueError(
-                f"moments_dtype: bfloat16 rounds away the changes of a mean with adam_beta2={self.adam_beta2}; "
-                f"use an adam_beta2 of at most {LARGEST_BETA2}, such as 0.95"
-            )
+        for name in ("adam_beta1", "adam_beta2"):
+            if self.moments_dtype == "bfloat16" and getattr(self, name) > LARGEST_BFLOAT16_BETA:
+                raise ValueError(
+                    f"moments_dtype: bfloat16 rounds away the changes of a mean with {name}={getattr(self, name)}; "
+                    f"use at most {LARGEST_BFLOAT16_BETA}"
+                )
         for name in ("decay_ratio", "decay_shape"):
             if self.schedule != "wsd" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: requires schedule=wsd, not {self.schedule}")

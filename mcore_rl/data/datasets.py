@@ -207,17 +207,22 @@ class Teaching:
     max_new_tokens: int | None = None
 
     @property
-    def reads_records(self) -> bool:
-        return len(self.teachers) > 1 or self.template is not None
+    def have_names(self) -> bool:
+        """Whether records name their teachers; otherwise there is a single one without a name."""
+        return self.teachers != ("",)
 
-    def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int) -> SequenceGroup:
+    @property
+    def reads_records(self) -> bool:
+        return self.have_names or self.template is not None
+
+    def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int, truncates: bool) -> SequenceGroup:
         """Tokenize an SFT record; raise ValueError if its teachers or their prompt are invalid."""
         (sequence,) = unit = _tokenize_sft(tokenizer, record)
         prompt = self.of(record).get("prompt")
-        if prompt is None or not sequence.is_trainable or len(sequence) > max_length:
+        if prompt is None or not sequence.is_trainable or (len(sequence) > max_length and not truncates):
             return unit
         length, own = len(tokenize_prompt(tokenizer, *prompt)), sequence.token_mask.index(True)
-        response = max(len(sequence) - own, min(self.max_new_tokens or 0, max_length - own))
+        response = max(min(len(sequence), max_length) - own, min(self.max_new_tokens or 0, max_length - own))
         if length + response > max_length:
             raise ValueError(
                 f"distillation.teacher_prompt: the teacher's prompt has {length} tokens and the response {response}, "
@@ -228,7 +233,7 @@ class Teaching:
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the weights of a record's teachers, and the prompt that they read with its tools."""
         own: dict[str, Any] = {}
-        if len(self.teachers) > 1:
+        if self.have_names:
             own["teachers"] = self._weights_of(record)
         if self.template is not None:
             own["prompt"] = [self._prompt_of(record, self.template), record.get("tools")]
@@ -275,7 +280,8 @@ def load_distillation_dataset(
     """Load SFT records, with the column `teacher` of several teachers, and the columns that a template names."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     if teaching.reads_records:
-        unit_of = partial(teaching.unit_of, max_length=data.max_sequence_length)
+        longest, truncates = data.max_sequence_length, data.overlong == "truncate"
+        unit_of = partial(teaching.unit_of, max_length=longest, truncates=truncates)
         what = replace(what, name=f"distill {teaching}", unit_of=unit_of, extra_of=teaching.of)
     return DistillationDataset(_load(source, tokenizer, data, what, say, cache).units)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import math
 import os
 import signal
 import sys
@@ -22,6 +21,9 @@ from mcore_rl.errors import printable
 
 DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""
+
+LARGEST = 3.4028234663852886e38
+"""Largest float32. Rewards are trained on in this precision."""
 
 
 def end_with(parent: int) -> None:
@@ -90,7 +92,7 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         if result is None:
             raise ValueError("no reward applies to this sample")
         step = step_of(result)
-        if not math.isfinite(step.reward):
+        if not abs(step.reward) <= LARGEST:
             raise ValueError(f"the reward is {step.reward}")
         if step.error is not None and not (isinstance(step.error, str) and step.error):
             raise TypeError(f"the error must be a text, got {step.error!r}")
@@ -119,7 +121,7 @@ def _checked(result: float | Step | BaseException | None) -> Step:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _told(error: Exception) -> str:

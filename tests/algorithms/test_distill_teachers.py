@@ -235,12 +235,16 @@ def test_options_that_do_not_fit_are_refused(values, message):
         ({"hint": None}, 1, "the key hint has no value"),
         ({"hint": 3}, 1, "hint: distillation.teacher_prompt needs a text, got 3"),
         ({"hint": "long " * 40}, 1, "together more than data.max_sequence_length=40"),
+        ({"completion": "a" * 60}, 1, "together more than data.max_sequence_length=40"),  # truncated, not dropped
+        ({"teacher": "second"}, 3, "'second' is none of distillation.teacher, which has first"),
     ],
     ids=str,
 )
 def test_records_that_do_not_fit_are_named(record, options, message, files, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({**records()[0], **record}) + "\n")
-    arguments = [option.format(files) for option in list(CASES.values())[options][0]]
+    one_by_name = ["distillation.teacher={{first: {0}/first}}"]
+    arguments = [option.format(files) for option in [*(case[0] for case in CASES.values()), one_by_name][options]]
+    arguments.append("data.overlong=truncate")
     process = train(files, "no", *arguments, f"data.train={tmp_path / 'data.jsonl'}", check=False)
     assert process.returncode == 2
     assert message in process.stderr_text and "data.jsonl, line 1" in process.stderr_text

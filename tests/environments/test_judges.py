@@ -201,8 +201,8 @@ def test_weighted_judge_combines_tool_turns_and_reward(judge):
     rewards = {"same": {"name": "exact_match"}, "tool": tool}
     steps = judge([asked, answered], name="weighted", rewards=rewards, max_turns=3)
     assert steps == [
-        Step(-0.125, done=False, observation="42", rewards={"same": 0.0, "tool": -0.125}),
-        Step(2.0, rewards={"same": 1.0, "tool": 1.0}),
+        Step(-0.125, done=False, observation="42", rewards={"same": 0.0, "tool": -0.125}, answer="calc: 6*7"),
+        Step(2.0, rewards={"same": 1.0, "tool": 1.0}, answer="42"),
     ]
 
 

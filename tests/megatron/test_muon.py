@@ -191,6 +191,7 @@ def test_options_that_nothing_reads_are_refused():
     for values, message in (
         ({"muon_steps": 6}, "muon_steps: requires name=muon"),
         ({"moments_dtype": "bfloat16"}, "rounds away the changes of a mean with adam_beta2=0.999"),
+        ({"moments_dtype": "bfloat16", "adam_beta1": 0.99, "adam_beta2": 0.9}, "a mean with adam_beta1=0.99"),
     ):
         with pytest.raises(ValidationError, match=message):
             OptimizerConfig.model_validate(values)

@@ -150,7 +150,7 @@ def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
 def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
     """Set tokens that the filters exclude to −inf, in the order in which transformers applies the filters."""
     if params.top_k is not None:
-        best, _ = vocab_parallel_topk(logprobs, params.top_k, group)
+        best, _ = vocab_parallel_topk(logprobs, min(params.top_k, logprobs.shape[1] * group_size(group)), group)
         logprobs = _at_least(logprobs, best[:, -1])
     if params.top_p < 1:
         logprobs = _at_least(logprobs, _nucleus_threshold(logprobs, params.top_p, group))

@@ -16,7 +16,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
 from mcore_rl.distributed.logprobs import (
-    TILE_SHAPE,
+    KEPT_TILE_SHAPE,
     Tile,
     gather_hidden_states,
     linear_logprobs,
@@ -155,7 +155,7 @@ class LogprobHead:
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.vocab_size)
-        return list(kept_tiles(kept, targets, rank * size, columns, TILE_SHAPE[platform.device().type]))
+        return list(kept_tiles(kept, targets, rank * size, columns, KEPT_TILE_SHAPE[platform.device().type]))
 
 
 def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:

@@ -21,7 +21,7 @@ from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.checkpoint.internals import owned_parts
 from mcore_rl.models.megatron.optimizer import MUON_ATTRIBUTE, gather_gradients, optimizers_with_parameters
-from mcore_rl.models.megatron.weight_mapping import Mapping
+from mcore_rl.models.megatron.weight_mapping import Kind, Mapping, Shape
 from mcore_rl.models.megatron.weights import cut_over, gather_shards, named_mappings
 
 from megatron.core.distributed import DistributedDataParallel
@@ -159,13 +159,19 @@ class Muon:
         return [orthogonalized(matrix, self.config.muon_steps) for matrix in matrices]
 
 
+def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
+    """Return the numbers of outputs and of inputs of a part."""
+    rows, columns = shape[-2:]
+    return (columns, rows) if kind.is_transposed else (rows, columns)
+
+
 class _Parts:
     """The parts of a parameter's update as tensors of the model directory, of which a rank reads its shard."""
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:
         pieces = flat.split([math.prod(part.shape) for part in mapping.parts])
         self._pieces = [
-            (part, piece.view(part.shape).float() * factor(part.shape[-2], part.shape[-1], scale))
+            (part, piece.view(part.shape).float() * factor(*_weight_shape(part.shape, mapping.kind), scale))
             for part, piece in zip(mapping.parts, pieces, strict=True)
         ]
 

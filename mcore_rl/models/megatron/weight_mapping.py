@@ -40,9 +40,11 @@ class Kind(ABC):
     """A way to shard a parameter over tensor-parallel ranks.
 
     partition_dim: the sharded dimension of the parameter; None if every rank has all of it.
+    is_transposed: whether the parts have inputs as rows and outputs as columns, unlike the parameter.
     """
 
     partition_dim: int | None = 0
+    is_transposed = False
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
@@ -293,6 +295,8 @@ class AlternatingGateUp(GateUp):
 class InterleavedGateUp(AlternatingGateUp):
     """One expert's weight [1, in, 2 · width] or bias [1, 2 · width]; gate and up columns alternate (gpt-oss)."""
 
+    is_transposed = True
+
     def split(self, stacked: Tensor) -> list[Tensor]:
         (rows,) = super().split(stacked)
         return [rows.movedim(0, -1)[None]]
@@ -306,7 +310,9 @@ class InterleavedGateUp(AlternatingGateUp):
 
 
 class TransposedColumns(Columns):
-    """One expert's weight [1, in, out], stored as [out, in] and sharded by the columns `in` (gpt-oss)."""
+    """One expert's weight [1, in, out] of the directory; the parameter is [out, in], sharded by columns (gpt-oss)."""
+
+    is_transposed = True
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         whole = parts[0].read(source)[0]
