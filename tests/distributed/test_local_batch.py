@@ -485,7 +485,7 @@ class Evaluating:
     def divide(self, lengths, tokens_of):
         return [list(range(len(lengths)))]
 
-    def forward(self, rows, loss_fn, counts):
+    def forward(self, rows, loss_fn, counts, temperature):
         from mcore_rl.models.policy.megatron_policy import MicrobatchResults
 
         self.seen.append((dict(rows), [float(count) for count in counts]))
@@ -544,7 +544,9 @@ def shared_out(rows_per_group, with_experts, led):
     run.critic = None
     run.config = SimpleNamespace(
         model=SimpleNamespace(moe_router_replay=with_experts),
-        rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1),
+        rollouts=SimpleNamespace(
+            train_global_batch_size=None, num_generations_per_prompt=1, reads_score_norms=False
+        ),
     )
     run.policy = SimpleNamespace(
         topology=topology,

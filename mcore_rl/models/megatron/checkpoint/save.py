@@ -356,7 +356,8 @@ class ShardWriter:
         now = time.monotonic()
         if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
             self._deadline = now + self._timeout
-        waits_for_others = self._rank == 0 and self._process.has_written
+        # Before it is handed over, the process has only written an earlier checkpoint.
+        waits_for_others = self._rank == 0 and self._is_submitted and self._process.has_written
         if now <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
         self.abandon()
