@@ -24,7 +24,7 @@ from mcore_rl.run import directory as run_directory
 from mcore_rl.run import watchdog
 from mcore_rl.run.checkpoints import BestValidation, RunCheckpoints
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.metrics import CONSOLE_METRICS, ROLLOUT_METRICS, MetricsReporter
+from mcore_rl.run.metrics import MetricsReporter, console_metrics
 from mcore_rl.run.preflight import is_restart
 from mcore_rl.run.setup import DatasetT, RunInputs, warn_about_unreached_intervals
 from mcore_rl.utils.console import print_error, rank_zero_printer
@@ -124,8 +124,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         metrics = {}
         for name, dataset in self.inputs.validation.items():
             of_set = self.validate_on(name, dataset, step)
-            keys = dict.fromkeys((*CONSOLE_METRICS, *ROLLOUT_METRICS))
-            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in keys if key in of_set)
+            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in console_metrics(self.config) if key in of_set)
             self.say(f"step {step}  validation{f' {name}' if name else ''}: {shown}")
             metrics.update({f"validation_{f'{name}/' if name else ''}{key}": value for key, value in of_set.items()})
         return metrics

@@ -227,10 +227,14 @@ class Trackers:
             self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
 
 
-CONSOLE_METRICS = ("loss", "accuracy")
-"""Metrics on the console, and in the summary with their best values."""
-ROLLOUT_METRICS = ("reward_mean", "accuracy", "value_loss", "explained_variance")
-"""The same of training on rollouts, whose loss does not show progress."""
+def console_metrics(config: TrainingConfig) -> tuple[str, ...]:
+    """Return the metrics that the console shows, also of validation, and the summary with their best values. The loss
+    of training on rollouts does not show progress."""
+    if isinstance(config, RLConfig):
+        return ("reward_mean", "accuracy", "value_loss", "explained_variance")
+    return ("loss", "accuracy")
+
+
 MORE_OF_ROLLOUTS = ("response_length_mean", "truncated_fraction", "kl_penalty", "approx_entropy")
 """Other metrics on the console of training on rollouts."""
 
@@ -248,9 +252,8 @@ class MetricsReporter:
         self.directory, self._course = config.output_dir, dict[str, _MetricHistory]()
         self._tokens, self._seconds = 0, 0.0
         self._bar: Progress | None = None
-        is_on_rollouts = isinstance(config, RLConfig)
-        self._summarized = ROLLOUT_METRICS if is_on_rollouts else CONSOLE_METRICS
-        self._shown = (*self._summarized, *MORE_OF_ROLLOUTS * is_on_rollouts, "grad_norm", "lr")
+        self._summarized = console_metrics(config)
+        self._shown = (*self._summarized, *MORE_OF_ROLLOUTS * isinstance(config, RLConfig), "grad_norm", "lr")
         if is_writer:
             self.log = OptionalLog(config.output_dir / "metrics.jsonl", rank_zero_printer(is_writer))
             self.trackers = Trackers(config, rank_zero_printer(is_writer))

@@ -544,9 +544,7 @@ def shared_out(rows_per_group, with_experts, led):
     run.critic = None
     run.config = SimpleNamespace(
         model=SimpleNamespace(moe_router_replay=with_experts),
-        rollouts=SimpleNamespace(
-            train_global_batch_size=None, num_generations_per_prompt=1, reads_score_norms=False
-        ),
+        rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1, reads_score_norms=False),
     )
     run.policy = SimpleNamespace(
         topology=topology,
