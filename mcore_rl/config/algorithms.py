@@ -157,7 +157,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
                 not is_sampled or getattr(self, name) == default, f"{name}: form=sampled does not read it; leave it out"
             )
         needs_topk = (
-            (len(self.teachers) > 1, "several teachers"),
+            (not isinstance(self.teacher, str), "teacher by name"),
             (self.teacher_prompt is not None, "teacher_prompt"),
             (STUDENT in self.teachers.values(), f"teacher={STUDENT}"),
             (self.kl_type == "reverse_unnormalized", "kl_type=reverse_unnormalized"),

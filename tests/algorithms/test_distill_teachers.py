@@ -215,7 +215,7 @@ REFUSED = [
     ({"teacher_prompt": "{hint}"}, "must contain {prompt}"),
     ({"teacher_prompt": "{prompt} {"}, "names of columns in braces"),
     ({"teacher_prompt": "{prompt} {0}"}, "names of columns in braces"),
-    ({"teacher": {"a": "x", "b": "y"}, "topk": None}, "topk: several teachers needs a number of tokens"),
+    ({"teacher": {"a": "x", "b": "y"}, "topk": None}, "topk: teacher by name needs a number of tokens"),
     ({"kl_type": "reverse_unnormalized", "zero_outside_topk": True}, "zero_outside_topk"),
 ]
 
