@@ -98,7 +98,11 @@ CASES = and_long(
     [
         ("grpo", "prompts", {"grpo": SMALL}),
         ("grpo", "prompts", {"grpo": SMALL, "model": BFLOAT16}),
-        ("grpo", "prompts", {"grpo": {**SMALL, "top_p": 0.9}, "loss": PENALTY, "model": ADAPTERS}),
+        (
+            "grpo",
+            "prompts",
+            {"grpo": {**SMALL, "top_p": 0.9, "keep_sampling_mask": False}, "loss": PENALTY, "model": ADAPTERS},
+        ),
         ("ppo", "prompts", {"ppo": {**SMALL, "temperature": 0.7}, "loss": {**PENALTY, "use_kl_in_reward": True}}),
         ("ppo", "prompts", {"ppo": SMALL, "model": BFLOAT16, "loss": {**PENALTY, "force_on_policy_ratio": True}}),
         ("dpo", "pairs", {"dpo": {"reference": "swap"}}),
