@@ -50,11 +50,6 @@ class KeptTokens:
     def __add__(self, other: KeptTokens) -> KeptTokens:
         return KeptTokens(torch.cat((self.counts, other.counts)), torch.cat((self.ids, other.ids)))
 
-    def first(self, positions: int) -> KeptTokens:
-        """Return the kept tokens of the first positions."""
-        counts = self.counts[:positions]
-        return KeptTokens(counts, self.ids[: int(counts.sum())])
-
     def split(self, lengths: Sequence[int]) -> list[KeptTokens]:
         """Return the kept tokens of consecutive sequences with these numbers of positions."""
         counts = self.counts.split(list(lengths))

@@ -102,12 +102,9 @@ def exchange_rows(
         wanted: the rows that each replica receives, by replica; the same on all ranks.
         lengths: tokens of each row of the global batch.
     """
+    sent = packed(own, [lengths[row] for row in held], columns)
     own_lengths = [lengths[row] for row in wanted[topology.data.rank]]
-    tokens = torch.empty(sum(own_lengths), bytes_of(columns), dtype=torch.uint8, device=platform.device())
-    if topology.leads_replica:
-        sent = packed(own, [lengths[row] for row in held], columns).to(platform.device())
-        tokens = exchange_tokens(sent, held, wanted, lengths, topology.data)
-    return unpacked(broadcast_in_replica(tokens, topology).cpu(), own_lengths, columns)
+    return unpacked(_exchange_to_all_ranks(sent, held, wanted, lengths, topology), own_lengths, columns)
 
 
 def exchange_kept_tokens(
@@ -118,20 +115,28 @@ def exchange_kept_tokens(
     topology: Topology,
 ) -> list[KeptTokens]:
     """Return the kept tokens of the rows that this replica needs, as `exchange_rows` does for columns. Collective."""
-    parts = list[Tensor]()
-    padded = [(KeptTokens.none(0) if kept is None else kept).padded(outcomes[row].num_tokens)
-              for row, kept in zip(held, own, strict=True)]  # fmt: skip
-    everything = KeptTokens.concatenated(padded)
-    for values, lengths in (
-        (everything.counts, [outcome.num_tokens for outcome in outcomes]),
-        (everything.ids, [outcome.kept_tokens for outcome in outcomes]),
-    ):
-        size = sum(lengths[row] for row in wanted[topology.data.rank])
-        found = torch.empty(size, 1, dtype=torch.int32, device=platform.device())
-        if topology.leads_replica:
-            found = exchange_tokens(values[:, None].to(platform.device()), held, wanted, lengths, topology.data)
-        parts.append(broadcast_in_replica(found, topology)[:, 0].cpu())
-    return KeptTokens(*parts).split([outcomes[row].num_tokens for row in wanted[topology.data.rank]])
+    lengths = [outcome.num_tokens for outcome in outcomes]
+    found = [KeptTokens.none(0) if kept is None else kept for kept in own]
+    sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
+    counts = _exchange_to_all_ranks(sent.counts[:, None], held, wanted, lengths, topology)
+    kept_tokens = [outcome.kept_tokens for outcome in outcomes]
+    ids = _exchange_to_all_ranks(sent.ids[:, None], held, wanted, kept_tokens, topology)
+    return KeptTokens(counts[:, 0], ids[:, 0]).split([lengths[row] for row in wanted[topology.data.rank]])
+
+
+def _exchange_to_all_ranks(
+    own: Shaped[Tensor, "own_tokens values"],
+    held: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    topology: Topology,
+) -> Shaped[Tensor, "wanted_tokens values"]:
+    """Return what `exchange_tokens` returns, on the host of every rank of the replica. Collective over all ranks."""
+    size = sum(lengths[row] for row in wanted[topology.data.rank])
+    found = torch.empty(size, own.shape[1], dtype=own.dtype, device=platform.device())
+    if topology.leads_replica:
+        found = exchange_tokens(own.to(platform.device()), held, wanted, lengths, topology.data)
+    return broadcast_in_replica(found, topology).cpu()
 
 
 def exchange_tokens(
