@@ -148,13 +148,13 @@ def test_replicas_divide_the_records_of_several_teachers(files):
 # ------------------------------------------------------------------ sampled tokens
 
 
-def sampled_loss(logprobs, teacher, **more):
+def sampled_loss(logprobs, teacher, bound=2.0, **more):
     ones = torch.ones(len(logprobs), 2)
     data = BatchedDataDict(
         {"input_ids": ones.long(), "token_mask": ones, "sample_mask": torch.ones(len(logprobs)), **more}
     )
     data["teacher_logprobs"] = torch.stack((torch.zeros_like(teacher), teacher), dim=1)
-    return SampledDistillationLossFn().from_logprobs(logprobs[:, None], data, None, torch.tensor(1.0))
+    return SampledDistillationLossFn(bound).from_logprobs(logprobs[:, None], data, None, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.4)], ids=["one teacher", "two"])
@@ -176,11 +176,12 @@ def test_the_expected_gradient_of_samples_is_that_of_the_reverse_kl(weights):
     torch.testing.assert_close(found, expected)
 
 
-def test_another_sampler_is_corrected_up_to_the_bound():
+@pytest.mark.parametrize("bound", [2.0, 5.0])
+def test_another_sampler_is_corrected_up_to_the_bound(bound):
     logprobs = torch.tensor([-1.0, -1.0, -5.0], requires_grad=True)
     sampled = torch.tensor([[0.0, -1.0], [0.0, -4.0], [0.0, -1.0]])
-    loss, metrics = sampled_loss(logprobs, torch.full((3,), -2.0), generation_logprobs=sampled)
-    weights = torch.tensor([1.0, 2.0, torch.tensor(-4.0).exp()])  # exp(3) is above the bound
+    loss, metrics = sampled_loss(logprobs, torch.full((3,), -2.0), bound, generation_logprobs=sampled)
+    weights = torch.tensor([1.0, bound, torch.tensor(-4.0).exp()])  # exp(3) is above the bound
     advantages = -2.0 - logprobs.detach()
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], -weights * advantages)
     assert metrics["importance_weight"] == pytest.approx(weights.sum().item())

@@ -16,7 +16,7 @@ from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 STEPS = 3
-MUON = {"name": "muon", "muon_lr": 2e-3, "muon_momentum": 0.9, "weight_decay": 0.1}
+MUON = {"name": "muon", "muon_lr": 2e-3, "muon_momentum": 0.9, "muon_steps": 4, "weight_decay": 0.1}
 
 
 def make_batch():
