@@ -110,6 +110,11 @@ def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch
     return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
 
 
+def counts_of(data: Mapping[str, Any], mask: Tensor) -> dict[str, Tensor]:
+    """Return the counts that losses over tokens report: of tokens that carry loss, by `mask`, and of samples."""
+    return {"num_unmasked_tokens": mask.sum(), "num_valid_samples": sample_mask_of(data, mask).sum()}
+
+
 def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
     """Raise ContractError that lists every missing key."""
     if missing := [key for key in keys if key not in data]:
@@ -449,11 +454,7 @@ class NLLLoss(LogprobLoss):
         else:
             tokens = require_count("global_valid_toks", global_valid_toks, self)
             loss = masked_mean(-next_token_logprobs, mask, global_normalization_factor=tokens)
-        return loss, {
-            "loss": loss.detach(),
-            "num_unmasked_tokens": mask.sum(),
-            "num_valid_samples": sample_mask_of(data, mask).sum(),
-        }
+        return loss, {"loss": loss.detach(), **counts_of(data, mask)}
 
 
 class DFTLoss(LogprobLoss):

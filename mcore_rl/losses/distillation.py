@@ -22,13 +22,13 @@ from mcore_rl.losses.common import (
     LogprobLoss,
     LossFunction,
     LossType,
+    counts_of,
     masked_mean,
     reads_options,
     require_count,
     require_keys,
     require_shape,
     rows_layout,
-    sample_mask_of,
     token_mask_of,
 )
 from mcore_rl.losses.options import DistillationOptions, typed_dict
@@ -93,8 +93,7 @@ class _Distillation(LossFunction):
         return loss, {
             "loss": loss.detach(),
             **{name: mean.detach() for name, mean in means.items()},
-            "num_unmasked_tokens": mask.sum(),
-            "num_valid_samples": sample_mask_of(data, mask).sum(),
+            **counts_of(data, mask),
         }
 
 
@@ -269,8 +268,7 @@ class SampledDistillationLossFn(LogprobLoss):
             "loss": mean(-weights * advantages),
             "reverse_kl": mean(-advantages),
             "importance_weight": mean(weights),
-            "num_unmasked_tokens": mask.sum(),
-            "num_valid_samples": sample_mask_of(data, mask).sum(),
+            **counts_of(data, mask),
         }
 
 
