@@ -251,10 +251,11 @@ def whiten(
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What single estimators read besides the rewards of samples.
+    """Inputs that only some estimators read, besides the rewards of samples.
 
-    named_rewards, reward_weights: for gdpo; rewards by name [N, P, G] with NaN where they do not apply, weights [N].
-    token_rewards, score_norms: for optimal_token_baseline; [B, S] each, of the share's samples.
+    named_rewards: rewards by name [N, P, G], for gdpo; NaN where a reward does not apply.
+    reward_weights: weights of these rewards [N], for gdpo.
+    token_rewards, score_norms: [B, S] each, of the share's samples, for optimal_token_baseline.
     """
 
     named_rewards: Tensor | None = None

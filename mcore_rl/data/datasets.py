@@ -195,11 +195,12 @@ def load_sft_dataset(
 
 @dataclass(frozen=True)
 class Teaching:
-    """What each record says about its teachers: which they are, and the prompt that they read.
+    """The teachers that records may name, and the prompt that these teachers read.
 
-    teachers: names of all teachers. template: the prompt that teachers read instead of the record's, with names of
-    columns in braces. max_new_tokens: maximum length of the responses that the student samples; None if it is trained
-    on the records' responses.
+    teachers: names of all teachers.
+    template: the prompt that teachers read instead of the record's, with names of columns in braces.
+    max_new_tokens: maximum length of the responses that the student samples; None if it is trained on the records'
+        responses.
     """
 
     teachers: tuple[str, ...] = ("",)

@@ -293,7 +293,7 @@ class AlternatingGateUp(GateUp):
 
 
 class InterleavedGateUp(AlternatingGateUp):
-    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width]; gate and up columns alternate (gpt-oss)."""
+    """Weight [1, in, 2 · width] or bias [1, 2 · width] of one gpt-oss expert, in which gate and up columns alternate."""
 
     is_transposed = True
 
@@ -310,7 +310,7 @@ class InterleavedGateUp(AlternatingGateUp):
 
 
 class TransposedColumns(Columns):
-    """One expert's weight [1, in, out] of the directory; the parameter is [out, in], sharded by columns (gpt-oss)."""
+    """Weight [1, in, out] of one gpt-oss expert in the directory; the parameter is [out, in], sharded by columns."""
 
     is_transposed = True
 
