@@ -293,7 +293,7 @@ class AlternatingGateUp(GateUp):
 
 
 class InterleavedGateUp(AlternatingGateUp):
-    """Weight [1, in, 2 · width] or bias [1, 2 · width] of one gpt-oss expert, in which gate and up columns alternate."""
+    """Weight [1, in, 2 · width] or bias [1, 2 · width] of one gpt-oss expert; gate and up columns alternate."""
 
     is_transposed = True
 
