@@ -4,6 +4,7 @@ CPU."""
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -64,6 +65,10 @@ def device_seen():
     return platform.device().type
 
 
+def devices_visible():
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def fail(message):
     raise ValueError(message)
 
@@ -77,6 +82,7 @@ def sleep():
 @pytest.mark.long
 def test_a_function_runs_on_the_cpu_in_a_process_of_its_own():
     assert run_on("cpu", device_seen) == "cpu"
+    assert run_on("cpu", devices_visible) == ""
     with pytest.raises(AssertionError, match="ValueError: so it is"):
         run_on("cpu", fail, "so it is")
     with pytest.raises(AssertionError, match=r"sleep took longer than 0[.]5 s"):

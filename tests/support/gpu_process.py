@@ -56,9 +56,10 @@ def run_on(kind, function, *arguments, timeout=300):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, kind, function, arguments))
+    environment = visible_to(kind)
     with pytest.MonkeyPatch.context() as patch:  # a process starts with its parent's environment
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        for name, value in visible_to(kind).items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         process.start()
     theirs.close()
