@@ -62,7 +62,8 @@ class ModelConfig(Section):
     on the CPU."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
     """Implementation of the layers: transformer_engine, or local (PyTorch only). auto: transformer_engine if it is
-    installed and there is a GPU. Numbers and checkpoints are the same."""
+    installed, there is a GPU, and the dtype is bfloat16. In float32, Transformer Engine's products on a GPU have only
+    TF32's precision (about 3 digits). Checkpoints are the same."""
     head: Literal["lm", "reward"] = "lm"
     """reward: the model predicts one number per sequence, at its last token, instead of logits."""
     trust_remote_code: bool = False
@@ -104,11 +105,12 @@ class ModelConfig(Section):
                 "pip install 'mcore_rl[gpu]', or set local"
             )
         choices: dict[str, Any] = {}
-        if self.transformer_impl == "auto" or simulates:
-            takes_te = on_gpu and te_problem is None and not simulates
-            choices["transformer_impl"] = "transformer_engine" if takes_te else "local"
         if self.dtype == "auto":
             choices["dtype"] = "bfloat16" if on_gpu else "float32"
+        if self.transformer_impl == "auto" or simulates:
+            in_float32 = choices.get("dtype", self.dtype) == "float32"
+            takes_te = on_gpu and te_problem is None and not (in_float32 or simulates)
+            choices["transformer_impl"] = "transformer_engine" if takes_te else "local"
         return self.model_copy(update=choices) if choices else self
 
     @property

@@ -75,6 +75,8 @@ def te_problem() -> str | None:
     first, after = TE_VERSIONS
     if not first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < after:
         return f"has version {version}; supported are {first[0]}.{first[1]} to {after[0]}.{after[1] - 1}"
+    if not (has_gpu() or version.endswith("+cpu")):
+        return "needs a GPU, and torch sees none"
     return None
 
 
@@ -259,8 +261,18 @@ def initialize_platform(simulate: bool = False) -> None:
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
+        if te_problem() is not None:
+            _hide("transformer_engine")  # Megatron would use its kernels wherever it can be imported
         cuda_stand_ins.install(device())
     _installed = True
+
+
+def _hide(package: str) -> None:
+    """Make every later import of a package and of its modules fail."""
+    hidden: Any = None
+    for name in [package, *sys.modules]:
+        if name.partition(".")[0] == package:
+            sys.modules[name] = hidden
 
 
 DETERMINISTIC_ENVIRONMENT = {

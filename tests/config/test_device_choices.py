@@ -1,6 +1,12 @@
 """Tests of the values that depend on the device."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
+from programs import ROOT
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.errors import UserError
@@ -23,6 +29,7 @@ def test_auto_is_chosen_by_the_device():
     assert chosen(config, on_gpu=False, te_problem=None) == ("float32", "local", False, False)
     assert chosen(config, on_gpu=True) == ("bfloat16", "local", True, True)
     assert chosen(config, on_gpu=True, te_problem=None) == ("bfloat16", "transformer_engine", True, True)
+    assert chosen(config_of({"dtype": "float32"}), on_gpu=True, te_problem=None)[1] == "local"
     assert chosen(config, on_gpu=True, te_problem=None, simulates=True) == ("bfloat16", "local", True, True)
 
 
@@ -58,11 +65,11 @@ def test_missing_transformer_engine_is_refused():
         ("2.5.0", True, "has version 2.5.0; supported are 2.9 to 2.11"),
         ("2.12.0+abc", True, r"has version 2.12.0\+abc; supported"),
         ("2.9.0", False, r"cannot be imported \(ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
-        ("2.10.0", True, None),
+        ("2.10.0", True, "needs a GPU, and torch sees none"),
+        ("2.10.0+cpu", True, None),
     ],
 )
 def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, problem, monkeypatch):
-    import sys
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -85,3 +92,22 @@ def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, pr
         with pytest.raises(UserError, match=f"model.transformer_impl=transformer_engine: Transformer Engine {problem}"):
             chosen(config, on_gpu=True, te_problem=found)
         assert chosen(config_of(), on_gpu=True, te_problem=found)[1] == "local"
+
+
+@pytest.mark.long
+def test_megatron_takes_nothing_from_a_transformer_engine_that_needs_a_gpu(tmp_path):
+    stand_in = ROOT / "tests" / "support" / "te_stand_in" / "transformer_engine"
+    package = shutil.copytree(stand_in, tmp_path / "transformer_engine")
+    first = package / "__init__.py"
+    first.write_text(first.read_text().replace("+cpu", ""))
+    asked = (
+        "from mcore_rl import platform; platform.initialize_platform();"
+        "from megatron.core.extensions.transformer_engine import HAVE_TE;"
+        "from megatron.core.optimizer import clip_grads;"
+        "print(HAVE_TE, clip_grads.multi_tensor_applier.__module__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    answer = subprocess.run(
+        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert answer.stdout.split() == ["False", "megatron.core.utils"]

@@ -97,11 +97,13 @@ class ScoringModel:
     def describe(self) -> str:
         """Describe the model in one line: its family, its size, and its memory on this rank."""
         held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
-        model, layers = self.config.model, "local layers"
-        if model.transformer_impl == "transformer_engine":
-            layers = "layers of Transformer Engine"
-        elif platform.has_gpu() and (problem := platform.te_problem()) not in (None, "is not installed"):
-            layers += f" (Transformer Engine {problem})"
+        model, problem = self.config.model, platform.te_problem()
+        if problem is None and model.dtype == "float32":
+            problem = "multiplies float32 with TF32's precision"
+        is_local = model.transformer_impl == "local"
+        layers = "local layers" if is_local else "layers of Transformer Engine"
+        if platform.has_gpu() and problem not in (None, "is not installed"):
+            layers += f" (Transformer Engine {problem})" if is_local else f", which {problem}"
         size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
         mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
         return ", ".join((str(model.path), size, layers, *mixers))

@@ -6,6 +6,7 @@ asks for one raises NotImplementedError. Its products, norms and attention are s
 Transformer Engine documents. Kernels, rounding and speed of the real package are not tested with it.
 """
 
-__version__ = "2.9.0"
+__version__ = "2.9.0+cpu"
+"""A version for the CPU, as torch names its own. The real package has none."""
 
 from . import common, pytorch
