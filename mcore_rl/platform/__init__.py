@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
@@ -93,6 +93,25 @@ def fuses_weight_gradients() -> bool:
     """Return whether Megatron's own linear layers can add weight gradients to the fp32 buffer in the matrix product
     itself. They need a kernel of apex for it."""
     return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def compiles(x: Tensor) -> bool:
+    """Return whether functions of this tensor's elements are compiled into kernels: on a GPU, with Triton."""
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of tensors' elements as one kernel for all sizes.
+
+    The kernel does not round intermediate results to the inputs' precision.
+    """
+    return torch.compile(function, dynamic=True)
 
 
 def device_id(of: torch.device | None = None) -> str:

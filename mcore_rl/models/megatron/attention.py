@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, kernel_of, packed_attention
-from mcore_rl.models.megatron.layers import concentration_scale
+from mcore_rl.models.megatron.layers import rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -110,34 +110,45 @@ class PackSelfAttention(SelfAttention):
         query_scale: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        if output_bias or rope_factor != 1.0:
+        if output_bias:
             config = copy.copy(config)
             config.add_bias_linear = output_bias
-            config.yarn_rotary_scaling_factor = concentration_scale(rope_factor)
         super().__init__(config, *args, **kwargs)
-        self.query_scale = query_scale
+        self.rope_factor, self.query_scale = rope_factor, query_scale
+        self._angles: Tensor | None = None
         self._scales: Tensor | None = None
 
-    def forward(self, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._angles = rotary_pos_emb
         if self.query_scale is not None:
             assert packed_seq_params is not None and packed_seq_params.positions is not None, "attention runs on packs"
             self._scales = self.query_scale(packed_seq_params.positions)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Return queries, keys, values and, if there are any, the queries' gates.
+        """Return rotated queries and keys, values and, if there are any, the queries' gates.
+
+        Megatron would rotate later, by many operations, and autograd would keep their factors in each layer.
 
         If tensor-parallel ranks share a key-value head, each has a part of its queries. Megatron 0.16 divides the
         queries, but not their gates.
         """
-        query, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
         if kwargs.get("output_gate"):
             heads, gate = query.shape[2], others[-1]
             first = self.pg_collection.tp.rank() * heads % gate.shape[2]
             others[-1] = gate[:, :, first : first + heads]
         if self._scales is not None:
             query = query * self._scales[:, None, None, None].to(query.dtype)
-        return query, *others
+        if self._angles is not None:
+            query, key = (rotate(x, self._angles[:, None], self.rope_factor) for x in (query, key))
+        return query, key, *others
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply outputs by their gates; Megatron's method is compiled for GPUs."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.layers import ReplicatedLinear
+from mcore_rl.models.megatron.layers import ReplicatedLinear, rotate
 from mcore_rl.models.megatron.mixers import KeyValueMixer, LayerModules
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows
@@ -178,10 +178,7 @@ class PackLatentAttention(MegatronModule):
         angles = angles[0] if isinstance(angles, tuple) else angles
         if self.mixer.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
-        half = x.shape[-1] // 2
-        other = torch.cat((-x[..., half:], x[..., :half]), -1)
-        cos, sin = (wave.mul(self.mixer.rope_factor).to(x.dtype) for wave in (angles.cos(), angles.sin()))
-        return x * cos + other * sin
+        return rotate(x, angles, self.mixer.rope_factor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's description of the module's weights for a checkpoint."""

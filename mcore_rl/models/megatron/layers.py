@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +203,8 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
         if self.in_generation and x.dtype == torch.float32:  # a single operation; only rounding differs
             return F.rms_norm(x, weight.shape, weight, self.eps)
+        if x.is_cuda and weight.dtype == x.dtype and hasattr(torch.ops.aten, "_fused_rms_norm"):
+            return F.rms_norm(x, weight.shape, weight, self.eps)  # one kernel, which keeps as little as `_Normed`
         normed: Tensor = _Normed.apply(x, weight, self.eps)
         return normed
 
@@ -301,12 +303,13 @@ class NormedRowLinear(PostNormMixin, RowLinear):
 
 def glu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function activation(gate) · (up + offset) of a configuration, with its limits of gate and up."""
-    activation, limit, offset = (
-        config.activation_func,
-        config.activation_func_clamp_value,
-        config.glu_linear_offset,
-    )
+    return _glu(config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset)
 
+
+@functools.cache
+def _glu(
+    activation: Callable[[Tensor], Tensor], limit: float | None, offset: float
+) -> Callable[[Tensor, Tensor], Tensor]:
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -325,36 +328,83 @@ class GatedActivation:
     """
 
     def __init__(self, config: TransformerConfig) -> None:
-        self.gated = glu(config)
+        self.product = _weighted_glu(glu(config))
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the gated activation, multiplied by `weights` […, 1] if there are any, in the precision of `x`."""
-        product: Tensor = _Gated.apply(x, weights, self.gated)
+        product: Tensor = _Gated.apply(x, weights, self.product)
         return product
+
+
+@functools.cache
+def _weighted_glu(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def product(x: Tensor, weights: Tensor | None = None) -> Tensor:
+        plain = gated(*x.chunk(2, dim=-1))
+        return plain if weights is None else (plain * weights).to(x.dtype)
+
+    return product
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.gated = gated
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
+        ctx.product = product
         ctx.save_for_backward(x, weights)
-        return _weighted(gated(*x.chunk(2, dim=-1)), weights, x.dtype)
+        return (platform.compiled(product) if platform.compiles(x) else product)(x, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weights = ctx.saved_tensors
-        inputs = [half.detach().requires_grad_() for half in x.chunk(2, dim=-1)]
-        if weights is not None:
-            weights = weights.detach().requires_grad_()
-            inputs.append(weights)
-        with torch.enable_grad():
-            product = _weighted(ctx.gated(*inputs[:2]), weights, x.dtype)
-        gate, up, *of_weights = torch.autograd.grad(product, inputs, grad)
-        return torch.cat((gate, up), dim=-1), of_weights[0] if of_weights else None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x for x in ctx.saved_tensors if x is not None]
+        if platform.compiles(grad):
+            of_x, *of_weights = platform.compiled(_gradients_of(ctx.product))(grad, *inputs)
+        else:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                product = ctx.product(*leaves)
+            of_x, *of_weights = torch.autograd.grad(product, leaves, grad)
+        return of_x, of_weights[0] if of_weights else None, None
 
 
-def _weighted(product: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return product if weights is None else (product * weights).to(dtype)
+@functools.cache
+def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the gradients (grad, *inputs) → (of each input) of a function, in operations that can be traced."""
+    return lambda grad, *inputs: torch.func.vjp(function, *inputs)[1](grad)
+
+
+def rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
+    """Rotate the first elements of each head (RoPE, arXiv:2104.09864); the others stay.
+
+    The elements of a pair are half of the rotated elements apart. Only the angles are kept for the backward pass.
+
+    Args:
+        x: [T, …, heads, head_dim].
+        angles: fp32, [T, …, 1, rotated]; both halves of the last dimension are equal.
+        factor: factor on cos and sin.
+    """
+    rotated: Tensor = _Rotated.apply(x, angles, factor)
+    return rotated
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.factor = factor
+        ctx.turned = platform.compiled(_turned) if platform.compiles(x) else _turned
+        turned: Tensor = ctx.turned(x, angles, factor)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (angles,) = ctx.saved_tensors
+        return ctx.turned(grad, -angles, ctx.factor), None, None
+
+
+def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
+    cos, sin = ((wave * factor).to(x.dtype) for wave in (angles.cos(), angles.sin()))
+    first, second = x[..., : angles.shape[-1]].chunk(2, dim=-1)
+    turned = x[..., : angles.shape[-1]] * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, x[..., angles.shape[-1] :]), dim=-1)
 
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -402,19 +452,6 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
     """Return the inverse frequencies [dim / 2] (fp32) of RoPE (arXiv:2104.09864)."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return 1.0 / theta**exponents
-
-
-def concentration_scale(attention_factor: float) -> float:
-    """Return the `yarn_rotary_scaling_factor` from which Megatron derives `attention_factor` for cos and sin.
-
-    Megatron computes 0.1·ln(s) + 1 (YaRN, arXiv:2309.00071, eq. 22); this is its inverse.
-
-    Raises:
-        UserError: the factor is below 1, which that formula cannot produce.
-    """
-    if attention_factor < 1:
-        raise UserError(f"model.path: YaRN attention_factor {attention_factor} is not supported; it must be at least 1")
-    return math.exp((attention_factor - 1) * 10)
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

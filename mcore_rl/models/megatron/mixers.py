@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import PackSelfAttention
-from mcore_rl.models.megatron.layers import WideRMSNorm, concentration_scale
+from mcore_rl.models.megatron.layers import WideRMSNorm
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GatedQueryKeyValue,
@@ -208,7 +208,6 @@ class GroupedQueryAttention(KeyValueMixer):
             yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
 
     def check(self) -> None:
-        concentration_scale(self.rope_factor)
         if self.output_bias and not self.qkv_bias:
             raise UserError("model.path: a bias on the output projection alone is not supported")
 

@@ -1,0 +1,87 @@
+"""Tests of rotary embeddings and gated activations, as they are and compiled."""
+
+import functools
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from mcore_rl import platform
+
+platform.initialize_platform()
+
+from mcore_rl.models.megatron.layers import GatedActivation, rotate
+
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def angles_of(tokens, rotated):
+    half = torch.outer(torch.arange(tokens) * 37.0, torch.tensor(0.7) ** torch.arange(rotated // 2))
+    return torch.cat((half, half), dim=-1)[:, None, None]
+
+
+def gated_of(**options):
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, activation_func=torch.nn.functional.silu, **options
+    )
+    return GatedActivation(config)
+
+
+@pytest.fixture(params=[False, True], ids=["as written", "compiled"])
+def way(request, monkeypatch):
+    """Traced as for a GPU, and run by the operations of the trace; kernels need a compiler."""
+    if request.param:
+        monkeypatch.setattr(platform, "compiles", lambda x: True)
+        torch._dynamo.reset()
+        traced = functools.partial(torch.compile, backend="aot_eager", dynamic=True, fullgraph=True)
+        monkeypatch.setattr(platform, "compiled", traced)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotated", [8, 6])
+def test_rotation_is_that_of_megatron(dtype, rotated, way):
+    for tokens in (1, 5, 9):
+        x, angles = random(tokens, 1, 3, 8, dtype=dtype), angles_of(tokens, rotated)
+        expected = _apply_rotary_pos_emb_bshd(x, angles, mscale=1.3)
+        found = rotate(x, angles, 1.3)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        upstream = random(*x.shape, dtype=dtype, seed=1).detach()
+        gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
+
+
+def test_rotation_keeps_only_the_angles(way):
+    kept = []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        angles = angles_of(5, 8)
+        rotate(random(5, 1, 3, 8), angles, 1.0)
+    assert [x.data_ptr() for x in kept] == [angles.data_ptr()]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"activation_func_clamp_value": 1.0, "glu_linear_offset": 1.0}], ids=str)
+def test_gated_activation_and_its_gradients(weighted, options, way):
+    gated, kept = gated_of(**options), []
+    for tokens in (4, 7):
+        x, weights = random(tokens, 1, 16), random(tokens, 1, 1, seed=1) if weighted else None
+        exact = [leaf.detach().double().requires_grad_() for leaf in (x, weights) if leaf is not None]
+        gate, up = exact[0].chunk(2, dim=-1)
+        if options:
+            gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0) + 1.0
+        expected = torch.nn.functional.silu(gate) * up * (exact[1] if weighted else 1.0)
+        kept.clear()
+        with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            found = gated(x, weights)
+        assert {leaf.data_ptr() for leaf in kept} <= {leaf.data_ptr() for leaf in (x, weights) if leaf is not None}
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        upstream = random(*found.shape, seed=2).detach()
+        leaves = [leaf for leaf in (x, weights) if leaf is not None]
+        gradients = torch.autograd.grad(found, leaves, upstream)
+        for one, other in zip(gradients, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
