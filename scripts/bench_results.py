@@ -1,16 +1,24 @@
-"""Table of a benchmark: print it, check it against its bounds, and write it as JSON and as a picture in
-docs/benchmarks/.
+"""Table of a benchmark: print it, check it, and write it as JSON and as a picture in docs/benchmarks/.
 
     python scripts/bench_results.py
 
 This command redraws the pictures from the JSON files.
+
+A row may have a bound and a floor. The bound is what was expected before the first measurement. It stays as it is,
+whether it is met or missed. The floor guards against regressions: a benchmark fails below it. Without a floor it fails
+if the bound is missed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from make_drawings import COLORS, PADDING, text
@@ -24,8 +32,9 @@ LETTER = 6.5  # average width of a letter of a name
 class Row:
     """
     ours, peer: values in the unit of the table.
-    ratio: value that is checked against the bounds.
+    ratio: value that is checked.
     at_least, at_most: bounds of the ratio; None without a bound.
+    floor: the worst ratio with which the benchmark succeeds; None for the bound.
 
     `figure` returns a row without a comparison: ratio is then the figure itself, in the unit of the row.
     """
@@ -37,12 +46,19 @@ class Row:
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
+    floor: float | None = None
 
     @classmethod
     def figure(
-        cls, name: str, value: float, unit: str, at_least: float | None = None, at_most: float | None = None
+        cls,
+        name: str,
+        value: float,
+        unit: str,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        floor: float | None = None,
     ) -> Row:
-        return cls(name, None, None, value, at_least, at_most, unit)
+        return cls(name, None, None, value, at_least, at_most, unit, floor)
 
     @property
     def shown(self) -> str:
@@ -55,9 +71,18 @@ class Row:
         )
 
     @property
+    def fails(self) -> bool:
+        """Whether the benchmark fails: below the floor, or below the bound if there is no floor."""
+        if self.floor is None:
+            return self.is_missed
+        return self.ratio < self.floor if self.at_least is not None else self.ratio > self.floor
+
+    @property
     def bound(self) -> str:
         parts = [f"≥ {self.at_least:g}"] if self.at_least is not None else []
-        return " ".join(parts + ([f"≤ {self.at_most:g}"] if self.at_most is not None else []))
+        parts += [f"≤ {self.at_most:g}"] if self.at_most is not None else []
+        parts += [f"(floor {self.floor:g})"] if self.floor is not None else []
+        return " ".join(parts)
 
 
 def finish(
@@ -68,7 +93,7 @@ def finish(
     keep: bool = True,
     directory: Path | None = None,
 ) -> int:
-    """Print the table, write it to files, and return the exit status: 1 if a bound is missed.
+    """Print the table, write it to files, and return the exit status: 1 if a row fails.
 
     Args:
         columns: titles of `ours`, `peer` and `ratio`.
@@ -83,17 +108,54 @@ def finish(
     if keep:
         directory = directory or RESULTS
         directory.mkdir(parents=True, exist_ok=True)
-        table = {"title": title, "columns": columns, "rows": [asdict(row) for row in rows]}
+        run = this_run()
+        table = {"title": title, "run": run, "columns": columns, "rows": [asdict(row) for row in rows]}
         (directory / f"{name}.json").write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-        (directory / f"{name}.svg").write_text(picture(title, columns, rows))
-    return int(any(row.is_missed for row in rows))
+        (directory / f"{name}.svg").write_text(picture(title, run, columns, rows))
+    return int(any(row.fails for row in rows))
 
 
-def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "trl")
+
+
+def this_run() -> dict[str, str]:
+    """Return what the figures depend on: date, commit, machine, processors and versions."""
+    asked = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(asked, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit or "unknown",
+        "machine": f"{machine()}, {os.cpu_count()} processors",
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+    }
+
+
+def machine() -> str:
+    """Return the GPU's name if torch sees one, otherwise the processor's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def picture(title: str, run: dict[str, str], columns: Sequence[str], rows: Sequence[Row]) -> str:
     """Draw a bar for each row's ratio and a line for its bound; rows of the same unit share a scale."""
     longest: dict[str, float] = {}
     for row in rows:
-        longest[row.unit] = max(longest.get(row.unit, 0), row.ratio, row.at_least or 0, row.at_most or 0)
+        of_row = row.ratio, row.at_least or 0, row.at_most or 0, row.floor or 0
+        longest[row.unit] = max(longest.get(row.unit, 0), *of_row)
     left = max(LEFT, 24 + int(LETTER * max(len(row.name) for row in rows)))
     parts = [text(16, 24, title, weight="bold"), text(16, 42, columns[2], color="#666666")]
     for number, row in enumerate(rows):
@@ -108,15 +170,17 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
                 x = left + bound * scale
                 parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + BAR + 3}" stroke="#222222"/>')
         parts.append(text(left + WIDTH + 8, y + 15, f"{row.shown}  {row.bound}"))
-    size = f"{left + WIDTH + 110} {58 + len(rows) * (BAR + 8) + 8}"
+    bottom = 58 + len(rows) * (BAR + 8)
+    parts.append(text(16, bottom + 12, ", ".join(run.values()), color="#666666"))
+    size = f"{left + WIDTH + 190} {bottom + 24}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
-def kept(path: Path) -> tuple[str, list[str], list[Row]]:
-    """Return title, columns and rows from a table's JSON."""
+def kept(path: Path) -> tuple[str, dict[str, str], list[str], list[Row]]:
+    """Return title, run, columns and rows from a table's JSON."""
     table = json.loads(path.read_text())
-    return table["title"], table["columns"], [Row(**row) for row in table["rows"]]
+    return table["title"], table["run"], table["columns"], [Row(**row) for row in table["rows"]]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Tests that a benchmark reports a missed bound and fails."""
+"""Tests of a benchmark's table: bounds, floors, and what the figures depend on."""
 
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 
 import bench_growth
 import bench_results
 import pytest
+import torch
 from bench_results import RESULTS, Row, kept, picture
 
 
@@ -22,12 +24,36 @@ from bench_results import RESULTS, Row, kept, picture
         (Row.figure("a", 200.1, "MB", at_most=200), True),
     ],
 )
-def test_bounds(row, missed, tmp_path, monkeypatch, capsys):
+def test_a_missed_bound_is_said_and_fails(row, missed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_results, "RESULTS", tmp_path / "results")
     status = bench_results.finish("name", "A title", ("ours", "peer", "ratio"), [row, Row("other", 1, 1, 1.0)])
     assert (status, "MISSED" in capsys.readouterr().out) == (int(missed), missed)
     assert json.loads((tmp_path / "results" / "name.json").read_text())["rows"][0]["ratio"] == row.ratio
     assert ET.parse(tmp_path / "results" / "name.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("row", "status"),
+    [
+        (Row("a", 4, 1, 4.0, at_least=5, floor=3), 0),
+        (Row("a", 2.9, 1, 2.9, at_least=5, floor=3), 1),
+        (Row("a", 1.6, 1, 1.6, at_most=1.4, floor=1.7), 0),
+        (Row.figure("a", 1.8, "s", at_most=1.4, floor=1.7), 1),
+    ],
+)
+def test_a_missed_bound_with_a_floor_fails_only_below_the_floor(row, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
+    assert bench_results.finish("name", "A title", ("ours", "peer", "ratio"), [row]) == status
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_a_table_says_what_its_figures_depend_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
+    bench_results.finish("name", "A title", ("ours", "peer", "ratio"), [Row("a", 1, 1, 1.0)])
+    run = json.loads((tmp_path / "name.json").read_text())["run"]
+    assert set(run) == {"date", "commit", "machine", "versions"}
+    assert f"torch {torch.__version__}" in run["versions"] and f"{os.cpu_count()} processors" in run["machine"]
+    assert all(part in (tmp_path / "name.svg").read_text() for part in run.values())
 
 
 def test_a_figure_is_shown_in_its_own_unit_and_scale(tmp_path, monkeypatch, capsys):
@@ -44,10 +70,11 @@ def test_a_figure_is_shown_in_its_own_unit_and_scale(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_kept_tables_hold_their_bounds_and_are_shown(path):
-    title, columns, rows = kept(path)
-    assert not [row.name for row in rows if row.is_missed]
-    assert path.with_suffix(".svg").read_text() == picture(title, columns, rows), "run scripts/bench_results.py"
+def test_kept_tables_hold_their_floors_and_are_shown(path):
+    title, run, columns, rows = kept(path)
+    assert not [row.name for row in rows if row.fails]
+    assert run["date"] and run["commit"] and run["machine"]
+    assert path.with_suffix(".svg").read_text() == picture(title, run, columns, rows), "run scripts/bench_results.py"
     shown = re.findall(r"!\[[^\]]+\]\(benchmarks/(\w+)\.svg\)", (RESULTS.parent / "benchmarks.md").read_text())
     assert path.stem in shown
 
