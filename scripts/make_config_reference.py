@@ -5,6 +5,7 @@ python scripts/make_config_reference.py
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,15 +64,25 @@ def beside(base: SectionReference | None, section: SectionReference) -> SectionR
 
 
 def other_names() -> str:
-    """Return a line (program, algorithm or "", its key, the key here) for each key that docs/coming_from.md maps."""
-    lines, program = [], ""
-    for line in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
-        if line.startswith("## "):
-            program = line.removeprefix("## ")
-        row = re.match(r"\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", line)
-        if row and program in ("TRL", "verl", "NeMo RL"):
-            lines.append("\t".join((program, row[1] or "", row[2], row[3])))
+    """Return a line for each key or pattern of keys in docs/coming_from.md: program, algorithm or "", its key, and the
+    key here. If there is none, the last two columns are "" and the reason."""
+    lines = []
+    for program, kind, keys, here, note in other_keys((ROOT / "docs" / "coming_from.md").read_text()):
+        reason = "" if here else re.sub(r"\[(.*?)\]\(.*?\)|`", r"\1", note)
+        lines += ["\t".join((program, kind, key, here, reason)) for key in keys]
     return "\n".join(lines) + "\n"
+
+
+def other_keys(page: str) -> Iterator[tuple[str, str, list[str], str, str]]:
+    """Yield (program, algorithm or "", its keys, key here or "", note) for each row of the page's tables of keys."""
+    for part in re.split(r"^## ", page, flags=re.MULTILINE):
+        program = part.partition("\n")[0]
+        tables = re.split(r"^### ", part, flags=re.MULTILINE) if program in ("TRL", "verl", "NeMo RL") else []
+        for table in (table for table in tables if table.startswith((f"{program}\n", "Loss keys"))):
+            for row in re.finditer(
+                r"^\| (?:(\w+): )?(`[^|]+`) \| (?:`([\w.]+)`|–) \| ?(.*?) ?\|$", table, re.MULTILINE
+            ):
+                yield program, row[1] or "", re.findall(r"`(.*?)`", row[2]), row[3] or "", row[4]
 
 
 if __name__ == "__main__":

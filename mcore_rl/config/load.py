@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ BASE = "base"
 """The key under which a file names the one that it builds on."""
 
 OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
-"""Keys of other programs: program, algorithm or nothing, its key, the key here (scripts/make_config_reference.py)."""
+"""Keys of other programs: program, algorithm or nothing, its key, the key here, and the reason if there is none
+(scripts/make_config_reference.py)."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
@@ -296,16 +298,20 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """Return the name here of a key of another program. The whole key or its last part is looked up; None if neither is
-    known."""
+    """Return the name here of a key of another program, or the reason why it has none. The whole key or its last part
+    is looked up; None if neither is known."""
     algorithm = getattr(config_type, "algorithm", "")
     found = []
     for line in OTHER_NAMES.read_text().splitlines():
-        program, kind, there, here = line.split("\t")
-        is_whole, is_part = name == there, name.rpartition(".")[2] == there.rpartition(".")[2]
-        if kind.lower() in ("", algorithm) and (is_whole or is_part) and here != name and _has(config_type, here):
-            found.append((not is_whole, kind == "", f"{program}'s {there} is {here} here"))
-    return min(found)[2] if found else None
+        program, kind, there, here, reason = line.split("\t")
+        is_whole, is_part = fnmatch.fnmatchcase(name, there), name.rpartition(".")[2] == there.rpartition(".")[2]
+        if kind.lower() not in ("", algorithm) or not (is_whole or is_part):
+            continue
+        if not here:
+            found.append((not is_whole, True, "*" in there, f"{program}'s {there} has no counterpart here: {reason}"))
+        elif here != name and _has(config_type, here):
+            found.append((not is_whole, False, kind == "", f"{program}'s {there} is {here} here"))
+    return min(found)[3] if found else None
 
 
 def _has(config_type: type[Section], name: str) -> bool:

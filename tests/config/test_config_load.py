@@ -72,6 +72,8 @@ def test_resolved_configuration_reads_back(write, tmp_path):
             "unknown key optimizer.learning_rate; TRL's learning_rate is optimizer.lr here",
         ),
         (["dpo.beta=1"], "unknown key dpo.beta; TRL's beta is dpo.reference_policy_kl_penalty here"),
+        (["trainer.tf32=true"], "TRL's tf32 has no counterpart here: model.dtype holds for training and validation"),
+        (["policy.megatron_cfg.fp8_cfg.fp8=e4m3"], "has no counterpart here: fp8 does not exist here"),
         (["policy.megatron_cfg.scheduler.lr_decay_style=x"], "NeMo RL's policy.* is optimizer.schedule here"),
         (["optimizer.weigth_decay=1"], r"unknown key optimizer.weigth_decay; did you mean optimizer\.weight_decay\?"),
         (["paralel.x=1"], "unknown key paralel; did you mean parallel?"),

@@ -1,18 +1,28 @@
 """Tests that the tables of names for users of other programs name existing functions and keys."""
 
 import dataclasses
+import fnmatch
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
-from programs import ROOT
+import pytest
+import yaml
+from make_config_reference import other_keys
+from programs import ROOT, metrics_of
+from small_models import make_model
 
 from mcore_rl.cli.train import PROGRAMS
+from mcore_rl.config import build_config
 from mcore_rl.config.schema import reference_of
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
-WITHOUT_METRICS = re.sub(r"^## Names of metrics$.*?^## ", "## ", PAGE, flags=re.MULTILINE | re.DOTALL)
-ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", WITHOUT_METRICS, re.MULTILINE)
+ROWS = list(other_keys(PAGE))
 
 
 def our_keys():
@@ -24,20 +34,46 @@ def our_keys():
 
 
 def test_our_names():
-    assert len(ROWS) > 90
     known = set(our_keys())
-    assert not [here for _, _, here in ROWS if here not in known]
+    assert not [here for *_, here, _ in ROWS if here and here not in known]
+    assert all(note for *_, here, note in ROWS if not here), "a key without counterpart needs a reason"
 
 
-def test_trls_names():
+def missing_and_unknown(program, theirs, kind=""):
+    """The keys that no row names, and the keys and patterns of rows for this kind that name none."""
+    rows = [key for of, algorithm, keys, _, _ in ROWS if of == program and algorithm in ("", kind) for key in keys]
+    missing = [key for key in theirs if not any(fnmatch.fnmatchcase(key, row) for row in rows)]
+    return missing, [row for row in rows if not fnmatch.filter(theirs, row)]
+
+
+def test_every_key_of_trl():
+    """Every field of TRL's configurations is in the table, those of transformers' TrainingArguments included."""
     import trl
 
-    table = PAGE[PAGE.index("## TRL") : PAGE.index("## verl")]
     configs = {"SFT": trl.SFTConfig, "DPO": trl.DPOConfig, "GRPO": trl.GRPOConfig, "RM": trl.RewardConfig}
     configs |= {"KTO": trl.KTOConfig}
-    fields = {name: {field.name for field in dataclasses.fields(config)} for name, config in configs.items()}
-    for algorithm, there, _ in re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", table, re.MULTILINE):
-        assert there in fields[algorithm or "SFT"], (algorithm, there)
+    fields = {name: [field.name for field in dataclasses.fields(config)] for name, config in configs.items()}
+    everywhere = {name for names in fields.values() for name in names}
+    for kind, names in fields.items():
+        missing, unknown = missing_and_unknown("TRL", names, kind)
+        assert not missing and not set(unknown) - everywhere, kind
+    for program, kind, keys, *_ in ROWS:
+        assert program != "TRL" or set(keys) <= set(fields.get(kind, everywhere)), (kind, keys)
+
+
+def leaves(tree, prefix=""):
+    if isinstance(tree, list):
+        return [prefix + key for key in tree]
+    parts = ((f"{prefix}{key}." if key else prefix, value) for key, value in tree.items())
+    return [leaf for name, value in parts for leaf in leaves(value, name)]
+
+
+@pytest.mark.parametrize(("program", "number"), [("verl", 827), ("NeMo RL", 209)])
+def test_every_key_of(program, number):
+    theirs = leaves(yaml.safe_load((ROOT / "tests" / "docs" / "other_keys.yaml").read_text())[program])
+    assert len(theirs) == number
+    missing, unknown = missing_and_unknown(program, theirs)
+    assert not missing and not unknown
 
 
 def names_in(text):
@@ -169,3 +205,39 @@ def test_names_of_metrics():
         assert formed.get(ours, f'"{ours}"') in sources, ours
         name = theirs.strip("`").replace("NAME", "{reward_func_name}")
         assert theirs in ("–", "`loss`", "`grad_norm`", "`learning_rate`") or f'"{name}"' in of_trl, theirs
+
+
+SMALLER = {
+    "trainer.max_steps": 2, "trainer.validation_interval": 1, "trainer.log_interval": 1, "checkpoint.save_interval": 1,
+    "batch.global_batch_size": 4, "data.max_sequence_length": 96, "grpo.max_new_tokens": 8,
+    "grpo.num_prompts_per_step": 4, "grpo.num_generations_per_prompt": 2, "grpo.train_global_batch_size": 4,
+}  # fmt: skip
+RECORD = {"prompt": "What is 1+1?", "answer": "2", "chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["TRL", "verl", "NeMo RL"])
+def test_translated_commands_run(program, tmp_path):
+    """The commands of the page run: with a small model and data, on the CPU, without vLLM and W&B."""
+    text = section("## A command of each", "## Names of metrics")
+    command = re.search(rf"^{program}, .*?```\n(.*?)```", text, re.M | re.S)[1].replace("\\\n", " ")
+    words = shlex.split(command)
+    algorithm, overrides = words[2], [word for word in words if re.match(r"(?!logging)[\w.]+=", word)]
+    build_config(
+        PROGRAMS[algorithm].config, {}, [*overrides, "model.path=m", "data.train=d", "output_dir=o"], "the page"
+    )
+    make_model("llama", tmp_path / "model")
+    names = {"prompt": "problem", "answer": "expected_answer"} if program == "NeMo RL" else {}
+    records = [{names.get(key, key): f"{value}{i}" for key, value in RECORD.items()} for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    kept = [word for word in overrides if not word.startswith(("generation.", "data.validation"))]
+    smaller = [f"{key}={SMALLER[key]}" for key in (word.partition("=")[0] for word in kept) if key in SMALLER]
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_rl", "train", algorithm, "--nproc-per-node", "2", "--model", tmp_path / "model",
+         "--data", tmp_path / "data.jsonl", "--output", tmp_path / "out", *kept, *smaller, "trainer.max_steps=2",
+         f"data.validation={tmp_path / 'data.jsonl'}"],
+        capture_output=True, text=True, timeout=150, cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics_of(tmp_path / "out")[-1]["step"] == 2
