@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-triton test-vllm test-browser gpu faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -97,6 +97,11 @@ test-browser: install
 	$(BIN)/pip install --quiet 'playwright>=1.40'
 	command -v chromium || command -v google-chrome || command -v chromium-browser || $(BIN)/playwright install chromium
 	$(BIN)/pytest -m browser
+
+# The Slurm scripts, under a controller and two nodes that the tests start on this machine.
+test-slurm: install
+	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null || { echo "Slurm is missing: apt-get install slurm-wlm"; exit 1; }
+	$(BIN)/pytest -m slurm
 
 # Where there is a GPU: each part writes its own files to outputs/gpu, and those that ended well are not run again.
 # make gpu GPU="--only smoke tests"; GPU=--rehearse runs toy sizes on the CPU.

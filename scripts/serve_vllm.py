@@ -8,8 +8,8 @@ import signal
 import time
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
-from mcore_rl.config import GRPOConfig, load_config
-from mcore_rl.errors import TrainingError
+from mcore_rl.config import GRPOConfig, VLLMConfig, load_config
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.run.preflight import check_vllm
 from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.model_directory import check_model_directory
@@ -19,14 +19,38 @@ def main() -> None:
     parser = Parser(description="Serve a policy by vLLM.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    parser.add_argument(
+        "--gpus", type=int, help="start as many servers as these GPUs hold, unless a key says otherwise"
+    )
+    parser.add_argument("--print-urls", action="store_true", help="print the servers' addresses, and stop")
     arguments = parser.parse_intermixed_args()
     with exit_on_error():
         overrides = ["generation.backend=vllm", *arguments.overrides, "generation.vllm.urls=[]"]
         config = load_config(GRPOConfig, arguments.config, overrides)
+        if arguments.gpus is not None and not any(key.startswith("generation.vllm.num_servers=") for key in overrides):
+            servers = servers_on(arguments.gpus, config.generation.vllm.tensor_parallel_size)
+            config = load_config(GRPOConfig, arguments.config, [f"generation.vllm.num_servers={servers}", *overrides])
+        if arguments.print_urls:
+            return print(urls(config.generation.vllm))
         check_model_directory(config.model.path)
         check_vllm(config)
         quiet_libraries()
         serve(config)
+
+
+def servers_on(gpus: int, tensor_parallel_size: int) -> int:
+    """Return the number of servers that fill the GPUs."""
+    if gpus % tensor_parallel_size:
+        raise UserError(
+            f"generation.vllm.tensor_parallel_size={tensor_parallel_size}: must divide the {gpus} GPUs of the node; "
+            "set generation.vllm.num_servers to leave some unused"
+        )
+    return gpus // tensor_parallel_size
+
+
+def urls(vllm: VLLMConfig) -> str:
+    """Return the override by which a run uses the servers."""
+    return f"generation.vllm.urls=[{','.join(vllm.started_urls)}]"
 
 
 def serve(config: GRPOConfig) -> None:
@@ -44,7 +68,7 @@ def serve(config: GRPOConfig) -> None:
     with contextlib.closing(VLLMServerProcesses(config, config.output_dir / SERVER_LOGS)) as service:
         for url in service.urls:
             wait_until_ready(VLLMServer(url, connections=1), service, deadline)
-        print(f"generation.vllm.urls=[{','.join(service.urls)}]", flush=True)
+        print(urls(config.generation.vllm), flush=True)
         left = set(service.urls)
         while left:
             time.sleep(1)

@@ -193,6 +193,11 @@ class VLLMConfig(Section):
     request_seconds: PositiveFloat = 1800.0
     """Time limit for a response."""
 
+    @property
+    def started_urls(self) -> tuple[str, ...]:
+        """URLs of the servers that are started with this configuration."""
+        return tuple(f"http://{self.host}:{self.port + index}" for index in range(self.num_servers))
+
     @model_validator(mode="after")
     def _consistent(self) -> VLLMConfig:
         if len(set(self.urls)) < len(self.urls):

@@ -32,20 +32,23 @@ from mcore_rl.utils.model_directory import make_repository
 from mcore_rl.utils.torchrun import is_under_torchrun, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_NOTICE_SECONDS = 5
+"""Slurm signals every process of a job step, and `mcore-rl` hands the signal on: a rank gets the same notice twice."""
 
 
 class StopSignals:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the step.
 
-    A second signal ends the process at once. torchrun forwards the first Ctrl-C to the ranks and waits for them. A
-    second Ctrl-C reaches torchrun only; the ranks end when torchrun has ended.
+    A second signal ends the process at once, unless it is the same one within `SAME_NOTICE_SECONDS`. torchrun forwards
+    the first Ctrl-C to the ranks and waits for them. A second Ctrl-C reaches torchrun only; the ranks end when torchrun
+    has ended.
 
     Args:
         save_seconds: interval in seconds, by the clock of rank 0, after which `save_is_due` is True; None for never.
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
-        self._received, self._parent = 0, os.getppid()
+        self._received, self._received_at, self._parent = 0, 0.0, os.getppid()
         self.save_seconds, self._saved = save_seconds, time.monotonic()
         self._clock_is_mine = rank() == 0
         self.save_is_due = False
@@ -53,9 +56,12 @@ class StopSignals:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        is_same = number == self._received and number != signal.SIGINT
+        if is_same and time.monotonic() - self._received_at < SAME_NOTICE_SECONDS:
+            return
         if self._received:
             os._exit(128 + number)
-        self._received = number
+        self._received, self._received_at = number, time.monotonic()
         if self._clock_is_mine:
             name = signal.Signals(number).name
             print_error(f"{name}: finishing the step and saving; once more ends at once")

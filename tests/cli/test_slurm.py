@@ -14,6 +14,7 @@ from small_models import make_model
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 SRUN = """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done
 status=0
 for task in "${tasks[@]}"; do wait "$task" || status=$?; done
@@ -37,7 +38,9 @@ def test_two_nodes_of_two_processes(tmp_path):
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "4711",
-        "PROCESSES_PER_NODE": "2",
+        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_GPUS_ON_NODE": "2",
+        "VENV": "",
         "RENDEZVOUS_PORT": str(free_port()),
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -3,21 +3,30 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+import yaml
 from programs import ROOT
 
-from mcore_rl.config import VLLMConfig, build_config
-
 SCRIPT = ROOT / "scripts" / "slurm" / "grpo_vllm.sbatch"
+CONFIG = {
+    "output_dir": "out",
+    "model": {"path": "model"},
+    "data": {"train": "data.jsonl"},
+    "generation": {"vllm": {"tensor_parallel_size": 2, "num_servers": 1}},
+}
 STAND_INS = {
-    "scontrol": "printf 'n1\\nn2\\nn3\\n'",
     "getent": "echo '10.0.0.1  n1'",
-    "srun": """echo "$*" >> "$STARTED"
+    "scontrol": """[ "$1" = requeue ] && echo "queued again: $2" >> "$STARTED"
+printf 'n1\nn2\nn3\n'""",
+    "srun": """case "$*" in
+*--print-urls*) while [ "$1" != scripts/serve_vllm.py ]; do shift; done; exec "$PYTHON" "$@" ;; esac
+echo "$*" >> "$STARTED"
 case "$*" in
 *serve_vllm*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
-*) trap 'echo saved >> "$STARTED"; exit 0' TERM
+*) trap 'echo saved >> "$STARTED"; exit 0' USR1
    for _ in $(seq 200); do [ -n "$FAILS" ] && ! grep -q ready "$STARTED" && sleep 0.1; done
    [ -z "$FAILS" ] || exit 3 ;;
 esac
@@ -34,16 +43,19 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
     started = tmp_path / "started"
     environment = {
         **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "STARTED": str(started), "FAILS": fails,
-        "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "NUM_SERVERS": "2",
+        "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "32",
+        "VENV": "", "PYTHON": sys.executable,
     }  # fmt: skip
-    process = subprocess.Popen(["bash", SCRIPT, "c.yaml", "seed=1"], env=environment, start_new_session=True)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    command = ["bash", SCRIPT, tmp_path / "c.yaml", "seed=1", *(["generation.vllm.num_servers=3"] if fails else [])]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, cwd=ROOT)
     try:
         deadline = time.monotonic() + 20
         while not fails and not (started.exists() and started.read_text().count("ready") == 2):
             assert time.monotonic() < deadline, "servers and trainer do not start"
             time.sleep(0.05)
         if not fails:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)
         assert process.wait(30) == (3 if fails else 0)
     finally:
         if process.poll() is None:
@@ -55,7 +67,8 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
     assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--nproc-per-node") + 1] == "4"
     assert words[words.index("--exclude") + 1] == "n1" and words[words.index("--rdzv-endpoint") + 1] == "n2:29500"
     assert "servers ended" in said
-    assert ("saved" in said) != bool(fails)
-    overrides = [word.removeprefix("generation.vllm.") for word in words if word.startswith("generation.vllm.")]
-    servers = build_config(VLLMConfig, {}, overrides, "here")
-    assert servers.urls == ("http://10.0.0.1:8100", "http://10.0.0.1:8101")
+    assert ("saved" in said) == ("queued again: 7" in said) == (not fails)
+    # By default the servers, of two GPUs each, use all four of their node; a key on the command line goes before that.
+    urls = ",".join(f"http://10.0.0.1:{8100 + index}" for index in range(3 if fails else 2))
+    assert words[-1] == f"generation.vllm.urls=[{urls}]"
+    assert serving.split()[serving.split().index("--gpus") :][:2] == ["--gpus", "4"]

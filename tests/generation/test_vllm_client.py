@@ -151,11 +151,12 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are begun to ignore
 from types import SimpleNamespace
 from pathlib import Path
+from mcore_rl.config import VLLMConfig
 from mcore_rl.models.generation import vllm_server
 sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
 vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
-vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
+vllm = VLLMConfig(num_servers=2, port=int(sys.argv[1]))
 model = SimpleNamespace(moe_router_replay=False, path=Path("unused"))
 rollouts = SimpleNamespace(sampled_at_most=None)
 config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm), rollouts=rollouts)

@@ -249,6 +249,7 @@ def test_second_signal_ends_process_at_once(files):
         "from mcore_rl.run.loop import StopSignals\n"
         "StopSignals()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"  # the same notice, which Slurm and the launcher both send
         "print('going on', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('never')\n"

@@ -81,9 +81,8 @@ class VLLMServerProcesses:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, Path] = {}
         self._log_starts: dict[str, int] = {}
-        for index in range(vllm.num_servers):
+        for index, url in enumerate(vllm.started_urls):
             port = vllm.port + index
-            url = f"http://{vllm.host}:{port}"
             self._logs[url] = logs / f"vllm_{port}.log"
             self._processes[url] = self._start(server_command(config, port), self._environment(config, index), url)
 
