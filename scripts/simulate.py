@@ -39,7 +39,9 @@ def main() -> None:
     with exit_on_error():
         from mcore_rl.simulation.hardware import Hardware
 
-        config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
+        # With --lengths no data are read, so none need to be given.
+        unread = [] if arguments.lengths is None else ["data.train=not read"]
+        config = load_for(arguments.algorithm, arguments.config, [*unread, *arguments.overrides])
         config = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
         gpu = Hardware.load(arguments.hardware)
         check_options(config, gpu, arguments)

@@ -1,6 +1,7 @@
 """Tests that a simulated rank has the costs of a real one: operations and transfers exactly, memory approximately."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -318,6 +319,18 @@ def test_simulate_script_prints_estimate_and_loading(file):
     assert loading == "loading a checkpoint that 4 ranks wrote"
     assert loaded.startswith("  rank 0 (pipeline stage 0): ") and loaded.endswith("%)")
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
+
+
+@pytest.mark.long
+def test_lengths_need_no_data(file):
+    """The records may come from a variable that is not set, as in configs/large."""
+    text = file.read_text()
+    without = file.with_name("without_data.yaml")
+    without.write_text(re.sub(r"(?m)^  train: .*", "  train: ${NO_SUCH_DATA}", text))
+    assert "NO_SUCH_DATA" in without.read_text()
+    assert call(without, "--world-size", 2, "--lengths", "128,60").returncode == 0
+    done = call(without, "--world-size", 2)
+    assert done.returncode == 2 and "data.train: the environment variable NO_SUCH_DATA is not set" in done.stderr
 
 
 @pytest.mark.long
