@@ -17,6 +17,8 @@ from mcore_rl.report.runs import Run, Series
 
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
+MAX_MARKED_STEPS = 8
+"""Maximum number of steps of a chart that marks each of them."""
 MAX_PHASE_POINTS = 300
 """Maximum number of points of stacked phases. With more steps, the means of intervals are drawn, because extremes do
 not add up."""
@@ -151,7 +153,7 @@ def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
     if title == "token_mult_prob_error":
         for bound in {run.config.get("generation.max_token_mult_prob_error") for run in runs} - {None}:
             figure.add_hline(y=bound, line_dash="dash", line_width=1, annotation_text="bound")
-    _widen(figure)
+    _set_axes(figure)
     per_point = longest // (MAX_POINTS // 2)
     thin = (
         f"{longest:,} steps: of every {per_point} or so the least and the greatest value are drawn" if longest else ""
@@ -165,9 +167,12 @@ def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> st
     return run.label if len(names) == 1 else f"{run.label}: {name}"
 
 
-def _widen(figure: go.Figure) -> None:
-    """Set the range of the axis if all values are equal. By default it would span ±1, and a learning rate would look
-    like 0."""
+def _set_axes(figure: go.Figure) -> None:
+    """Mark whole steps only, and widen the range of equal values. By default it would span ±1, and a learning rate
+    would look like 0."""
+    steps = np.concatenate([trace.x for trace in figure.data] or [[0]])
+    if np.ptp(steps) <= MAX_MARKED_STEPS:
+        figure.update_xaxes(dtick=1)
     found = np.concatenate([trace.y for trace in figure.data] or [[]])
     found = np.unique(found[np.isfinite(found)])
     if len(found) == 1 and found[0]:
@@ -222,6 +227,7 @@ def phases(run: Run, title: str) -> Chart:
         figure.add_scatter(
             x=steps[edges], y=means, name=html.escape(name), mode="lines", stackgroup="step", line={"width": 0.5}
         )
+    _set_axes(figure)
     note = f"{len(steps):,} steps: means of {parts} stretches" if parts < len(steps) else ""
     return Chart(title, figure, note)
 

@@ -12,12 +12,11 @@ function layout() {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("text"), size: 12 },
     colorway: ["#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3"],
-    margin: { l: 10, r: 10, t: 8, b: 10 },
-    xaxis: { ...axis, title: { text: "step", standoff: 6 } },
+    xaxis: { ...axis, title: { text: "step", standoff: 6 }, tickformat: ",d" },
     yaxis: { ...axis, exponentformat: "power" },
     hovermode: "x unified",
     hoverlabel: { bgcolor: color("surface"), bordercolor: color("line"), font: { color: color("text") } },
-    legend: { orientation: "h", y: -0.28, yanchor: "top", maxheight: 0.3 },
+    legend: { x: 0, y: 0, yanchor: "bottom", yref: "container", maxheight: 1 },
   };
 }
 
@@ -25,9 +24,13 @@ function draw() {
   const themed = layout();
   charts.forEach((chart, number) => {
     const { data, layout: own } = figures[number];
-    const { template, yaxis, ...kept } = own;
-    const axes = { yaxis: { ...themed.yaxis, ...yaxis } };
-    Plotly.react(chart, data, { ...themed, showlegend: data.length > 1, ...kept, ...axes }, {
+    const { template, xaxis, yaxis, ...kept } = own;
+    // Every name has a line below the chart; the toolbar has a line above it, where it covers no value.
+    const names = data.filter((trace) => data.length > 1 && trace.name).length;
+    const margin = { l: 10, r: 10, t: 34, b: 44 + 19 * names };
+    chart.style.height = `${300 + 19 * names}px`;
+    const axes = { xaxis: { ...themed.xaxis, ...xaxis }, yaxis: { ...themed.yaxis, ...yaxis }, margin };
+    Plotly.react(chart, data, { ...themed, showlegend: names > 0, ...kept, ...axes }, {
       displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     });
   });

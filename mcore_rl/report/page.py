@@ -13,7 +13,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from mcore_rl.report.curves import Section, ranges, sections
 from mcore_rl.report.runs import Run
@@ -101,7 +100,7 @@ def page(runs: Sequence[Run]) -> str:
         written=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         style=Markup((here / "page.css").read_text()),
         script=Markup((here / "page.js").read_text()),
-        plotly=Markup(get_plotlyjs()),
+        plotly=Markup((here / "plotly-basic.min.js").read_text()),
         figures=_figures(charts),
         runs=[_overview(run) for run in runs],
         sections=charts,

@@ -115,7 +115,7 @@ def test_a_long_run_in_seconds_and_megabytes(tmp_path):
     started = time.monotonic()
     text = write_report([tmp_path / "a"], tmp_path / "a.html").read_text()
     assert time.monotonic() - started < 40
-    assert len(text) < 20e6
+    assert len(text) < 16e6
     assert "100,000 steps: of every 200 or so the least and the greatest value are drawn" in text
     assert "100 samples, of 100 of 10,000 steps that have some" in text
     assert "… (5,000 more characters)" in text
@@ -159,6 +159,11 @@ def test_runs_with_little_in_them(state, tmp_path):
 def call(*arguments):
     command = [sys.executable, SCRIPT, *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+
+
+def test_a_page_is_small(tmp_path):
+    """The page holds all that it needs, with the small build of the library of charts."""
+    assert len(write_report([grpo(tmp_path / "a")], tmp_path / "a.html").read_bytes()) < 1.5e6
 
 
 def test_the_command(tmp_path):
@@ -225,6 +230,15 @@ def contrast(tab):
     return {(True, False): "light", (False, True): "dark"}.get((background > 200, ink > 180))
 
 
+COVERED = """[...document.querySelectorAll(".chart")].flatMap((chart) => {
+    const box = (part) => part.getBoundingClientRect(), whole = box(chart);
+    const plot = box(chart.querySelector(".nsewdrag")), bar = box(chart.querySelector(".modebar"));
+    const names = [...chart.querySelectorAll(".legendtext")].filter(
+        (name) => box(name).right > whole.right || box(name).bottom > whole.bottom || box(name).top < plot.bottom);
+    return [...(bar.bottom > plot.top ? ["toolbar"] : []), ...names.map((name) => name.textContent)];
+})"""
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
@@ -241,7 +255,10 @@ def test_in_a_browser(width, scheme, browser, tmp_path):
     charts = tab.locator(".chart")
     assert charts.count() == sum(len(section.charts) for section in sections(read_runs(runs)))
     for box in (charts.nth(n).bounding_box() for n in range(charts.count())):
-        assert 250 < box["width"] <= width and 280 < box["height"] < 350
+        assert 250 < box["width"] <= width and 280 < box["height"] < 800
+    assert tab.evaluate(COVERED) == [], "no toolbar lies on a plot, and no name is cut off"
+    steps = tab.locator(".chart .xtick text").all_text_contents()
+    assert steps and all(re.fullmatch(r"[\d,]+", step) for step in steps)
     assert tab.locator(".chart .scatterlayer .trace").count() >= charts.count()
     assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
     assert tab.evaluate("window.hacked") is None
