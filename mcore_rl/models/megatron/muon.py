@@ -1,8 +1,9 @@
 """The optimizer Muon (kellerjordan.github.io/posts/muon): it updates the matrices of the hidden layers.
 
 AdamW updates all other parameters. The matrices are those of the model directory: the query, key, value, gate and up
-projections are orthogonalized separately, although Megatron may store them together. A tensor of the directory in which rows of several projections alternate
-is one matrix. The iterations run in the precision of the weights. Momentum is sharded like AdamW's state.
+projections are orthogonalized separately, although Megatron may store them together. A tensor of the directory in which
+rows of several projections alternate is one matrix. The iterations run in the precision of the weights. Momentum is
+sharded like AdamW's state.
 """
 
 from __future__ import annotations
