@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)\s#]+)(?=[)#])")
 CODE = re.compile(r"`[^`]+`")
+CELL, HTML_CODE = re.compile(r"<td.*?</td>", re.DOTALL), re.compile(r"(?<=<code>)[^<]+")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".toml": "toml"}
 
 
@@ -44,6 +45,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     )
     markdown = re.sub(r"^```(\w+) ([\w.]+)$", r'```\1 title="\2"', markdown, flags=re.M)
     return LINK.sub(lambda link: rewritten(link[1], origin_of(page.file.src_uri), page.file.src_uri), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page with places where keys in tables may break: after dots and underscores, never within a word."""
+    return CELL.sub(
+        lambda cell: HTML_CODE.sub(lambda code: re.sub(r"(?<=[._])(?=\w)", "<wbr>", code[0]), cell[0]), html
+    )
 
 
 def origin_of(uri: str) -> Path:

@@ -35,7 +35,8 @@ def from_parallel_logits_to_logprobs(
     Args:
         vocab_parallel_logits: [B, S' / CP, V / TP], zigzag tokens over `cp_group`; S' ≥ S.
         target: the unshifted tokens.
-        vocab_start_index, vocab_end_index: range of this rank's columns of the vocabulary.
+        vocab_start_index: first of this rank's columns of the vocabulary.
+        vocab_end_index: end of these columns.
         inference_only: compute no gradient.
 
     Raises:

@@ -217,7 +217,8 @@ def batch_partners(
     taken in the order of the pairs.
 
     Args:
-        policy, reference: sums of log-probabilities of all rows of the global batch.
+        policy: sums of the policy's log-probabilities of all rows of the global batch.
+        reference: those of the reference.
         counted: pairs that count; the others get 0.
     """
     partners: dict[PreferenceLossType, Tensor] = {}

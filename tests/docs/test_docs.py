@@ -33,3 +33,12 @@ def test_page_is_linked_from_another_page(page):
         return
     others = (other.read_text() for other in PAGES if other != page)
     assert any(re.search(rf"\]\((?:docs/)?{re.escape(page.name)}[)#]", text) for text in others)
+
+
+def test_keys_in_tables_may_break_at_their_parts_only():
+    pytest.importorskip("mkdocs")
+    from site_hooks import on_page_content
+
+    html = "<p><code>a.b_c</code></p><table><tr><td>x_y <code>a.b_cd</code></td></tr></table>"
+    shown = on_page_content(html, page=None, config=None, files=None)
+    assert shown == html.replace("a.b_cd", "a.<wbr>b_<wbr>cd")
