@@ -250,7 +250,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         with phases("generation", "generation, answers and their judging"):
             rollouts, asked = self.collector.collect(step, self.consumed_samples)
         self.worker.finish()
-        self.collector.write(step, rollouts)
+        self.collector.record(step, rollouts)
         self.consumed_samples += asked
         outcomes = rollouts.outcomes
         sums = StatisticsBySource(self.inputs.train.source_of)
@@ -258,11 +258,16 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped) | sums.metrics_of_sources()
         if config.rollouts.max_staleness:
             metrics |= staleness_metrics(outcomes, version=step - 1)
-        self._check_judged(step, rollouts.generated)
+        try:
+            self._check_judged(step, rollouts.generated)
+        except TrainingError:
+            self._log_samples(step, rollouts, None)
+            raise
 
         rewards = shaped_rewards(config.rollouts, outcomes)  # [P, G]
         if reason := nothing_to_learn(config, rewards, outcomes, rollouts.dropped):
             self.say(f"step {step}: {reason}; there is nothing to learn from, no update")
+            self._log_samples(step, rollouts, None)
             self._skip_updates(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
 
@@ -294,6 +299,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             with phases("critic"):
                 metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
         add_columns_of_loss(config.loss, rows, rewards)
+        self._log_samples(step, rollouts, rows)
 
         # Update: optimizer steps of the critic and of the policy on the minibatches.
         minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
@@ -449,6 +455,14 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
         counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
+
+    def _log_samples(self, step: int, rollouts: RolloutBatch, rows: LocalBatch[Any] | None) -> None:
+        """Write some samples to samples.jsonl and the trackers, with their mean advantages if the step has any."""
+        means = None
+        if rows is not None:
+            mask = rows["token_mask"]
+            means = rows.share.gather((rows["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))
+        self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
         """Raise TrainingError after too many consecutive steps of whose samples too few could be judged."""

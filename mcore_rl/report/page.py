@@ -175,6 +175,11 @@ def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
             seen[key] += 1
             row.cells[column] = {
                 "reward": _number(sample.get("reward")),
+                "facts": [
+                    f"{name.replace('_', ' ')} {text}"
+                    for name in ("advantage", "ground_truth")
+                    if (text := _fact(sample.get(name)))
+                ],
                 "parts": [f"{name} {_number(value)}" for name, value in (sample.get("rewards") or {}).items()],
                 "error": sample.get("error"),
                 "messages": messages[start:],
@@ -190,6 +195,11 @@ def _message(message: Any) -> dict[str, str]:
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
     return {"role": str(role), "text": text}
+
+
+def _fact(value: Any) -> str:
+    """Format a number or a text; "" for None."""
+    return "" if value is None else _number(value) if isinstance(value, int | float) else str(value)
 
 
 def _number(value: Any) -> str:

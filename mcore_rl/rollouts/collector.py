@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -110,25 +110,39 @@ class RolloutCollector:
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
         return prompts, range(position * size, (position + count) * size)
 
-    def write(self, step: int, rollouts: RolloutBatch) -> None:
-        """Write the rollouts to the recording, and some of them to samples.jsonl; the policy's weights must be on the
-        device."""
-        if self.recorded is not None:
+    def record(self, step: int, rollouts: RolloutBatch) -> None:
+        """Write the rollouts to the recording, if there is one; the policy's weights must be on the device."""
+        if not self.recording:
             return
-        topology, everything = self.policy.topology, range(len(rollouts))
-        if self.recording:
-            self.policy.finish_param_gather()
-            if recorded := gather_items_on_rank_zero(rollouts.own, everything, topology):
-                weights = hash_of_weights(own_weights(self.policy.model))
-                sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
-                sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-                self.recording.append(step, recorded_step(weights, sampling, recorded))
+        self.policy.finish_param_gather()
+        if recorded := gather_items_on_rank_zero(rollouts.own, range(len(rollouts)), self.policy.topology):
+            weights = hash_of_weights(own_weights(self.policy.model))
+            sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
+            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
+            self.recording.append(step, recorded_step(weights, sampling, recorded))
+
+    def log_samples(
+        self, step: int, rollouts: RolloutBatch, advantages: Float[Tensor, " samples"] | None
+    ) -> list[dict[str, Any]]:
+        """Write some of the rollouts to samples.jsonl, and return them on the writer; [] on other ranks, and in a
+        replay, which has them already. Collective.
+
+        Args:
+            advantages: each sample's mean over its response tokens; None in a step without an update.
+        """
+        if self.recorded is not None:
+            return []
         count = min(self.config.rollouts.num_logged_samples, len(rollouts))
         places = [i * len(rollouts) // count for i in range(count)]  # from as many prompts as possible
         # These few samples are sent as Python objects with their texts; training data is sent as tensors.
-        logged = gather_items_on_rank_zero(rollouts.own, places, topology)
-        if self.policy.is_writer:
-            self.samples.append(step, *map(_logged, logged))
+        samples = gather_items_on_rank_zero(rollouts.own, places, self.policy.topology)
+        if not self.policy.is_writer:
+            return []
+        entries = [_logged(sample, self.inputs.train.prompts[sample.prompt].record) for sample in samples]
+        for entry, place in zip(entries, places, strict=True):
+            entry["advantage"] = None if advantages is None else float(advantages[place])
+        self.samples.append(step, *entries)
+        return entries
 
 
 def answers_of(rollouts: RolloutBatch, topology: Topology) -> list[str | None]:
@@ -155,10 +169,11 @@ def groups_with_signal(
     return torch.stack([has_signal(r.nan_to_num(), judged & ~r.isnan()) for r in of_names]).any(0)
 
 
-def _logged(rollout: Rollout) -> dict[str, Any]:
-    """Return the record of a sample in samples.jsonl."""
+def _logged(rollout: Rollout, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a sample in samples.jsonl; its ground truth is the `answer` of the prompt's record."""
     return {
         "reward": rollout.reward,
+        **({"ground_truth": record["answer"]} if "answer" in record else {}),
         "messages": rollout.message_log,
         "error": rollout.error,
         "weight_version": rollout.outcome.weight_version,

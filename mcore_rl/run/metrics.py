@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -121,8 +122,29 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the numbers of one step."""
 
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Log some of a step's samples, as entries of samples.jsonl."""
+
     def close(self) -> None:
         """End the tracker's run."""
+
+
+SAMPLE_COLUMNS = ("prompt", "response", "ground_truth", "reward", "advantage")
+
+
+def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Return a row of `SAMPLE_COLUMNS` for each entry of samples.jsonl. The response begins with the first message of
+    the assistant."""
+    rows = []
+    for sample in samples:
+        messages = sample["messages"]
+        roles = [message["role"] for message in messages]
+        start = roles.index("assistant") if "assistant" in roles else len(roles)
+        texts = [
+            "\n".join(str(message["content"]) for message in part) for part in (messages[:start], messages[start:])
+        ]
+        rows.append([*texts, *(sample.get(name) for name in SAMPLE_COLUMNS[2:])])
+    return rows
 
 
 class TensorBoard:
@@ -137,6 +159,13 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        def cell(value: Any) -> str:
+            return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
+
+        table = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(cell, row) for row in sample_rows(samples))]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -167,6 +196,12 @@ class WeightsAndBiases:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        import wandb
+
+        rows = [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
+        self._run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -185,6 +220,9 @@ class MLflow:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         # MLflow refuses names with @.
         self._mlflow.log_metrics({n.replace("@", "_at_"): float(value) for n, value in metrics.items()}, step=step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Do nothing: MLflow gets numbers only."""
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -210,6 +248,12 @@ class Trackers:
         for name, tracker in list(self._started.items()):
             with self._left_out_if_it_fails(name):
                 tracker.log(metrics, step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Send some of a step's samples to all trackers."""
+        for name, tracker in list(self._started.items()):
+            with self._left_out_if_it_fails(name):
+                tracker.log_samples(samples, step)
 
     def close(self) -> None:
         """Close all trackers."""
@@ -270,6 +314,11 @@ class MetricsReporter:
             plain = name.removeprefix("validation_").rpartition("/")[2] if name.startswith("validation_") else name
             if plain in self._summarized:
                 self._course.setdefault(name, _MetricHistory(max if greatest_is_best(plain) else min)).take(step, value)
+
+    def record_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples, if there are any, to the trackers."""
+        if self.enabled and samples:
+            self.trackers.log_samples(samples, step)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the step's line on the console."""

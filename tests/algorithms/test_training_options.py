@@ -125,10 +125,11 @@ def step(tmp_path):
         config = load(GRPOConfig, tmp_path, grpo={**section, **options}, loss=dict(loss), **dict(sections))
         chunk = TokenizedChunk()
         for _ in range(DATASET_SIZE):
-            chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": ""}')
+            chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": "", "answer": "four"}')
         prompts = PromptDataset(StoredPrompts(collect([chunk], 1)))
         inputs = SimpleNamespace(train=prompts, validation={}, tokenizer=SimpleNamespace(pad_token_id=0))
         run = grpo.GRPOTrainer(config, inputs, Policy(), worker or Worker())
+        run.reporter = MetricsReporter(config, False, 1, 1)
         run.metrics = run.train_step(1)
         return run
 
@@ -430,6 +431,7 @@ def test_other_programs_get_every_metric(tmp_path, monkeypatch):
         "calls = []\n"
         "def init(**options):\n    calls.append(options)\n    import wandb\n    return wandb\n"
         "def log(metrics, step):\n    calls.append((step, metrics))\n"
+        "def Table(columns, data):\n    return columns, data\n"
         "def finish():\n    calls.append('end')\n"
     )
     (tmp_path / "modules" / "mlflow.py").write_text(
@@ -447,16 +449,34 @@ def test_other_programs_get_every_metric(tmp_path, monkeypatch):
     reporter = MetricsReporter(config, True, 1, 2)
     for step in (1, 2):
         reporter.record(step, {"loss": 0.5 / step})
+    messages = [{"role": "user", "content": "a|b?"}, {"role": "assistant", "content": "<i>"}]
+    sample = {"messages": messages, "reward": 1.0, "advantage": -0.5, "ground_truth": "c"}
+    reporter.record_samples(2, [sample])
     reporter.close()
     events = EventAccumulator(str(config.output_dir / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    (text,) = events.Tensors("samples/text_summary")
+    assert text.tensor_proto.string_val[0].decode().endswith("\n| a&#124;b? | &lt;i&gt; | c | 1.0 | -0.5 |")
     begun, *calls = sys.modules.pop("wandb").calls
     assert (begun["project"], begun["name"], begun["tags"]) == ("project", "tuesday", ["a", "b"])
     assert begun["config"]["optimizer"]["lr"] == 0.25
-    assert calls == [(1, {"loss": 0.5}), (2, {"loss": 0.25}), "end"]
+    table = (["prompt", "response", "ground_truth", "reward", "advantage"], [["a|b?", "<i>", "c", "1.0", "-0.5"]])
+    assert calls == [(1, {"loss": 0.5}), (2, {"loss": 0.25}), (2, {"samples": table}), "end"]
     calls = sys.modules.pop("mlflow").calls
     assert calls == ["trials", "tuesday", 0.25, (1, {"loss": 0.5}), (2, {"loss": 0.25}), "end"]
+
+
+def test_logged_samples_have_ground_truth_and_advantage(step, tmp_path):
+    run = step(num_logged_samples=NUM_PROMPTS * GROUP)
+    samples, (rows,) = read_step_log(tmp_path / "samples.jsonl"), run.policy.trained
+    assert len(samples) == rows.size == NUM_PROMPTS * GROUP
+    for sample, advantages, mask in zip(samples, rows["advantages"], rows["token_mask"], strict=True):
+        assert sample["ground_truth"] == "four"
+        assert sample["advantage"] == pytest.approx(advantages[mask.bool()].double().mean().item(), abs=1e-6)
+    assert len({sample["advantage"] for sample in samples}) > 1
+    step(Worker(lambda prompt: False))
+    assert {sample["advantage"] for sample in read_step_log(tmp_path / "samples.jsonl")} == {None}
 
 
 def test_a_terminal_shows_a_bar_and_others_do_not(tmp_path, monkeypatch):

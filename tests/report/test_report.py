@@ -161,6 +161,13 @@ def call(*arguments):
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
 
 
+def test_samples_show_advantage_and_ground_truth(tmp_path):
+    shown = {**sample(1, "it is 4"), "advantage": -0.25, "ground_truth": "4 <b>"}
+    write_run(tmp_path / "a", [{"step": 1, "loss": 1.0}], [shown])
+    text = write_report([tmp_path / "a"], tmp_path / "a.html").read_text()
+    assert re.search(r"reward [\d.]+.* · advantage -0.25 · ground truth 4 &lt;b&gt;</p>", text)
+
+
 def test_a_page_is_small(tmp_path):
     """The page holds all that it needs, with the small build of the library of charts."""
     assert len(write_report([grpo(tmp_path / "a")], tmp_path / "a.html").read_bytes()) < 1.5e6
