@@ -20,19 +20,21 @@ PAGE = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-A YAML file of sections; `section.key=value` on the command line overrides it. Model, data and output directory are all
-that must be said: `--model PATH --data FILE` does without a file, and writes to `outputs/ALGORITHM_MODEL`.
+A configuration is a YAML file of sections. `section.key=value` on the command line overrides a value of the file.
+Only the model and the data are required: `--model PATH --data FILE` replaces the file, and the run writes to
+`outputs/ALGORITHM_MODEL`, or to `--output DIRECTORY`.
 
-`--help SECTION` prints a section's part of this page, `--print-config` every value of a run; `mcore-rl schema dpo`
-prints the JSON schema by which an editor completes and checks a file. Most editors want to be told in its first line:
-`# yaml-language-server: $schema=dpo.schema.json`.
+- `--help SECTION` prints the part of this page about a section. `--print-config` prints every value of a run.
+- `mcore-rl schema dpo > dpo.schema.json` writes a JSON schema. An editor completes and checks a file with it if the
+  file begins with `# yaml-language-server: $schema=dpo.schema.json`.
+- `base: other.yaml` includes another file, relative to the directory of the file. Sections are merged key by key;
+  other values are replaced.
+- `${NAME}` in a value or an override is replaced by the environment variable NAME. `${NAME:-text}` is replaced by
+  `text` if the variable is not set. `$${NAME}` stands for the text `${NAME}`. A variable that is not set is an error,
+  unless an override gives another value. In the `headers` of a judge, `${NAME}` is replaced only by the judge, so
+  that no file of the run contains the secret.
 
-A file builds on another with `base: other.yaml`, relative to its own directory: sections are joined, other values
-replaced. `${NAME}` in a value, or in an override, is the environment variable's text, `${NAME:-text}` that text where
-it is not set; `$${NAME}` is left as `${NAME}`. A variable must be set only where nothing else gives the value. The
-`headers` of a judge keep `${NAME}`, so that no file of the run contains the secret.
-
-Written by `scripts/make_config_reference.py`.
+`scripts/make_config_reference.py` writes this page.
 """
 
 

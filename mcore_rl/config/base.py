@@ -1,4 +1,4 @@
-"""What sections are made of: a base that refuses unknown keys, and kinds of values."""
+"""The base class of sections, which refuses unknown keys, and the kinds of their values."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ Sources = Annotated[
     Discriminator(_form),
     _no_list("{SOURCE: WEIGHT, …}"),
 ]
-"""One source, or several with weights."""
+"""A source, or several sources with their weights."""
 NamedSources = Annotated[
     Annotated[Name, Tag("(one)")] | Annotated[dict[Name, Name], Field(min_length=1), Tag("(several)")],
     Discriminator(_form),
     _no_list("{NAME: SOURCE, …}"),
 ]
-"""One source, or several by name."""
+"""A source, or several sources by name."""
 Columns = Annotated[
     Annotated[dict[Name, Name], Tag("(whole)")] | Annotated[dict[Name, dict[Name, Name]], Tag("(parts)")],
     Discriminator(_whose),

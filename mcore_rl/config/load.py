@@ -20,7 +20,7 @@ from mcore_rl.config.base import Section
 from mcore_rl.errors import UserError
 
 BASE = "base"
-"""The key under which a file names the one that it builds on."""
+"""Key by which a file names the file that it includes."""
 
 OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
 """Keys of other programs: program, algorithm or nothing, its key, the key here, and the reason if there is none
@@ -39,7 +39,7 @@ class Unset:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """As `read_overridable`, of which nothing is left open.
+    """Return the sections of a file as `read_overridable` does, with all variables set.
 
     Raises:
         UserError: as `read_overridable`; or a variable is not set.
@@ -63,7 +63,7 @@ def read_overridable(path: str | Path) -> dict[str, Any]:
 
 
 def parse_value(text: str, name: str = "") -> Any:
-    """The value of an override of the key `name`, as YAML and the environment say.
+    """Return the value of an override of the key `name`, read as YAML, with its variables replaced.
 
     Raises:
         ValueError: it is not YAML.
@@ -198,7 +198,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 FORM = re.compile(r"\(\w+\)|[\w-]+\[.*\]")
-"""What pydantic puts into an error's place to tell which form of a value was tried; no part of a key."""
+"""Words that pydantic adds to the place of an error to name the form of a value that it tried; no part of a key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -211,7 +211,7 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
 
 
 def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
-    """A configuration from a file's values and overrides; `origin` names the file in errors of what it says."""
+    """Return the configuration of a file's values and overrides; `origin` names the file in errors about its values."""
     for override in overrides:
         _apply_override(values, override)
     refuse_unset(values)

@@ -241,7 +241,7 @@ class ParallelConfig(PipelineConfig):
     """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
     true on GPUs where overlap_grad_reduce is."""
     timeout_seconds: PositiveInt = 600
-    """Time limit for a collective. One that takes longer ends the run."""
+    """Time limit for a collective. The run ends if a collective takes longer."""
 
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:

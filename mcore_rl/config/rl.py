@@ -264,12 +264,13 @@ class RolloutOptions(Section):
     """Responses of one update, over all processes: whole groups, shuffled in each step. Each response is in one update
     of a pass. The default is all responses of a step."""
     dynamic_sampling_rounds: PositiveInt = 1
-    """With more than 1, groups without signal are replaced by new prompts, in at most this many rounds (DAPO)."""
+    """Maximum number of rounds of sampling in a step. After each round, new prompts replace the groups whose rewards do
+    not differ (DAPO). 1: such groups stay."""
     max_staleness: Count = 0
     """Number of future steps whose responses are generated while a step is trained. A response is trained at most this
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
-    """Length of the soft penalty before max_new_tokens, in tokens (DAPO); the default is no penalty."""
+    """Number of tokens before max_new_tokens in which a penalty grows with the length (DAPO); null: no penalty."""
     mask_truncated: bool = False
     """Leave responses that max_new_tokens cut off out of the loss."""
     num_validation_generations: PositiveInt = 1

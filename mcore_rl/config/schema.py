@@ -220,11 +220,11 @@ def _joined(text: str) -> str:
 
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
-"""A value that the environment gives, whatever it is."""
+"""Pattern of a value that the environment gives."""
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:
-    """Of the files that a program takes. Nothing is required: it may stand in a base, or on the command line."""
+    """Return the schema of a program's files. No key is required, because a base or the command line may give it."""
     schema = config.model_json_schema()
     for cls in section_classes(config):
         definition = schema if cls is config else schema["$defs"][cls.__name__]

@@ -263,7 +263,7 @@ class CheckpointConfig(Section):
     """auto: the newest checkpoint in output_dir. none: start a new run. A directory: the checkpoint to start from if
     output_dir has no checkpoint yet, or, if it is one of output_dir's checkpoints, the one to go back to."""
     overwrite: bool = False
-    """With resume=none, remove what an earlier run left in output_dir; otherwise such a directory is refused."""
+    """Remove the files of an earlier run from output_dir; needs resume=none. Otherwise such a directory is refused."""
     best_metric: Name | None = None
     """A validation metric, as `loss`, or with several sets `math/accuracy`. Each new best value saves a checkpoint, and
     the best checkpoint is always kept."""
