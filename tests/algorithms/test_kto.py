@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 import yaml
 from programs import metrics_of, run
 from small_models import make_model
@@ -129,8 +128,11 @@ def batch(rows=6, width=8):
     return logprobs, data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("labels", ["mixed", "all desirable", "none desirable"])
 def test_the_loss_is_trls(labels):
+    import trl
+
     trainer = trl.KTOTrainer
     logprobs, data = batch()
     if labels != "mixed":

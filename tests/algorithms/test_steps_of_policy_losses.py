@@ -10,8 +10,6 @@ from layout_cases import make_config
 from policy_loss_cases import CASES, loss_of, make_batch
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl_steps import OF_TRL, OPTIMIZER, STEPS, check_weights, recorded
 
 from mcore_rl.losses.policy_options import POLICY_LOSS_OPTIONS
@@ -82,6 +80,9 @@ def steps_of_policy(config, options, data):
 
 def steps_of_trl(name, root, data):
     """Return losses and weights of TRL's trainer, which gets the recorded rollouts in place of its own."""
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
     kind, config = (GMPOTrainer, GMPOConfig) if name == "gmpo" else (GRPOTrainer, GRPOConfig)
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     inputs = of_trl(data, tokenizer.pad_token_id, corrects=name == "vespo, corrected")

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-import trl
 import yaml
 from programs import metrics_of, run
 from safetensors.torch import load_file
@@ -167,6 +166,8 @@ STEPS_OF_DPO += [(OF_BATCH, layout) for layout in (ParallelLayout(pp=2, dp=2), P
 @pytest.mark.long
 @pytest.mark.parametrize(("names", "layout"), STEPS_OF_DPO, ids=str)
 def test_steps_of_dpo_equal_trls(names, layout, files, data):
+    import trl
+
     initial = load_file(files / "model" / "model.safetensors")
     cases = [
         (steps_of_policy, layout.apply(dpo_config(files / "model", DPO_CASES[name][0])), copy.deepcopy(data))
@@ -224,6 +225,8 @@ def in_order(records):
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
 def test_run_of_kto_equals_trls(kind, processes, files):
+    import trl
+
     records = [
         {
             "prompt": f"say {i} ",
@@ -254,6 +257,8 @@ def test_run_of_kto_equals_trls(kind, processes, files):
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 4])
 def test_run_of_dft_equals_trls(processes, files):
+    import trl
+
     records = [{"prompt": f"say {i} ", "completion": "abba"[: 1 + i % 4]} for i in range(STEPS * SIZE)]
     (files / "sft.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     metrics, weights = train(files, "sft", f"dft{processes}", processes, ["sft.loss=dft"])

@@ -128,6 +128,7 @@ def test_distributions_of_one_token_each(scale):
         assert gradient.isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_jensen_shannon_is_trls(beta):
     from trl.experimental.gkd import GKDTrainer

@@ -46,6 +46,7 @@ def missing_and_unknown(program, theirs, kind=""):
     return missing, [row for row in rows if not fnmatch.filter(theirs, row)]
 
 
+@pytest.mark.long
 def test_every_key_of_trl():
     """Every field of TRL's configurations is in the table, those of transformers' TrainingArguments included."""
     import trl
@@ -93,6 +94,7 @@ def rows_of(text):
     return {kind: set(names) for kind, names in found.items()}
 
 
+@pytest.mark.long
 def test_loss_types_of_trl():
     """Every loss type that TRL's trainers accept is in the table, and every name of ours there is one of the losses."""
     import inspect
@@ -183,6 +185,7 @@ def test_values_of_ours_exist():
         assert value in choices or {"number", "integer"} & set(choices), (key, value)
 
 
+@pytest.mark.long
 def test_names_of_metrics():
     """Names of ours are in the package, those of TRL in its trainers."""
     import inspect

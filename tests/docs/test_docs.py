@@ -10,6 +10,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "examples/README.md",
 ]
 

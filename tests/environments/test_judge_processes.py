@@ -203,6 +203,7 @@ def test_exact_match(pattern, response, reward):
     assert (judged.answer == "42") == bool(reward)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "response", "reward"),
     [
@@ -214,7 +215,6 @@ def test_exact_match(pattern, response, reward):
     ],
 )
 def test_math(answer, response, reward):
-    pytest.importorskip("math_verify")
     judged = MathVerify()(log("?", response), {"answer": answer})
     assert judged.reward == reward
     assert judged.answer == (answer if reward else {"The answer is $8$.": "8", "no idea": None}[response])

@@ -61,6 +61,7 @@ def batch_of(name):
     return values[rows].clone().requires_grad_(), data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("kind", "options", "own"), CASES)
 def test_loss_equals_trls(kind, options, own, name):
@@ -76,6 +77,7 @@ def test_loss_equals_trls(kind, options, own, name):
             assert reward == pytest.approx(their_metrics[f"rewards/{side}"][0], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.long
 def test_weighted_sum_equals_trls():
     kinds, weights = ["bco_pair", "aot", "sigmoid_norm", "exo_pair"], [0.5, 1.5, 0.25, 0.75]
     logprobs, data = batch()
@@ -190,6 +192,7 @@ def test_f_divergence_is_finite_for_far_responses(divergence):
 # ------------------------------------------------------------------ weights of pairs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sigmoid", "nca_pair", "sppo_hard", "sigmoid_norm"])
 def test_weights_of_pairs_equal_trls(kind):
     _, data = batch()

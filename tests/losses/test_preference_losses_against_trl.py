@@ -16,6 +16,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "theirs", "options"),
     [
@@ -45,6 +46,7 @@ def alone(kind, logprobs, data, **options):
     return ours(logprobs, data, preference_loss=kind, **options)[0].item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kinds", "weights", "options"),
     [
@@ -103,6 +105,7 @@ def averages(logprobs, data):
     return means[::2], means[1::2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("smoothing", [0.0, EPSILON])
 def test_simpo_is_trls(smoothing):
     from trl.experimental.cpo import CPOTrainer
@@ -119,6 +122,7 @@ def test_simpo_is_trls(smoothing):
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_orpo_is_trls():
     from trl.experimental.orpo import ORPOTrainer
 

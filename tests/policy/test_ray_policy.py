@@ -15,13 +15,14 @@ from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.long
 LAYOUT = ParallelLayout(tp=2)
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    import ray
+
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
@@ -65,6 +66,8 @@ def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
 
 def test_one_ranks_result_comes_to_the_driver(policy, monkeypatch):
     """A result that all ranks have is sent once; the memory that each rank released is requested from each."""
+    import ray
+
     fetched, get = [], ray.get
     monkeypatch.setattr(ray, "get", lambda ref, **options: fetched.append(get(ref, **options)) or fetched[-1])
     logprobs = policy.get_logprobs(make_data())["logprobs"]
@@ -105,6 +108,7 @@ class Engine:
 
 
 def test_an_engine_is_refitted(policy, model_of):
+    import ray
     from ports import free_port
     from refit_cases import CLOSE, policy_outputs
 

@@ -4,7 +4,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
-import trl
 
 from mcore_rl.algorithms.loss_functions import DPOLossFn
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -52,6 +51,8 @@ def sides(x):
 
 def of_trainer(logprobs, data, loss_type, smoothing, weights=(1.0,), log_sum_sq=None, **settings):
     """`DPOTrainer`'s loss, its model replaced by the log-probabilities (and log Σ p², for WPO's weights)."""
+    import trl
+
     loss_types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     trainer = trl.DPOTrainer
     mask = data["token_mask"]
