@@ -74,7 +74,7 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 2
-IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal --durations 20
+IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --instafail
 
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
