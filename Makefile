@@ -50,9 +50,28 @@ outputs/demo/model/config.json: scripts/make_demo_data.py | install
 	rm -rf outputs/demo
 	$(BIN)/python scripts/make_demo_data.py outputs/demo
 
+# Two tensor-parallel processes; one on a machine with a single GPU, because NCCL needs a GPU for each process.
+TENSOR_PARALLEL = $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')
+# mcore-rl train ALGORITHM CONFIG, in that many processes
+define train
+	tp=$(TENSOR_PARALLEL); set -x; \
+	$(BIN)/mcore-rl train $(1) --nproc-per-node $$tp configs/$(2).yaml parallel.tensor_model_parallel_size=$$tp
+endef
+
 demo: outputs/demo/model/config.json
 	rm -rf outputs/dpo_cpu
-	$(BIN)/torchrun --nproc-per-node 2 scripts/train_dpo.py configs/dpo_cpu.yaml parallel.tensor_model_parallel_size=2
+	@$(call train,dpo,dpo_cpu)
+	@echo
+	@echo 'The same three steps in one process and in two tensor-parallel processes, on the CPU:'
+	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml --layouts tp=2 --show-steps
+	@echo
+	@$(call results,dpo_cpu)
+
+# Where to look after a run.
+define results
+	echo 'model:   outputs/$(1)/hf'; echo 'metrics: outputs/$(1)/metrics.jsonl'; \
+	echo "report:  $$($(BIN)/mcore-rl report outputs/$(1)) (curves and samples, for a browser)"
+endef
 
 outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
 	rm -rf outputs/arithmetic
@@ -60,17 +79,19 @@ outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
 
 outputs/sft_arithmetic/hf/config.json: outputs/arithmetic/model/config.json
 	rm -rf outputs/sft_arithmetic
-	$(BIN)/torchrun --nproc-per-node 2 scripts/train_sft.py configs/sft_arithmetic.yaml
+	$(BIN)/mcore-rl train sft --nproc-per-node $(TENSOR_PARALLEL) configs/sft_arithmetic.yaml
 
 demo-grpo: outputs/sft_arithmetic/hf/config.json
 	rm -rf outputs/grpo_cpu
-	$(BIN)/torchrun --nproc-per-node 2 scripts/train_grpo.py configs/grpo_cpu.yaml parallel.tensor_model_parallel_size=2
-	$(BIN)/python scripts/report.py outputs/grpo_cpu
+	@$(call train,grpo,grpo_cpu)
+	@echo
+	@$(call results,grpo_cpu)
 
 demo-ppo: outputs/sft_arithmetic/hf/config.json
 	rm -rf outputs/ppo_cpu
-	$(BIN)/torchrun --nproc-per-node 2 scripts/train_ppo.py configs/ppo_cpu.yaml parallel.tensor_model_parallel_size=2
-	$(BIN)/python scripts/report.py outputs/ppo_cpu
+	@$(call train,ppo,ppo_cpu)
+	@echo
+	@$(call results,ppo_cpu)
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 2

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
+from mcore_rl.utils.console import quiet_libraries
 
 LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7
 
@@ -86,5 +87,6 @@ def make_model(directory):
 if __name__ == "__main__":
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    quiet_libraries()
     with exit_on_error():
         main(parser.parse_args().directory)

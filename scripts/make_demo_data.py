@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
+from mcore_rl.utils.console import quiet_libraries
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -107,5 +108,6 @@ def make_model(directory: Path, texts: list[str]) -> None:
 if __name__ == "__main__":
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    quiet_libraries()
     with exit_on_error():
         main(parser.parse_args().directory)

@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--max-processes", type=count, default=8, help="leave out larger layouts")
     parser.add_argument("--algorithm", choices=[name for name in PROGRAMS if name != "ppo"], default="dpo")
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
+    parser.add_argument("--show-steps", action="store_true", help="print loss and gradient norm of each step as well")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with exit_on_error():
@@ -63,6 +64,7 @@ def verify(arguments, config, layouts):
         fitting,
         invent_adapter,
         shrink_model,
+        steps_table,
         table_row,
     )
 
@@ -93,6 +95,8 @@ def verify(arguments, config, layouts):
         right = True
         for layout, difference in check_layouts(config, data, layouts, arguments.steps):
             print(table_row(layout, difference), flush=True)
+            if arguments.show_steps:
+                print(*steps_table(layout, difference), sep="\n", flush=True)
             right &= difference.within()
     return 0 if right else 1
 

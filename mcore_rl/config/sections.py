@@ -381,7 +381,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegative = 1.0
     """Maximum norm of the whole gradient; 0 disables clipping."""
     warmup_steps: Count = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises from 0. The first one has the rate 0, as in Megatron and transformers."""
     warmup_ratio: FractionBelowOne = 0.0
     """Warm-up as a fraction of all steps."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"

@@ -43,16 +43,21 @@ ROUNDING = 1e-12
 class LayoutResult:
     """The results of a layout.
 
-    metrics: metrics of the first step, including `grad_norm`.
+    steps: metrics of each optimizer step, including `grad_norm`.
     scores: log-probabilities [B, S] or rewards [B, 1].
     gradients: gradients of the first step; with adapters, only theirs.
     weights: weights after the last step.
     """
 
-    metrics: dict[str, float]
+    steps: list[dict[str, float]]
     scores: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the first step."""
+        return self.steps[0]
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
@@ -125,8 +130,9 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
     gather_gradients(policy.chunks)
     export = export_adapters if policy.model.lora else export_hf_weights
     gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
-    metrics, *_ = [policy.train(own, loss_fn) for _ in range(steps)]
-    metrics.pop("all_mb_metrics")
+    metrics = [policy.train(own, loss_fn) for _ in range(steps)]
+    for of_step in metrics:
+        of_step.pop("all_mb_metrics")
     policy.finish_param_gather()
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
@@ -154,6 +160,8 @@ class Difference:
     worst_gradient: str
     grad_norm: float
     weights: float
+    steps: Sequence[tuple[dict[str, float], dict[str, float]]]
+    """Metrics of each step of the reference and of the layout."""
     limit: float = 1e-4
     """Largest difference of gradients and weights that is rounding."""
 
@@ -187,6 +195,7 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
         worst_gradient=worst,
         grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
         weights=max(weights),
+        steps=list(zip(reference.steps, outcome.steps, strict=True)),
     )
 
 
@@ -298,3 +307,11 @@ def table_row(layout: ParallelLayout, difference: Difference) -> str:
         + f"{difference.gradients:>11.1e}{difference.grad_norm:>11.1e}{difference.weights:>10.1e}"
         + verdict
     )
+
+
+def steps_table(layout: ParallelLayout, difference: Difference) -> Iterable[str]:
+    """Yield lines with loss and gradient norm of each step in one process and under a layout, side by side."""
+    for name, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        yield f"{title:<15}{'one process':>13}{layout!s:>13}{'difference':>13}"
+        for number, (one, other) in enumerate(difference.steps, 1):
+            yield f"  step {number:<8}{one[name]:>13.7f}{other[name]:>13.7f}{abs(other[name] - one[name]):>13.1e}"

@@ -50,6 +50,7 @@ def test_shipped_configurations_load(path):
     kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig, "kto": KTOConfig, "ppo": PPOConfig}
     config = load_config(kinds[path.name.split("_")[0]], path)
     assert config.optimizer.lr > 0
+    assert config.optimizer.warmup_steps == 0  # the first step of a warm-up would train nothing
 
 
 def test_overrides_and_types(write):

@@ -23,6 +23,7 @@ def call(*command, cwd, path=ROOT):
         list(map(str, command)), capture_output=True, text=True, timeout=150, cwd=cwd, env=environment
     )
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "it/s]" not in done.stderr, "a library prints a progress bar"
     return done.stdout
 
 
@@ -113,6 +114,17 @@ def test_a_reward_model_and_what_it_judges(demo):
     rewards = [line["reward_mean"] for line in metrics_of(demo / "judged" / "policy")]
     assert len(rewards) == 2 and all(rewards)
     assert (demo / "judged" / "policy" / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_verify_layouts_shows_steps_side_by_side(demo):
+    options = ["--layouts", "tp=2", "--show-steps"]
+    told = call(
+        sys.executable, ROOT / "scripts" / "verify_layouts.py", ROOT / "configs" / "dpo_cpu.yaml", *options, cwd=demo
+    )
+    steps = re.findall(r"^  step (\d) +(\d\.\d{7}) +(\d\.\d{7}) +\d\.\de-\d\d$", told, re.MULTILINE)
+    assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, told
+    assert all(float(one) == pytest.approx(float(tp2), abs=1e-5) for _, one, tp2 in steps), told
 
 
 @pytest.mark.long

@@ -149,7 +149,7 @@ def plain_outcome(config, data, prepare=lambda model: None, steps=STEPS) -> Layo
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
     )
-    first = None
+    first, all_metrics = None, []
     for _ in range(steps):
         optimizer.zero_grad()
         logprobs = plain_logprobs(model, data)
@@ -162,8 +162,9 @@ def plain_outcome(config, data, prepare=lambda model: None, steps=STEPS) -> Layo
         gradients = trained(model, as_saved(model, gradient_of))
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
         optimizer.step()
-        first = first or (metrics, logprobs.detach(), gradients)
-    return LayoutResult(*first, trained(model, as_saved(model, lambda tensor: tensor)))
+        all_metrics.append(metrics)
+        first = first or (logprobs.detach(), gradients)
+    return LayoutResult(all_metrics, *first, trained(model, as_saved(model, lambda tensor: tensor)))
 
 
 @pytest.fixture(scope="module")

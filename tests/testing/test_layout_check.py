@@ -17,6 +17,7 @@ from mcore_rl.testing.layout_check import (
     compute_layout_result,
     fitting,
     shrink_model,
+    steps_table,
     table_row,
 )
 from mcore_rl.testing.processes import run_processes
@@ -120,6 +121,17 @@ def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
     assert difference.within(**tolerances(family)), table_row(ParallelLayout(), difference)
+
+
+def test_steps_table_shows_every_step_beside_plain_pytorch(outcomes):
+    plain, one = outcomes("llama")
+    lines = [line.split() for line in steps_table(ParallelLayout(), compare(one, plain))]
+    assert [words[:2] for words in lines if words[0] == "step"] == [["step", str(1 + i)] for i in range(STEPS)] * 2
+    losses = [(float(words[2]), float(words[3])) for words in lines[1 : 1 + STEPS]]
+    assert [loss for loss, _ in losses] == pytest.approx([step["loss"] for step in plain.steps], abs=1e-6)
+    assert [loss for _, loss in losses] == pytest.approx([step["loss"] for step in one.steps], abs=1e-6)
+    assert len({loss for loss, _ in losses}) == STEPS > 1
+    assert all(abs(a - b) < 1e-5 for a, b in losses)
 
 
 def check_layout(family, layout, outcomes, model_of):
