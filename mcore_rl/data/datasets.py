@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from string import Formatter
 from typing import Any, overload
 
+import numpy as np
+
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages
-from mcore_rl.data.readers import require
+from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import (
     MixedTokenStore,
@@ -24,6 +28,7 @@ from mcore_rl.data.token_store import (
     plain_name,
 )
 from mcore_rl.data.tokenize import (
+    SOURCE_BYTES_FOR_PROCESSES,
     TokenizationSpec,
     tokenize_completion,
     tokenize_judged,
@@ -33,6 +38,7 @@ from mcore_rl.data.tokenize import (
 )
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, silent
+from mcore_rl.utils.model_directory import has_chat_template
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Dataset:
         """Describe the dataset in one line for the user: its size, and dropped and truncated records."""
         parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
         if self.num_dropped:
-            parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
+            parts.append(described_drops(self.units, limit))
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} truncated to {limit} tokens")
         return ", ".join(parts) + described_shares(self.units)
@@ -120,6 +126,21 @@ def described_shares(store: TokenStore) -> str:
     """Return the sources' shares for the description of a dataset; empty for a single source."""
     shares = ", ".join(f"{share:.4g} from {name}" for name, share in store.shares.items())
     return f"; of the samples {shares}" if shares else ""
+
+
+def described_drops(store: TokenStore, limit: int, response: int = 0) -> str:
+    """Describe the records that were dropped for their length, and the configuration that keeps all.
+
+    Args:
+        limit: tokens that a record may have.
+        response: tokens of data.max_sequence_length that are reserved for a response.
+    """
+    lengths = store.record_lengths()
+    longest, median = int(lengths.max()), int(np.median(lengths))
+    return (
+        f"{store.counts['dropped']:,} of {len(lengths):,} dropped (longer than {limit} tokens; "
+        f"the median is {median:,}, the longest {longest:,}; data.max_sequence_length={longest + response} keeps all)"
+    )
 
 
 def load_store(
@@ -321,9 +342,7 @@ def _load(
     store = load_store(source, tokenizer, data, what, say, cache)
     counts = store.counts
     if not len(store):
-        raise UserError(
-            f"{named(source)}: no record is left ({counts['dropped']} longer than data.max_sequence_length)"
-        )
+        raise UserError(f"{named(source)}: no record is left: {described_drops(store, data.max_sequence_length)}")
     if not counts["teach_end"] and what.name != "reward":  # a reward model does not learn end tokens
         say(
             f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
@@ -414,9 +433,10 @@ class StoredPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts, and the number of prompts that were dropped for their length."""
+    """Prompts, and the tokens of data.max_sequence_length that are reserved for their responses."""
 
     prompts: StoredPrompts
+    max_response_length: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -429,9 +449,8 @@ class PromptDataset:
     def describe(self, name: str, limit: int) -> str:
         """Describe the dataset in one line for the user."""
         store = self.prompts.store
-        dropped = store.counts["dropped"]
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
-        text += f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else ""
+        text += f", {described_drops(store, limit, self.max_response_length)}" if store.counts["dropped"] else ""
         return text + described_shares(store)
 
     def source_of(self, index: int) -> str | None:
@@ -481,12 +500,13 @@ def load_prompt_dataset(
         seen_in=_prompt_kind_of,
     )
     store = load_store(source, tokenizer, data, what, say, cache)
+    response = data.max_sequence_length - max_prompt_length
     if not len(store):
         raise UserError(
-            f"{named(source)}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, "
-            "which is data.max_sequence_length - max_new_tokens)"
+            f"{named(source)}: no prompt is left beside max_new_tokens={response}: "
+            f"{described_drops(store, max_prompt_length, response)}"
         )
-    return PromptDataset(StoredPrompts(store))
+    return PromptDataset(StoredPrompts(store), response)
 
 
 def _unit_of(tokenizer: Any, record: dict[str, Any], valued: Sequence[str]) -> SequenceGroup:
@@ -530,3 +550,42 @@ def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
         teaching = Teaching(tuple(options.teachers), options.teacher_prompt, sampled)
         return partial(load_distillation_dataset, teaching=teaching)
     return SUPERVISED[config.algorithm]
+
+
+class TokensNeeded(Exception):
+    """A check has come to the first use of tokens."""
+
+
+class UnloadedTokenizer:
+    """A tokenizer that has a chat template, and raises TokensNeeded at any other use."""
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TokensNeeded
+
+    def __getattr__(self, name: str) -> Any:
+        raise TokensNeeded
+
+
+def check_first_records(config: TrainingConfig) -> None:
+    """Check the columns of each local source's first record, and that messages have a chat template, without loading a
+    tokenizer, which takes seconds.
+
+    Raises:
+        UserError: the record is invalid; the message names its file and line.
+    """
+    data = config.data.model_copy(update={"max_samples": 1})
+    own = "a template" if config.model.trust_remote_code or has_chat_template(config.model.path) else None
+    tokenizer = UnloadedTokenizer(data.read_chat_template() or own)
+    for source in (*data.train_sources, *data.validation_sets.values()):
+        if all(map(_begins_quickly, files_of(source))):
+            with contextlib.suppress(TokensNeeded):
+                dataset_loader(config)(source, tokenizer, data)
+
+
+def _begins_quickly(file: str) -> bool:
+    """Return whether the first record of a file can be read at once. A JSON list is read whole."""
+    path = Path(file)
+    return path.suffix in SUFFIXES and (path.suffix != ".json" or path.stat().st_size < SOURCE_BYTES_FOR_PROCESSES)

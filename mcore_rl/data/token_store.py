@@ -180,6 +180,14 @@ class TokenizedChunk:
             self.extra.append(extra)
 
 
+DROPPED_WITH = "dropped with tokens: "
+
+
+def dropped_with(length: int) -> str:
+    """Return the name in `counts` of dropped records whose longest sequence has this many tokens."""
+    return f"{DROPPED_WITH}{length}"
+
+
 class TokenStore(Sequence[SequenceGroup]):
     """Units by number. Two stores are equal if their units are equal, regardless of where they are stored."""
 
@@ -234,6 +242,13 @@ class TokenStore(Sequence[SequenceGroup]):
     def lengths(self) -> np.ndarray:
         """Return the number of tokens in every sequence, int64 [units × sequences per unit]."""
         return np.diff(self._arrays["ends"], prepend=0)
+
+    def record_lengths(self) -> np.ndarray:
+        """Return the tokens of the longest sequence of every record, also of dropped ones, int64 [records]."""
+        dropped = {name: n for name, n in self.counts.items() if name.startswith(DROPPED_WITH)}
+        lengths = np.array([int(name.removeprefix(DROPPED_WITH)) for name in dropped], np.int64)
+        kept = self.lengths().reshape(-1, self._rows).max(1, initial=0)
+        return np.concatenate([kept, lengths.repeat(list(dropped.values()))])
 
     @property
     def sequences_per_unit(self) -> int:

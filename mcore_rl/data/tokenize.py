@@ -26,7 +26,7 @@ from mcore_rl.data.chat import (
     tokenize_conversation,
 )
 from mcore_rl.data.readers import Records, files_of, read_records
-from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence
+from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent
 
@@ -215,7 +215,7 @@ class TokenizationSpec:
         Raises:
             UserError: a record is invalid; the message names its place.
         """
-        chunk, ends = TokenizedChunk(), end_token_ids(tokenizer)
+        chunk = TokenizedChunk()
         for place, record in records.parsed():
             try:
                 record = self._renamed(record)
@@ -225,10 +225,12 @@ class TokenizationSpec:
             except ValueError as error:
                 raise UserError(f"{place}: {error}") from None
             chunk.counts["records"] += 1
+            ends = end_token_ids(tokenizer)
             chunk.counts["teach_end"] += any(not ends.isdisjoint(sequence.trained_ids) for sequence in unit)
             kept = self._limited(unit)
             if kept is None:
                 chunk.counts["dropped"] += 1
+                chunk.counts[dropped_with(max(map(len, unit)))] += 1
                 continue
             chunk.counts["truncated"] += kept != unit
             chunk.counts.update(() if self.seen_in is None else self.seen_in(kept, record))

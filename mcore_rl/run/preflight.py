@@ -8,12 +8,13 @@ from pathlib import Path
 
 from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
 from mcore_rl.config.load import expand_headers
+from mcore_rl.data.datasets import check_first_records
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import input_paths, model_directories
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
-from mcore_rl.utils.model_directory import check_model_directory
+from mcore_rl.utils.model_directory import check_model_directory, check_positions
 from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, restarts
 
 
@@ -56,13 +57,16 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
         config.check_steps(config.trainer.max_steps)
     for key, path in model_directories(config).items():
         if key != "model.lora.path":
-            check_model_directory(path, key)
+            values = check_model_directory(path, key)
+            if key == "model.path":
+                check_positions(values, config.data.max_sequence_length)
 
 
 def check_sources(config: TrainingConfig) -> None:
-    """Raise UserError if a data file is missing or is not a file of records."""
+    """Raise UserError if a data file is missing or is not a file of records, or its first record is invalid."""
     for source in (*config.data.train_sources, *config.data.validation_sets.values()):
         check_file(source)
+    check_first_records(config)
 
 
 def check_vllm(config: RLConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from mcore_rl.utils.files import MANIFEST_FILE, digest_of_file
 from mcore_rl.utils.model_directory import (
     COMPANION_PATTERNS,
     NOT_ARCHITECTURE,
+    check_positions,
     check_repository,
     digest_of_weights,
     missing_files,
@@ -70,7 +70,7 @@ def _checked(config: TrainingConfig) -> Any:
     model = config.model
     hf = load_hf_config(model.path, model.trust_remote_code, model.head)
     check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
-    check_positions(hf, config.data.max_sequence_length)
+    check_positions(hf.to_dict(), config.data.max_sequence_length)
     if config.batch.share_prefixes and config.rows_per_group:
         check_shared_prefixes(hf)
     return hf
@@ -94,23 +94,6 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
                 check_hf_tensors(found[key], source)
                 if key == JUDGE and REWARD_HEAD not in source.names():
                     raise UserError(f"{POLICY}: {path} is not a reward model: it has no {REWARD_HEAD}")
-
-
-def check_positions(hf_config: Any, max_sequence_length: int) -> None:
-    """Refuse a maximum sequence length that exceeds the number of positions of the model.
-
-    Raises:
-        UserError: the sequences are too long; the message names the key.
-    """
-    text = family_of(hf_config).hf
-    own = getattr(text, "max_position_embeddings", None) or math.inf
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
-    if max_sequence_length > positions:
-        raise UserError(
-            f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
-            "(max_position_embeddings)"
-        )
 
 
 def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None:

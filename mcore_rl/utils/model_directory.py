@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,8 @@ def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
-def check_model_directory(path: Path, key: str = "model.path") -> str:
-    """Return the model type of a Hugging Face model directory.
+def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of a Hugging Face model directory.
 
     Raises:
         UserError: the path is not a model directory; the message names its actual kind.
@@ -211,7 +212,34 @@ def check_model_directory(path: Path, key: str = "model.path") -> str:
         raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
-    return str(config["model_type"])
+    return config
+
+
+def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None:
+    """Refuse a maximum sequence length that exceeds the number of positions in a model's config.json.
+
+    Raises:
+        UserError: the sequences are too long; the message names the key and its largest value.
+    """
+    text = values.get("text_config") or values
+    own = text.get("max_position_embeddings") or math.inf
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
+    if max_sequence_length > positions:
+        raise UserError(
+            f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
+            f"(max_position_embeddings); set data.max_sequence_length={positions:.0f} or less"
+        )
+
+
+def has_chat_template(path: Path) -> bool:
+    """Return whether a model directory has a chat template, in a separate file or in the tokenizer's settings."""
+    if any(path.glob("*chat_template*")) or (path / "tekken.json").is_file():
+        return True
+    try:
+        return bool(json.loads((path / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 # File name patterns of a model's files other than weights and config.json.

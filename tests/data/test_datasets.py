@@ -1,6 +1,9 @@
 """Tests of token ids and masks of records, the order of samples, and the schedule of microbatches."""
 
 import json
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -251,7 +254,11 @@ def test_long_records_are_dropped_or_truncated(tmp_path):
     assert (len(dropped), dropped.num_dropped, dropped.num_truncated) == (1, 2, 0)
     cut = load_sft_dataset(path, TOKENIZER, settings_of(overlong="truncate"))
     assert (len(cut), cut.num_dropped, cut.num_truncated) == (2, 1, 1)  # the last has no response left
-    assert "1 dropped" in cut.describe("train", 40)
+    whole = load_sft_dataset(path, TOKENIZER, settings_of(max_sequence_length=100))
+    assert list(whole.units.lengths()) == sorted(dropped.units.record_lengths()) == [26, 51, 81]
+    told = "2 of 3 dropped (longer than 40 tokens; the median is 51, the longest 81; "
+    assert dropped.describe("train", 40).endswith(told + "data.max_sequence_length=81 keeps all)")
+    assert "1 of 3 dropped" in cut.describe("train", 40)
     assert "1 truncated to 40 tokens" in cut.describe("train", 40)
     assert max(len(unit[0]) for unit in cut.units) == 40
 
@@ -346,3 +353,44 @@ def test_microbatch_rows_are_cut_to_their_longest():
     microbatch = MicrobatchPlanner(False, 0, 2, 1).microbatches(data, 0)[1]
     assert microbatch.rows == [2]
     assert torch.equal(microbatch.data["input_ids"], data["input_ids"][2:, :4])
+
+
+def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
+    """Wrong columns, messages without a template and too many positions are refused; a right record passes."""
+    model, path = tmp_path / "model", tmp_path / "a.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    cases = [
+        (
+            {"question": "a", "completion": "b"},
+            {},
+            "a.jsonl, line 1: lacks the key prompt; it has completion, question",
+        ),
+        (chat, {}, "a.jsonl, line 1: the tokenizer has no chat template for messages"),
+        (chat, {"chat_template": "{{ messages }}"}, None),
+        ({"prompt": "a", "completion": "b"}, {}, None),
+        (chat, {"max_sequence_length": 65}, "the model has 64 positions.*; set data.max_sequence_length=64 or less"),
+    ]
+    code = """
+import json, sys
+from mcore_rl.config import SFTConfig, build_config
+from mcore_rl.errors import UserError
+from mcore_rl.run.preflight import preflight
+model, path, cases = json.loads(sys.argv[1])
+for record, data, _ in cases:
+    open(path, "w").write(json.dumps(record))
+    values = {"output_dir": model + "/out", "model": {"path": model}, "trainer": {"max_steps": 1},
+              "data": {"train": path, "max_sequence_length": 64, **data}}
+    try:
+        print(preflight(build_config(SFTConfig, values, [], ""), 1, {}))
+    except UserError as error:
+        print(error)
+print({"torch", "transformers"} & set(sys.modules))
+"""
+    command = [sys.executable, "-c", code, json.dumps([str(model), str(path), cases])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    *told, imported = done.stdout.splitlines()
+    for (_, _, message), line in zip(cases, told, strict=True):
+        assert re.search(str(message), line), line
+    assert imported == "set()"

@@ -296,7 +296,7 @@ DATA = [
     ("sft", "unused_tools.jsonl", "line 1: the chat template does not show the record's tools"),
     ("sft", "bad_call.jsonl", "message 2: a tool call must have a function with a name"),
     ("sft", "bad_arguments.jsonl", "message 2: the arguments of the tool call f are not JSON"),
-    ("sft", "long.jsonl", "long.jsonl: no record is left (2 longer than data.max_sequence_length)"),
+    ("sft", "long.jsonl", "long.jsonl: no record is left: 2 of 2 dropped (longer than 48 tokens; the median is 62, the longest 62; data.max_sequence_length=62 keeps all)"),
     ("dpo", "no_rejected.jsonl", "line 1: lacks the key rejected; it has chosen, prompt"),
     ("dpo", "same.jsonl", "chosen and rejected are the same in every record"),
     ("dpo", "no_prompt.jsonl", "line 1: lacks the key prompt (it may be left out of message lists only)"),
@@ -306,7 +306,7 @@ DATA = [
     ("grpo", "prompt_empty.jsonl", "line 1: the prompt has no tokens"),
     ("grpo", "prompt_null.jsonl", "line 1: the key prompt has no value (null)"),
     ("grpo", "prompt_list.jsonl", "line 1: prompt must be a list of messages, found a list with a text"),
-    ("grpo", "long.jsonl", "no prompt is left (2 longer than 40 tokens"),
+    ("grpo", "long.jsonl", "no prompt is left beside max_new_tokens=8: 2 of 2 dropped (longer than 40 tokens; the median is 60, the longest 60; data.max_sequence_length=68 keeps all"),
     ("grpo", "no_answer.jsonl", "environment.name=exact_match: .*cannot be judged: KeyError: 'answer' (the record has solution)"),
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     """
     from transformers import AutoConfig
 
-    alias = CONFIGURED_AS.get(check_model_directory(path))
+    alias = CONFIGURED_AS.get(str(check_model_directory(path)["model_type"]))
     try:
         if alias is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
