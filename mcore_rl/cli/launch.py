@@ -11,9 +11,12 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -48,18 +51,22 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
     Returns:
         0 after success; otherwise the exit status of the first rank that failed, or 128 + the number of its signal.
     """
+    parser = _parser()
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks print their errors
-    launched = _parser().parse_args([*options, "--module", "mcore_rl", *command])
+    launched = parser.parse_args([*options, "--module", "mcore_rl", *command])
     # Ranks handle signals themselves: they save and end. torchrun would kill the ranks after its grace period for each
     # signal that it handles itself; it needs at least one.
     launched.signals_to_handle = "SIGQUIT"
     for number in HANDED_ON:
         signal.signal(number, _hand_on)
+    store = _listen_locally(launched)
     try:
         run(launched)
     except ChildFailedError as error:
@@ -71,14 +78,66 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
         return 128 - int(failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
+    except (DistError, RendezvousError) as error:
+        leave(2, _why_nodes_do_not_meet(error, launched))
     except ValueError as error:
         leave(2, f"{error} (torchrun --help tells the launch's options)")
+    finally:
+        del store  # closes its port
     return 0
 
 
+def _listen_locally(launched: argparse.Namespace) -> Any:
+    """Host the ranks' store on 127.0.0.1 if this node is the only one and the user chose no port; return the store.
+
+    torchrun's own store listens on every network interface, and authenticates nobody. It uses this store, because
+    stores of one process and port share a server (`multi_tenant`).
+    """
+    from torch.distributed import TCPStore
+
+    chosen = launched.master_port is not None or launched.rdzv_endpoint or launched.rdzv_backend != "static"
+    if launched.nnodes not in ("1", "1:1") or (chosen and not launched.standalone):
+        return None
+    listening = socket.create_server(("127.0.0.1", 0))
+    launched.master_addr, launched.master_port = listening.getsockname()
+    launched.standalone, launched.rdzv_id = False, str(uuid.uuid4())
+    return TCPStore(
+        host_name=launched.master_addr,
+        port=launched.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _why_nodes_do_not_meet(error: Exception, launched: argparse.Namespace) -> str:
+    """Describe a failed rendezvous of the nodes by the options that decide it."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+
+    if isinstance(error, RendezvousConnectionError):
+        return (
+            f"--rdzv-endpoint {launched.rdzv_endpoint}: no rendezvous of torchrun answers there; start the node with "
+            "this address first, or choose a port that no other program uses"
+        )
+    missing = f"--nnodes {launched.nnodes}: not all nodes have joined in time"
+    if isinstance(error, RendezvousError):
+        return f"{missing}; start the same command on each node, and see the output of the others"
+    if "EADDRINUSE" in str(error):
+        return f"--master-port {launched.master_port}: another program listens on this port; choose a free one"
+    address = f"--master-addr {launched.master_addr}, --master-port {launched.master_port}"
+    return f"{missing} at {address}; start the same command on each node, with node rank 0 at this address"
+
+
 def _parser() -> argparse.ArgumentParser:
+    # torch reads this level when it is imported. Its C++ code prints thirty lines for a failed connection; an error of
+    # this module tells it in one. The ranks do not inherit the level.
+    quiet = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+    os.environ.update(quiet)
     from torch.distributed.run import get_args_parser
 
+    for name in quiet:
+        del os.environ[name]
     parser = get_args_parser()
     parser.prog = "mcore-rl train ALGORITHM"
     # Replace the method: a subclass would have to declare every option again.

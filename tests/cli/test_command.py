@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from forked_programs import run_forked
+from ports import free_port
 from small_models import make_model
 
 from mcore_rl.utils.checkpoint_store import CheckpointStore
@@ -84,6 +86,39 @@ def test_command_refuses_wrong_arguments_in_one_line(arguments, message):
     text = (done.stderr or done.stdout).strip()
     assert re.match(message, text), text
     assert not arguments or len(text.splitlines()) == 1
+
+
+MISSED = "--nnodes 2: not all nodes have joined in time"
+UNMET = [
+    pytest.param("--master-port {taken}", "--master-port {taken}: another program listens on this port", id="port"),
+    pytest.param(
+        "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free} --rdzv-conf is_host=0,read_timeout=3",
+        "--rdzv-endpoint 127.0.0.1:{free}: no rendezvous of torchrun answers there",
+        id="endpoint",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {free} --rdzv-conf timeout=3",
+        MISSED + " at --master-addr 127.0.0.1, --master-port {free}",
+        id="first node",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free} --rdzv-conf join_timeout=3",
+        MISSED + "; start the same command on each node",
+        id="second node",
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), UNMET)
+def test_failed_rendezvous_is_one_line(options, message, config):
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        ports = {"taken": listener.getsockname()[1], "free": free_port()}
+        done = call("train", "sft", *options.format(**ports).split(), "--nproc-per-node", "1", config)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"error: {message.format(**ports)}") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_doctor_reports_no_missing_package():
@@ -166,6 +201,9 @@ def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp
                     break
             ranks = psutil.Process(process.pid).children()
             assert len(ranks) == 2
+            launcher_and_ranks = [psutil.Process(process.pid), *ranks]
+            connections = [one for member in launcher_and_ranks for one in member.net_connections()]
+            assert {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
             {
                 "launcher": lambda: process.send_signal(number),
                 "group": lambda: os.killpg(process.pid, number),
