@@ -108,6 +108,20 @@ def test_only_a_runs_directory_is_cleared(out):
     assert {path.name: path.read_text() for path in out.iterdir()} == {"judge.log": ""}
 
 
+def test_a_directory_with_a_users_notes_is_accepted_and_keeps_them(configured, tmp_path):
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    for name in ("notes.txt", "figures/loss.png"):
+        (tmp_path / "out" / name).write_text("a user's")
+    for config in (configured(), configured(resume="none", overwrite=True)):
+        check_output(config)
+        mark(tmp_path / "out")
+        (tmp_path / "out" / "metrics.jsonl").write_text("{}")
+    RunDirectory(tmp_path / "out").clear()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.name for path in files} - {"run.json"} == {"notes.txt", "loss.png"}
+    assert all(path.read_text() == "a user's" for path in files if path.name != "run.json")
+
+
 def test_an_edit_of_an_export_is_seen_whatever_its_size(configured, out):
     check_output(configured())
     (out / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
