@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
+from mcore_rl.config import TrainingConfig, build_config, changed_values, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError, is_lost_peer
@@ -94,7 +94,8 @@ def run_script(
     parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
     dry_run = "check everything, tell what N processes would do, and stop"
     parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
-    parser.add_argument("--print-config", action="store_true", help="print every value, and stop")
+    shown = "print the changed values, then every value, and stop"
+    parser.add_argument("--print-config", action="store_true", help=shown)
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     parsed = parser.parse_intermixed_args(arguments)
@@ -104,13 +105,11 @@ def run_script(
         if parsed.dry_run and not is_launched():
             set_world_size(parsed.dry_run)
         if parsed.print_config:
-            show(resolved_yaml(config).rstrip())
+            show(_printed(config))
             return
         config = with_local_models(config)
         preflight(config, world_size(), paths)
-        if rank() == 0:
-            processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
-            console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
+        _announce(config, source)
         quiet_libraries()
         from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
@@ -123,6 +122,20 @@ def run_script(
         else:
             train(config, **paths)
         flush_output()
+
+
+def _printed(config: TrainingConfig) -> str:
+    """Return a configuration as YAML, below comments with the values that differ from their defaults."""
+    changed = "".join(f"#   {line}\n" for line in changed_values(config))
+    return f"# Values that differ from their defaults:\n{changed}\n{resolved_yaml(config).rstrip()}"
+
+
+def _announce(config: TrainingConfig, source: str) -> None:
+    """Print the number of processes and the values that differ from their defaults."""
+    if rank() == 0:
+        processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
+        console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
+        console.print(f"not at their defaults: {'  '.join(changed_values(config))}", markup=False)
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:

@@ -15,7 +15,15 @@ from mcore_rl.config.algorithms import (
     SFTConfig,
 )
 from mcore_rl.config.base import Section
-from mcore_rl.config.load import build_config, laid_over, load_config, read_overridable, read_yaml, resolved_yaml
+from mcore_rl.config.load import (
+    build_config,
+    changed_values,
+    laid_over,
+    load_config,
+    read_overridable,
+    read_yaml,
+    resolved_yaml,
+)
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rl import (
     CriticConfig,
@@ -63,6 +71,7 @@ __all__ = [
     "SFTConfig",
     "VLLMConfig",
     "build_config",
+    "changed_values",
     "greatest_is_best",
     "read_chat_template",
     "laid_over",

@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -227,6 +227,25 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
 def resolved_yaml(config: Section) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back."""
     return yaml.safe_dump(without_variables(config.model_dump(mode="json")), sort_keys=False)
+
+
+def changed_values(config: Section) -> list[str]:
+    """Return each value that differs from its default, as the override `section.key=value` that sets it."""
+    values = without_variables(config.model_dump(mode="json", exclude_defaults=True))
+    return [f"{key}={_flow(value)}" for key, value in _flattened(values)]
+
+
+def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and all(isinstance(name, str) and "." not in name for name in value):
+            yield from ((f"{key}.{name}", inner) for name, inner in _flattened(value))
+        else:
+            yield key, value
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -240,9 +240,13 @@ def test_train_without_configuration_file_uses_defaults(config, tmp_path):
         capture_output=True, text=True, timeout=90, env={**ENVIRONMENT, "PYTHONPATH": os.getcwd()}, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("command line: 2 processes; importing PyTorch and Megatron …\n")
+    first, second, *_ = done.stdout.splitlines()
+    assert first == "command line: 2 processes; importing PyTorch and Megatron …"
+    assert second.startswith("not at their defaults: output_dir=") and "  trainer.max_steps=1  " in second
+    assert "optimizer." not in second, "the run sets none"
     assert len(CheckpointStore(tmp_path / "outputs" / "sft_model" / "checkpoints").iterations()) == 1
     shown = call("train", "rm", *arguments, "--output", tmp_path / "elsewhere", "--print-config").stdout
+    assert shown.startswith("# Values that differ from their defaults:\n#   output_dir=")
     shown = yaml.safe_load(shown)
     assert shown["output_dir"] == str(tmp_path / "elsewhere") and shown["model"]["head"] == "reward"
     over = yaml.safe_load(call("train", "sft", config, "--model", "/other", "--print-config").stdout)

@@ -12,6 +12,8 @@ from mcore_rl.config import (
     PPOConfig,
     RMConfig,
     SFTConfig,
+    build_config,
+    changed_values,
     load_config,
     resolved_yaml,
 )
@@ -51,6 +53,17 @@ def test_shipped_configurations_load(path):
     config = load_config(kinds[path.name.split("_")[0]], path)
     assert config.optimizer.lr > 0
     assert config.optimizer.warmup_steps == 0  # the first step of a warm-up would train nothing
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/dpo_*.yaml")), ids=lambda path: path.name)
+def test_changed_values_are_overrides_that_give_the_configuration(path, monkeypatch):
+    for name in ("MODEL", "TRAIN", "VALIDATION", "DATA"):
+        monkeypatch.setenv(name, "x")
+    config = load_config(DPOConfig, path, ["data.columns={prompt: 'a: b', chosen: c.d}"])
+    changed = changed_values(config)
+    assert build_config(DPOConfig, {}, changed, "") == config
+    assert not any(line.startswith(("seed=", "optimizer.name=")) for line in changed), "these are defaults"
+    assert "seed=7" in changed_values(build_config(DPOConfig, {}, [*changed, "seed=7"], ""))
 
 
 def test_overrides_and_types(write):
