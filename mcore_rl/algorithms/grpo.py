@@ -191,6 +191,9 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
 # Before the first update, sampler, policy and reference have the same weights. The tolerance covers rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
+SLOW_JUDGING = 0.25
+"""Part of a step from which on the console names the keys that shorten judging."""
+
 
 class GRPOTrainer(TrainingLoop[PromptDataset]):
     """Trains a policy on rollouts: GRPO and its variants, or PPO with a critic.
@@ -225,6 +228,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             config, inputs, policy, worker, self.say, self.total_steps, recording, recorded
         )
         self.phases = PhaseTimes(0)
+        self.is_advised = False
         self.failed_steps = 0
         """Number of consecutive steps in which too many samples could not be judged."""
         self.judged_in_failed_steps = 0
@@ -510,12 +514,27 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     def _timings(self, outcomes: Sequence[RolloutSummary], started: float, flops: float) -> dict[str, float]:
         generated, total = sum(o.response_length for o in outcomes), sum(o.num_tokens for o in outcomes)
-        seconds = self.phases.seconds
+        seconds, judging = self.phases.seconds, 0.0 if self.replays else self.worker.judging_seconds
+        if judging:  # the phase of generation includes it
+            seconds |= {"generation": seconds["generation"] - judging, "judging": judging}
+            self._advise_on_judging(judging, time.perf_counter() - started)
         timings = {f"{name}_seconds": value for name, value in seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
             if seconds.get(name):
                 timings[f"{name}_tokens_per_second"] = tokens / seconds[name]
         return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
+
+    def _advise_on_judging(self, seconds: float, total: float) -> None:
+        """Name the keys that shorten the judging of a step, once, if it takes much of the step."""
+        environment = self.config.environment
+        is_slow = seconds > max(SLOW_JUDGING * total, 1.0)
+        if self.is_advised or not is_slow or environment.name == "reward_model" or environment.batch_size > 1:
+            return
+        self.is_advised = True
+        self.say(
+            f"judging took {seconds:.1f} of the {total:.1f} s of a step: one sample a call in environment.num_workers="
+            f"{environment.num_workers} processes; environment.batch_size=16 gives a function up to 16 samples a call"
+        )
 
     # ------------------------------------------------------------ around the steps
 

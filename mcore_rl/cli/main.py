@@ -35,7 +35,8 @@ schema of its configuration, `mcore-rl doctor` what is installed here, and what 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
+    asks_for_help = words[-1:] in (["-h"], ["--help"]) and words[:-1] in ([], ["train"], ["schema"])
+    if not words or asks_for_help:
         print(USAGE)
         sys.exit(0 if words else 2)
     if words == ["doctor"]:

@@ -189,8 +189,9 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
             errors[judging[future]] = error
     fields = ", ".join(sorted(samples[0].record)) or "no field beside prompt"
     shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
+    named = f"environment.function={config.function}" if config.function else f"environment.name={config.name}"
     raise UserError(
-        f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {errors[0]} "
+        f"{named}: an answer to a record of data.train cannot be judged: {errors[0]} "
         f"(the record has {fields}{shortened})"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class RolloutWorker:
         self.judges_together = hasattr(environment, "step")
         self.environment: Any = environment
         self.weight_version = 0
+        self.judging_seconds = 0.0
+        """Seconds since `prepare` in which the ranks waited for the judge. While conversations stream, nobody waits."""
         self._telling = SummaryExchange(topology)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
@@ -116,7 +119,7 @@ class RolloutWorker:
     def prepare(self, weight_version: int) -> None:
         """Start to generate with the policy's current weights, whose version is `weight_version`."""
         self.generation.prepare_for_generation(weight_version=weight_version)
-        self.weight_version = weight_version
+        self.weight_version, self.judging_seconds = weight_version, 0.0
 
     def finish(self) -> None:
         """End generation. No requests are sent until the next `prepare`."""
@@ -200,7 +203,9 @@ class RolloutWorker:
         going = list(conversations)
         while (share := BatchShare.concatenated(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
+            started = time.perf_counter()
             going = self._judge([conversation for conversation in going if conversation.rollout.error is None])
+            self.judging_seconds += time.perf_counter() - started
 
     def _respond(self, conversations: Sequence[Conversation], share: BatchShare, greedy: bool) -> None:
         rollouts = [conversation.rollout for conversation in conversations]

@@ -275,7 +275,28 @@ def test_several_turns_updates_and_dynamic_sampling(files):
     text = rollout["token_mask"]
     assert sum(a != b for a, b in itertools.pairwise(text)) == 3  # prompt, response, observation, response
     assert all((logprob == 0) or masked for logprob, masked in zip(rollout["logprobs"], text, strict=True))
-    assert metrics_of(files / "several")[0]["turns_mean"] == 2
+    first = metrics_of(files / "several")[0]
+    assert first["turns_mean"] == 2
+    spent = [first[f"{name}_seconds"] for name in ("generation", "judging", "logprobs", "training")]
+    assert all(seconds > 0 for seconds in spent) and sum(spent) < first["step_seconds"]
+
+
+def test_slow_judging_is_told_once_with_its_keys():
+    from types import SimpleNamespace
+
+    from mcore_rl.algorithms.grpo import GRPOTrainer
+
+    told, environment = [], SimpleNamespace(name="function", batch_size=1, num_workers=3)
+    trainer = SimpleNamespace(config=SimpleNamespace(environment=environment), is_advised=False, say=told.append)
+    for seconds, total in ((0.9, 1.0), (2.0, 9.0), (4.0, 9.0), (4.0, 9.0)):
+        GRPOTrainer._advise_on_judging(trainer, seconds, total)
+    assert told == [
+        "judging took 4.0 of the 9.0 s of a step: one sample a call in environment.num_workers=3 processes; "
+        "environment.batch_size=16 gives a function up to 16 samples a call"
+    ]
+    environment.batch_size, trainer.is_advised = 8, False
+    GRPOTrainer._advise_on_judging(trainer, 4.0, 9.0)
+    assert len(told) == 1
 
 
 @pytest.mark.long

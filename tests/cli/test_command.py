@@ -132,6 +132,9 @@ def test_doctor_reports_no_missing_package():
 
 def test_help_prints_usage_of_command_and_program():
     assert forked("--help").stdout.startswith("mcore-rl train {")
+    for arguments in (["train", "--help"], ["train", "-h"], ["schema", "--help"]):
+        done = forked(*arguments)
+        assert done.returncode == 0 and done.stdout.startswith("mcore-rl train {"), arguments
     text = forked("train", "grpo", "--help").stdout
     assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
 

@@ -82,7 +82,9 @@ def test_probe_calls_judge_on_first_records(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)
     probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
-    message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
+    message = (
+        r"environment.function=judge_functions:misbehave: .* cannot be judged: ZeroDivisionError: .* has answer, scale"
+    )
     with pytest.raises(UserError, match=message):
         probe(config, prompts_of(*[{"scale": 0, "answer": 1}] * 2))
     with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field beside prompt\)"):
