@@ -62,7 +62,7 @@ SECONDS = 1800
 def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=count, default=1_000_000)
-    parser.add_argument("--tokens", type=count, default=512, help="of a record, on average")
+    parser.add_argument("--tokens", type=count, default=512, help="mean length of a record")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         started = time.perf_counter()

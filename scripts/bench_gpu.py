@@ -42,7 +42,7 @@ FUSED, FUSED_FLOOR, FUSED_GB, HALF_MASKED = 1.4, 1.7, 0.3, 0.6
 def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, *CASES, "predict"])
-    parser.add_argument("--hardware", default="h100", help="whose published figures predictions are made with")
+    parser.add_argument("--hardware", default="h100", help="name of the GPU in simulation/hardware.yaml")
     parser.add_argument(
         "--output", type=Path, help="directory of the part's JSON and picture; docs/benchmarks if left out"
     )
@@ -55,7 +55,9 @@ def main() -> int:
             rows = predictions(Hardware.load(arguments.hardware), arguments.hardware, rehearses)
             return end("predict", f"Predicted for one {arguments.hardware.upper()}", rows, arguments)
         if not (platform.has_gpu() or rehearses):
-            raise UserError(f"{part}: torch {torch.__version__} sees no GPU; --rehearse runs toy sizes on the CPU")
+            raise UserError(
+                f"{part}: torch {torch.__version__} sees no GPU; install a torch for CUDA, or add --rehearse"
+            )
         if part in CASES:
             rows = steps(REHEARSED[part] if rehearses else CASES[part], Hardware.load(arguments.hardware), rehearses)
         else:

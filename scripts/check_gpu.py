@@ -73,9 +73,9 @@ def main() -> int:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
     parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
-    parser.add_argument("--again", action="store_true", help="also what has ended well")
-    parser.add_argument("--seconds", type=count, help="begin no part after so many")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with toy sizes")
+    parser.add_argument("--again", action="store_true", help="run parts that have succeeded again")
+    parser.add_argument("--seconds", type=count, help="start no part after this many seconds")
+    parser.add_argument("--rehearse", action="store_true", help="run toy sizes on the CPU")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     with exit_on_error():
@@ -97,7 +97,7 @@ def surroundings(rehearses: bool) -> dict[str, str]:
     import torch
 
     if not (torch.cuda.is_available() or rehearses):
-        raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs toy sizes on the CPU")
+        raise UserError(f"torch {torch.__version__} sees no GPU; install a torch for CUDA, or add --rehearse")
     device = "the CPU, rehearsed" if rehearses else torch.cuda.get_device_name()
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
     for name in ("torch", "megatron-core", "transformers", "transformer-engine"):

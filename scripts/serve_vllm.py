@@ -16,7 +16,7 @@ from mcore_rl.utils.model_directory import check_model_directory
 
 
 def main() -> None:
-    parser = Parser(description="Serve a policy by vLLM.")
+    parser = Parser(description="Start the vLLM servers of a configuration.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     parser.add_argument(

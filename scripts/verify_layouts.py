@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
-    parser.add_argument("--max-processes", type=count, default=8, help="leave out larger layouts")
+    parser.add_argument("--max-processes", type=count, default=8, help="leave out layouts with more processes")
     parser.add_argument("--algorithm", choices=[name for name in PROGRAMS if name != "ppo"], default="dpo")
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
     parser.add_argument("--show-steps", action="store_true", help="print loss and gradient norm of each step as well")

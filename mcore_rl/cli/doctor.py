@@ -13,18 +13,18 @@ import psutil
 
 NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "datasets", "pydantic")
 OPTIONAL = {
-    "transformer-engine": "attention and layers of Megatron's on GPUs (pip install 'mcore_rl[gpu]')",
+    "transformer-engine": "Megatron's fused attention and layers on GPUs (pip install 'mcore_rl[gpu]')",
     "apex": "fused optimizer and weight gradients on GPUs without Transformer Engine (built from source)",
     "flash-linear-attention": "gated delta nets on GPUs by fla's kernels (pip install flash-linear-attention)",
     "causal-conv1d": "convolutions of gated delta nets on GPUs (pip install causal-conv1d)",
-    "vllm": "generation.backend=vllm; it may have an environment of its own (generation.vllm.python)",
+    "vllm": "generation.backend=vllm (make install-vllm, or generation.vllm.python)",
     "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
     "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
     "tensorboard": "logging.tensorboard (pip install 'mcore_rl[tensorboard]')",
     "plotly": "mcore-rl report (pip install 'mcore_rl[report]')",
     "wandb": "logging.wandb (pip install 'mcore_rl[wandb]')",
     "mlflow-skinny": "logging.mlflow (pip install 'mcore_rl[mlflow]')",
-    "peft": "the tests of adapters; training and files need none",
+    "peft": "tests of adapters; training with LoRA does not need it",
 }
 
 
@@ -69,7 +69,9 @@ def _writable(path: Path) -> bool:
 def _devices() -> Iterator[str]:
     from mcore_rl.platform import describe_gpus
 
-    yield from describe_gpus() or ["no GPU that torch can use: runs go to the CPU (gloo)"]
+    yield from describe_gpus() or [
+        "torch finds no GPU: runs use the CPU. On a machine with GPUs, install a torch for CUDA, then this package"
+    ]
 
 
 def _group() -> str:

@@ -59,7 +59,7 @@ class _Help(argparse.Action):
             if section:
                 show("\n".join(as_text([section_of(self.config_type, section)])).strip())
             else:
-                told = "Sections of the configuration and their keys (--help SECTION tells what each means):"
+                told = "Sections of the configuration and their keys (--help SECTION explains them):"
                 show("\n".join([parser.format_help(), told, *as_list(reference_of(self.config_type))]))
         sys.exit(0)
 
@@ -91,8 +91,8 @@ def run_script(
     parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help=words)
     for option, key in KEYS_OF_OPTIONS.items():
         parser.add_argument(f"--{option}", metavar="PATH", help=f"the same as {key}=PATH")
-    parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
-    dry_run = "check everything, tell what N processes would do, and stop"
+    parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="print this help, or a section's")
+    dry_run = "check all inputs, print the plan for N processes, and stop"
     parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
     shown = "print the changed values, then every value, and stop"
     parser.add_argument("--print-config", action="store_true", help=shown)

@@ -25,12 +25,13 @@ mcore-rl schema {{…}}
 mcore-rl doctor
 
     mcore-rl train dpo configs/dpo_cpu.yaml                          one process
-    mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight, as by torchrun
+    mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight processes
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
 
-`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch;
-`mcore-rl report OUTPUT` draws what a run has measured, as OUTPUT/report.html; `mcore-rl schema dpo` prints the JSON
-schema of its configuration, `mcore-rl doctor` what is installed here, and what is missing for what."""
+`mcore-rl train dpo --help` prints the options and keys of a program, `torchrun --help` those of the launch.
+`mcore-rl report OUTPUT` writes curves and samples of a run to OUTPUT/report.html.
+`mcore-rl schema dpo` prints the JSON schema of a configuration.
+`mcore-rl doctor` lists the installed packages, and the features that need the missing ones."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,9 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Write one HTML file about runs and print its path; exit with status 2 and one line after bad input."""
-    parser = Parser(prog=prog, description="One self-contained HTML file about runs, for a browser.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run, going on or ended")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {REPORT} in the first RUN")
+    parser = Parser(prog=prog, description="Write one self-contained HTML file about runs.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a running or finished run")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"path of the report (default: {REPORT} in the first RUN)"
+    )
     parsed = parser.parse_args(arguments)
     with exit_on_error():
         print(write_report(parsed.runs, parsed.output or parsed.runs[0] / REPORT))

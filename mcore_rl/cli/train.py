@@ -36,8 +36,8 @@ class Program:
 
 
 RECORDINGS = {
-    "record": "a file that keeps every step's rollouts",
-    "replay": "such a file, to train from its rollouts instead of generating",
+    "record": "write the rollouts of every step to this file",
+    "replay": "train on the rollouts of such a file; generate none",
 }
 
 PROGRAMS = {
@@ -45,8 +45,8 @@ PROGRAMS = {
     "dpo": Program("Direct preference optimization.", DPOConfig),
     "rm": Program("A reward model from preferences (Bradley–Terry).", RMConfig),
     "kto": Program("Kahneman–Tversky optimization of unpaired responses.", KTOConfig),
-    "distill": Program("Distillation from a teacher beside the student.", DistillationConfig),
-    "grpo": Program("Group relative policy optimization, and its kin.", GRPOConfig, RECORDINGS),
+    "distill": Program("Distillation: train a student on the distribution of a teacher.", DistillationConfig),
+    "grpo": Program("Group relative policy optimization (GRPO) and related algorithms.", GRPOConfig, RECORDINGS),
     "ppo": Program("Proximal policy optimization, with a critic.", PPOConfig, RECORDINGS),
 }
 

@@ -98,7 +98,10 @@ def check(*arguments):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "sees no GPU; --rehearse"), (["--only", "smok"], "--only smok: there are doctor, smoke, tests, trace")],
+    [
+        ([], "sees no GPU; install a torch for CUDA, or add --rehearse"),
+        (["--only", "smok"], "--only smok: there are doctor, smoke, tests, trace"),
+    ],
 )
 def test_refusals(arguments, message, tmp_path):
     ended = check("--output", str(tmp_path / "out"), *arguments)

@@ -62,7 +62,7 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
         torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5, msg=f"rank {rank}")
         assert scored == [6, 6, 2]
         assert [line.partition(": /")[0] for line in said] == [
-            "reference log-probabilities: those of 7 records are computed once"
+            "reference log-probabilities: computing them once for 7 records"
         ]
     (stored,) = tmp_path.iterdir()
     stored.with_suffix(".checksums").touch()  # left by who was stopped just before it would have gone
@@ -109,7 +109,7 @@ def test_who_was_stopped_goes_on(size, batches, torn, records, whole, model_of, 
     for again, said, scored in run_processes(precompute, ParallelLayout(dp=2).apply(config), tmp_path, world_size=2):
         assert sum(scored) == 2 * (7 - records)
         once = [line for line in said if "are computed once" in line]
-        assert [f", {records} of which were before" in line for line in once] == [bool(records)]
+        assert [f", {records} of which are done" in line for line in once] == [bool(records)]
         torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5)
     assert stored.read_bytes()[: records * 4] == content[: records * 4] and list(tmp_path.iterdir()) == [stored]
 

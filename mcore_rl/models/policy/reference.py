@@ -253,8 +253,8 @@ def _compute(
     partial = _ResumableFile(path)
     try:
         done: int = run_on_rank_zero(lambda: partial.begin(units, say))
-        before = f", {done:,} of which were before" if done else ""
-        say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
+        before = f", {done:,} of which are done" if done else ""
+        say(f"reference log-probabilities: computing them once for {len(units):,} records{before}: {path}")
         progress = Progress("reference log-probabilities", say)
         for start in range(done, len(units), batch_size):
             indices = range(start, min(start + batch_size, len(units)))
