@@ -108,7 +108,7 @@ def test_who_was_stopped_goes_on(size, batches, torn, records, whole, model_of, 
     stored.with_suffix(".checksums").write_text(lines + torn)
     for again, said, scored in run_processes(precompute, ParallelLayout(dp=2).apply(config), tmp_path, world_size=2):
         assert sum(scored) == 2 * (7 - records)
-        once = [line for line in said if "are computed once" in line]
+        once = [line for line in said if "computing them once" in line]
         assert [f", {records} of which are done" in line for line in once] == [bool(records)]
         torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5)
     assert stored.read_bytes()[: records * 4] == content[: records * 4] and list(tmp_path.iterdir()) == [stored]
