@@ -265,8 +265,8 @@ class CheckpointConfig(Section):
     overwrite: bool = False
     """Remove the files of an earlier run from output_dir; needs resume=none. Otherwise such a directory is refused."""
     best_metric: Name | None = None
-    """A validation metric, as `loss`, or with several sets `math/accuracy`. Each new best value saves a checkpoint, and
-    the best checkpoint is always kept."""
+    """A validation metric, as `loss`, or with several sets `math/reward_mean`. Each new best value saves a checkpoint,
+    and the best checkpoint is always kept."""
     best_mode: Literal["min", "max"] | None = None
     """Whether the lowest or the highest best_metric is best; the default is min for losses and errors, max for
     accuracies, rewards and margins."""

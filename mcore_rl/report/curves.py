@@ -34,7 +34,7 @@ GROUPS = {
         "rewards of pairs": r"rewards_(chosen|rejected)_mean|rewards_(desirable|undesirable)_(mean|sum)",
         "margin": r"reward_margin",
         "log-probabilities": r"logprobs_(chosen|rejected)_mean",
-        "accuracy": r"accuracy",
+        "accuracy": r"accuracy|reward_positive_fraction",
         "several responses": r"(pass|maj)@\d+",
     },
     "KL": {

@@ -246,25 +246,26 @@ class RolloutStatistics:
         )
 
     def metrics(self, if_none_judged: float = 0.0) -> dict[str, float]:
-        """Return the metrics. Accuracy is the share of judged samples with a positive reward; `kept_tokens_mean` is the
-        number of tokens that the sampler kept for each sampled token, if it returned them.
+        """Return the metrics. `reward_positive_fraction` is the share of judged samples with a positive reward: the
+        accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the number of tokens that the sampler kept for each
+        sampled token, if it returned them.
 
         Rewards are those of the judged samples. The mean of each of several rewards is over the judged samples that
         it applies to.
 
         Args:
-            if_none_judged: reward and accuracy if no sample could be judged.
+            if_none_judged: these values if no sample could be judged.
         """
         totals, count, judged = self._totals, self._totals["samples"], max(self._totals["judged"], 1)
         failed, mean = count - totals["judged"], self._rewards / judged
-        unknown = dict.fromkeys(("reward_mean", "reward_std", "accuracy"), if_none_judged)
+        unknown = dict.fromkeys(("reward_mean", "reward_std", "reward_positive_fraction"), if_none_judged)
         return {
             **{
                 f"reward_{name}_mean": _nearest(total / number) for name, (total, number) in sorted(self._named.items())
             },
             "reward_mean": _nearest(mean),
             "reward_std": math.sqrt(_nearest(self._squares / judged - mean * mean)),
-            "accuracy": totals["positive"] / judged,
+            "reward_positive_fraction": totals["positive"] / judged,
             "response_length_mean": totals["tokens"] / count,
             "response_length_max": float(self._longest),
             "truncated_fraction": totals["truncated"] / count,

@@ -275,7 +275,7 @@ def console_metrics(config: TrainingConfig) -> tuple[str, ...]:
     """Return the metrics that the console shows, also of validation, and the summary with their best values. The loss
     of training on rollouts does not show progress."""
     if isinstance(config, RLConfig):
-        return ("reward_mean", "accuracy", "value_loss", "explained_variance")
+        return ("reward_mean", "reward_positive_fraction", "value_loss", "explained_variance")
     return ("loss", "accuracy")
 
 

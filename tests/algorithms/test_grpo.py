@@ -204,7 +204,8 @@ def test_a_run_writes_what_it_did(whole_run):
     assert first["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert first["kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert metrics[-1]["kl_penalty"] > 0
-    expected = {"reward_mean", "reward_std", "accuracy", "response_length_mean", "approx_entropy", "clip_fraction_low",
+    expected = {"reward_mean", "reward_std", "reward_positive_fraction",
+                "response_length_mean", "approx_entropy", "clip_fraction_low",
                 "clip_fraction_high", "probs_ratio", "generation_tokens_per_second", "training_tokens_per_second",
                 "logprobs_tokens_per_second"}  # fmt: skip
     assert expected <= set(first)
@@ -407,7 +408,7 @@ def test_grpo_teaches_what_sft_taught_badly(tmp_path):
             processes=2,
         )  # fmt: skip
         assert "step 0  validation: reward_mean" in process.stdout_text
-        before, after = (metrics_of(out)[step]["validation_accuracy"] for step in (0, -1))
+        before, after = (metrics_of(out)[step]["validation_reward_positive_fraction"] for step in (0, -1))
         print(f"{name}: held-out accuracy {before} → {after}")
         assert 0.2 <= before <= 0.6
         assert after >= before + 0.3

@@ -179,7 +179,7 @@ def test_metrics_are_the_same_in_whatever_parts_samples_come():
     assert whole["turns_mean"] == statistics.mean(o.turns for o in outcomes)
     assert whole["truncated_fraction"] == sum(o.truncated for o in outcomes) / 101
     assert whole["failed_fraction"] == sum(o.error is not None for o in outcomes) / 101
-    assert (whole["accuracy"], whole["num_samples"]) == (1.0, 101.0)
+    assert (whole["reward_positive_fraction"], whole["num_samples"]) == (1.0, 101.0)
 
 
 def test_rewards_whose_squares_no_float_holds_have_an_infinite_spread():
@@ -241,7 +241,7 @@ def test_several_responses_to_each_validation_prompt(processes):
     names = {f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4)}
     assert names <= set(expected) and {f"odd/{name}" for name in names} <= set(expected)
     assert 0 < expected["pass@1"] < expected["pass@2"] < expected["pass@4"] < 1
-    assert expected["pass@1"] == pytest.approx(expected["accuracy"])
+    assert expected["pass@1"] == pytest.approx(expected["reward_positive_fraction"])
     for metrics, asked in run_processes(validated, 5, 4, world_size=processes):
         assert metrics == expected
         assert [len(ids) for ids in asked] == [8] * 8 + [4]

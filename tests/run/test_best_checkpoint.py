@@ -33,8 +33,10 @@ def test_what_is_better():
     best = BestValidation("loss", False, "", 2)
     assert taken(best, 0.5, math.nan) == [True, False] and not best.patience_is_over
     assert taken(best, 0.6) == [False] and best.patience_is_over
-    with pytest.raises(UserError, match=r"checkpoint\.best_metric=loss: validations have accuracy, reward_mean"):
-        best.is_bettered(1, {"validation_reward_mean": 1.0, "validation_accuracy": 0.0, "loss": 1.0})
+    with pytest.raises(
+        UserError, match=r"checkpoint\.best_metric=loss: validations have reward_mean, reward_positive_fraction"
+    ):
+        best.is_bettered(1, {"validation_reward_mean": 1.0, "validation_reward_positive_fraction": 0.0, "loss": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,9 @@ def test_what_is_better():
     [
         ("loss", None, False),
         ("policy_kl_error", None, False),
-        ("accuracy", None, True),
+        ("reward_positive_fraction", None, True),
         ("reward_mean", None, True),
-        ("accuracy", "min", False),
+        ("reward_positive_fraction", "min", False),
         ("kl", "max", True),
     ],
 )
