@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
@@ -292,6 +292,24 @@ def _hide(package: str) -> None:
     for name in [package, *sys.modules]:
         if name.partition(".")[0] == package:
             sys.modules[name] = hidden
+
+
+@contextlib.contextmanager
+def importing_megatron() -> Iterator[None]:
+    """Import Megatron inside. Without a GPU, its functions are not compiled.
+
+    Megatron marks functions for compilation as it is imported. torch's compiler takes a third of a program's start to
+    import, and its kernels would be for GPUs.
+    """
+    if has_gpu():
+        yield
+        return
+    compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for what is imported later
+    finally:
+        torch.compile = compiler
 
 
 DETERMINISTIC_ENVIRONMENT = {

@@ -111,3 +111,16 @@ def test_megatron_takes_nothing_from_a_transformer_engine_that_needs_a_gpu(tmp_p
         [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert answer.stdout.split() == ["False", "megatron.core.utils"]
+
+
+def test_a_run_on_the_cpu_imports_no_compiler():
+    asked = (
+        "from mcore_rl import platform; platform.initialize_platform();"
+        "import sys, torch, mcore_rl.algorithms.grpo; from megatron.core.jit import jit_fuser;"
+        "print('torch._inductor' in sys.modules, 'transformers' in sys.modules, torch.compile.__module__);"
+        "print(jit_fuser(len) is len)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert answer.stdout.split() == ["False", "False", "torch", "True"]
