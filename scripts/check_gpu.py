@@ -33,6 +33,8 @@ from mcore_rl.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 600
+AT_ONCE = min(8, os.cpu_count() or 1)
+"""Tests that run at the same time: they wait mostly for their processes to start."""
 LINES_KEPT, LINES_OF_A_FAILURE = 60, 20
 ENDED_WELL, NOT_ALL = "ended well", 3
 told_to_end = threading.Event()
@@ -49,7 +51,8 @@ class Part:
 
 
 def tests(name: str, wanted: str) -> Part:
-    plain = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_devices.py", "-k", wanted]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--numprocesses", str(AT_ONCE)]
+    plain = ["-m", "pytest", *options, "tests/gpu/test_devices.py", "-k", wanted]
     return Part(name, [*plain, "-m", "gpu"], [*plain, "-m", "not gpu"])
 
 
