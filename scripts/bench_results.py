@@ -34,7 +34,7 @@ class Row:
     ours, peer: values in the unit of the table.
     ratio: value that is checked.
     at_least, at_most: bounds of the ratio; None without a bound.
-    floor: the worst ratio with which the benchmark succeeds; None for the bound.
+    floor: the worst ratio with which the benchmark succeeds, and its inverse with two bounds; None for the bounds.
 
     `figure` returns a row without a comparison: ratio is then the figure itself, in the unit of the row.
     """
@@ -75,6 +75,8 @@ class Row:
         """Whether the benchmark fails: below the floor, or below the bound if there is no floor."""
         if self.floor is None:
             return self.is_missed
+        if self.at_least is not None and self.at_most is not None:
+            return not self.floor <= self.ratio <= 1 / self.floor
         return self.ratio < self.floor if self.at_least is not None else self.ratio > self.floor
 
     @property

@@ -39,6 +39,9 @@ def test_a_missed_bound_is_said_and_fails(row, missed, tmp_path, monkeypatch, ca
         (Row("a", 2.9, 1, 2.9, at_least=5, floor=3), 1),
         (Row("a", 1.6, 1, 1.6, at_most=1.4, floor=1.7), 0),
         (Row.figure("a", 1.8, "s", at_most=1.4, floor=1.7), 1),
+        (Row("a", 1.16, 1, 1.16, at_least=0.9, at_most=1.1, floor=0.85), 0),
+        (Row("a", 1.2, 1, 1.2, at_least=0.9, at_most=1.1, floor=0.85), 1),
+        (Row("a", 0.8, 1, 0.8, at_least=0.9, at_most=1.1, floor=0.85), 1),
     ],
 )
 def test_a_missed_bound_with_a_floor_fails_only_below_the_floor(row, status, tmp_path, monkeypatch, capsys):

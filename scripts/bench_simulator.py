@@ -1,0 +1,195 @@
+"""Compare the simulator with published steps on H100s and with steps that were measured on an H200.
+
+    python scripts/bench_simulator.py [--rows TEXT …] [--workers 2]
+
+The expected agreement is 15 % for seconds and 10 % for memory. Exits with 1 if a row is far from it. Published rows
+were measured with Megatron's layers of Transformer Engine. Sources: cards of Megatron-Bridge (Qwen3, Moonlight),
+arXiv:2504.14960 (Mixtral 8x22B), golden values of Megatron-LM's functional tests (Mixtral 8x7B).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_results import Row, finish
+
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error
+from mcore_rl.config import SFTConfig
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.search import simulate
+from mcore_rl.simulation.step import Sequences
+
+SECONDS, MEMORY = (0.85, 1.15), (0.9, 1.1)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-8B": ("Qwen3Config", {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+    }),
+    "Qwen3-30B-A3B": ("Qwen3MoeConfig", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151_936,
+    }),
+    "Mixtral-8x22B": ("MixtralConfig", {
+        "hidden_size": 6144, "intermediate_size": 16_384, "num_hidden_layers": 56, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "vocab_size": 32_768,
+    }),
+    "Mixtral-8x7B": ("MixtralConfig", {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32_000,
+    }),
+    "Moonlight-16B-A3B": ("DeepseekV3Config", {
+        "hidden_size": 2048, "intermediate_size": 11_264, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "vocab_size": 163_840,
+    }),
+    "Llama-8B, 8 layers": ("LlamaConfig", {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    }),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """A measured step of supervised training.
+
+    layout: sizes of TP, PP, virtual chunks and EP.
+    packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
+    parts: the lengths of a pack's sequences, as divisors of `tokens`.
+    trained: fraction of the tokens that the loss counts.
+    floor: the smallest ratio, or its inverse, with which the benchmark succeeds.
+    seconds, gigabytes: time of a step, and peak memory of the rank with the most, or of the last one if `is_last`;
+        None if not published.
+    """
+
+    model: str
+    gpus: int
+    layout: tuple[int, int, int, int]
+    packs: int
+    tokens: int
+    seconds: float | None = None
+    gigabytes: float | None = None
+    is_last: bool = False
+    hardware: str = "h100"
+    parts: tuple[int, ...] = (1,)
+    trained: float = 1.0
+    floor: float = 0.85
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self.tokens // part for part in self.parts) * self.packs
+
+    @property
+    def name(self) -> str:
+        tp, pp, _, ep = self.layout
+        return f"{self.model}, {self.gpus} GPUs, TP {tp}, PP {pp}, EP {ep}"
+
+
+def of_utilization(flops_per_token: float, tokens: int, gpus: int, rate: float) -> float:
+    """Return the seconds of a step from the published operations per second of a GPU."""
+    return flops_per_token * tokens / (gpus * rate)
+
+
+ROWS = [
+    Published("Qwen3-8B", 16, (1, 1, 1, 1), 1024, 4096, seconds=25.07),
+    Published("Qwen3-30B-A3B", 16, (1, 1, 1, 16), 1024, 4096, seconds=45.65, gigabytes=61.35),
+    Published("Moonlight-16B-A3B", 8, (2, 1, 1, 8), 4, 4096, seconds=0.457, gigabytes=36.6, floor=0.15),
+    Published(
+        "Mixtral-8x22B", 128, (2, 8, 1, 8), 256, 4096, seconds=of_utilization(243.7e9, 256 * 4096, 128, 487.7e12)
+    ),
+    Published("Mixtral-8x7B", 64, (2, 4, 8, 8), 256, 4096, gigabytes=35.506, is_last=True),
+    Published(
+        "Llama-8B, 8 layers",
+        1,
+        (1, 1, 1, 1),
+        4,
+        8192,
+        seconds=0.777,
+        gigabytes=60.53,
+        hardware="h200",
+        parts=(2, 4, 8, 16, 32, 32),
+        trained=1 / 3,
+    ),
+]
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--rows", nargs="+", default=[""], help="only rows whose name contains one of these")
+    parser.add_argument("--workers", type=count, default=2)
+    arguments = parser.parse_args()
+    rows = []
+    with exit_on_error():
+        chosen = [row for row in ROWS if any(text in row.name for text in arguments.rows)]
+        for published in chosen:
+            rows += compared(published, arguments.workers)
+    columns = ("simulated", "published", "ratio")
+    return finish("simulator", "Simulated and published steps", columns, rows, keep=len(chosen) == len(ROWS))
+
+
+def compared(published: Published, workers: int) -> list[Row]:
+    gpu = Hardware.load(published.hardware)
+    _, pp, chunks, _ = published.layout
+    with tempfile.TemporaryDirectory() as name:
+        config = config_of(published, write_model(published.model, Path(name)))
+        lengths = published.lengths
+        trained = tuple(int(length * published.trained) for length in lengths)
+        of_stage = published.gpus // pp
+        ranks = [stage * of_stage for stage in ([0] if pp == 1 else [0, pp - 1])]
+        reports = simulate(config, published.gpus, ranks, Sequences(lengths, trained), workers)
+    found = []
+    if published.seconds is not None:
+        seconds = gpu.step_seconds(reports, "bfloat16", pp, chunks)
+        found.append(("seconds", seconds, published.seconds, SECONDS))
+    if published.gigabytes is not None:
+        peaks = [report.peak for report in (reports[-1:] if published.is_last else reports)]
+        found.append(("GB", max(peaks) / 1e9, published.gigabytes, MEMORY))
+    for what, simulated, measured, _ in found:
+        print(f"{published.name}: {simulated:.4g} {what}, published {measured:.4g}", flush=True)
+    return [
+        Row(f"{published.name}: {what}", one, two, one / two, *bounds, floor=published.floor)
+        for what, one, two, bounds in found
+    ]
+
+
+def write_model(name: str, directory: Path) -> Path:
+    """Write the configuration of a model, without weights."""
+    import transformers
+
+    kind, sizes = MODELS[name]
+    config = getattr(transformers, kind)(**sizes, max_position_embeddings=131_072, tie_word_embeddings=False)
+    config.save_pretrained(directory)
+    return directory
+
+
+def config_of(published: Published, model: Path) -> SFTConfig:
+    tp, pp, chunks, ep = published.layout
+    parallel: dict[str, Any] = {
+        "tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1,
+        "overlap_grad_reduce": True, "overlap_param_gather": True,
+    }  # fmt: skip
+    if chunks > 1:
+        parallel["virtual_pipeline_model_parallel_size"] = chunks
+    return SFTConfig.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"path": model, "dtype": "bfloat16", "moe_grouped_gemm": ep > 1},
+            "data": {"train": "unused", "max_sequence_length": published.tokens},
+            "batch": {"global_batch_size": len(published.lengths), "tokens_per_pack": published.tokens},
+            "optimizer": {"lr": 1e-5},
+            "trainer": {"max_steps": 1000},
+            "parallel": parallel,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
