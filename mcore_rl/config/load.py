@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -317,20 +318,32 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """Return the name here of a key of another program, or the reason why it has none. The whole key or its last part
-    is looked up; None if neither is known."""
+    """Return the name here of a key of another program, or the reason why it has none. The whole key or its last parts
+    are looked up; None if neither is known, or if keys that share as many last parts have several names here."""
     algorithm = getattr(config_type, "algorithm", "")
-    found = []
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
     for line in OTHER_NAMES.read_text().splitlines():
         program, kind, there, here, reason = line.split("\t")
-        is_whole, is_part = fnmatch.fnmatchcase(name, there), name.rpartition(".")[2] == there.rpartition(".")[2]
-        if kind.lower() not in ("", algorithm) or not (is_whole or is_part):
+        is_whole, shared = fnmatch.fnmatchcase(name, there), _shared_parts(name, there)
+        if kind.lower() not in ("", algorithm) or not (is_whole or shared) or here == name:
             continue
+        likeness = (not is_whole, there != name, -shared)
         if not here:
-            found.append((not is_whole, True, "*" in there, f"{program}'s {there} has no counterpart here: {reason}"))
-        elif here != name and _has(config_type, here):
-            found.append((not is_whole, False, kind == "", f"{program}'s {there} is {here} here"))
-    return min(found)[3] if found else None
+            text = f"{program}'s {there} has no counterpart here: {reason}"
+            found.setdefault((*likeness, True, "*" in there), {}).setdefault(reason, text)
+        elif _has(config_type, here):
+            found.setdefault((*likeness, False, not kind), {}).setdefault(here, f"{program}'s {there} is {here} here")
+        elif there == name:
+            text = f"{program}'s {there} is {here}, which this program does not have"
+            found.setdefault((*likeness, True, False), {}).setdefault(here, text)
+    nearest = found[min(found)] if found else {}
+    return next(iter(nearest.values())) if len(nearest) == 1 else None
+
+
+def _shared_parts(name: str, other: str) -> int:
+    """Return the number of equal parts at the ends of two keys."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _has(config_type: type[Section], name: str) -> bool:
