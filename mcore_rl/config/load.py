@@ -244,9 +244,22 @@ def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+class _FlowDumper(yaml.SafeDumper):
+    """Writes a text with line breaks between double quotes, where they are `\\n`."""
+
+
+def _flow_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    has_breaks = len(text.splitlines()) > 1 or text.endswith("\n")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if has_breaks else None)
+
+
+_FlowDumper.add_representer(str, _flow_text)
+
+
 def _flow(value: Any) -> str:
     """Return a value as YAML in one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
+    text = yaml.dump(value, Dumper=_FlowDumper, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -59,8 +59,10 @@ def test_shipped_configurations_load(path):
 def test_changed_values_are_overrides_that_give_the_configuration(path, monkeypatch):
     for name in ("MODEL", "TRAIN", "VALIDATION", "DATA"):
         monkeypatch.setenv(name, "x")
-    config = load_config(DPOConfig, path, ["data.columns={prompt: 'a: b', chosen: c.d}"])
+    template = r"""data.chat_template="{{ messages }}\n\n{# it's #}\n" """
+    config = load_config(DPOConfig, path, ["data.columns={prompt: 'a: b', chosen: c.d}", template])
     changed = changed_values(config)
+    assert not any("\n" in line for line in changed), "each line is a comment in --print-config"
     assert build_config(DPOConfig, {}, changed, "") == config
     assert not any(line.startswith(("seed=", "optimizer.name=")) for line in changed), "these are defaults"
     assert "seed=7" in changed_values(build_config(DPOConfig, {}, [*changed, "seed=7"], ""))
