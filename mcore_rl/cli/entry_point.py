@@ -34,6 +34,9 @@ ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 PEER_SECONDS = 5.0
 """Seconds that a rank waits for another rank's error before it prints its own."""
 
+LONGEST_LINE = 200
+"""Number of letters from which on a `key=value` is shortened on the console."""
+
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
 """Options that set the keys that every run needs."""
 
@@ -135,7 +138,15 @@ def _announce(config: TrainingConfig, source: str) -> None:
     if rank() == 0:
         processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
         console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
-        console.print(f"not at their defaults: {'  '.join(changed_values(config))}", markup=False)
+        console.print(f"not at their defaults: {'  '.join(map(_shortened, changed_values(config)))}", markup=False)
+
+
+def _shortened(line: str) -> str:
+    """Return `key=value` for the console, where logs keep it: the beginning of long values, and no header's text."""
+    key, _, value = line.partition("=")
+    if ".headers." in key and "${" not in value:
+        return f"{key}=…"
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:

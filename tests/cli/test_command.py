@@ -16,6 +16,7 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
+from mcore_rl.cli.entry_point import _shortened
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 COMMAND = [sys.executable, "-m", "mcore_rl"]
@@ -231,6 +232,13 @@ def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "ranks are left"
         time.sleep(0.1)
+
+
+def test_console_shows_no_text_of_a_header_and_beginnings_of_long_values():
+    assert _shortened("environment.headers.Authorization=Bearer abc") == "environment.headers.Authorization=…"
+    named = "environment.rewards.a.headers.Authorization=Bearer ${TOKEN}"
+    assert _shortened(named) == named and _shortened("seed=7") == "seed=7"
+    assert len(_shortened(f"data.chat_template={'x' * 5000}")) < 250
 
 
 @pytest.mark.long
