@@ -80,6 +80,10 @@ def _without_markers(template: str) -> str:
     return GENERATION_MARKER.sub("", template).replace("{% endgeneration %}", "").replace("{%- endgeneration %}", "")
 
 
+JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a boolean"}
+"""Names of the values of a record, for its author."""
+
+
 def tokenize_completion(
     tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
 ) -> TokenSequence:
@@ -99,7 +103,11 @@ def tokenize_completion(
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = check_messages(prompt, "prompt"), check_messages(completion, "completion")
         return _conversation(tokenizer, before + after, len(before), tools)
-    raise ValueError("prompt and completion must both be strings or both be lists of messages")
+    found = " and ".join(JSON_NAMES.get(type(part), type(part).__name__) for part in (prompt, completion))
+    raise ValueError(
+        "a prompt and its response (completion, chosen or rejected) must both be strings or both be lists of messages; "
+        f"found {found}"
+    )
 
 
 def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> TokenSequence:
@@ -243,7 +251,8 @@ class TokenizationSpec:
             return record
         if missing := [column for column in self.columns.values() if column not in record]:
             has = ", ".join(sorted(record)) or "nothing"
-            raise ValueError(f"lacks the key {' and '.join(missing)}, which data.columns names; it has {has}")
+            named = f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+            raise ValueError(f"{named}, which data.columns names; it has {has}")
         others = {key: value for key, value in record.items() if key not in self.columns.values()}
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 

@@ -160,7 +160,7 @@ def test_columns_of_each_source(tmp_path):
     assert [text_of(unit[0]) for unit in (units[0], units[1])] == ["pc<|end|>", "qa<|end|>"]
     (unit,) = load_sft_dataset(section.validation, TOKENIZER, section).units
     assert text_of(unit[0]) == "qa<|end|>"
-    with pytest.raises(UserError, match=r"other.jsonl, line 1: lacks the key prompt and completion; it has answer, qu"):
+    with pytest.raises(UserError, match=r"other.jsonl, line 1: lacks the keys prompt and completion; it has answer, q"):
         load_sft_dataset(section.train, TOKENIZER, settings_of(**sources, columns={own: {"prompt": "prompt"}}))
 
 
