@@ -62,7 +62,7 @@ demo: outputs/demo/model/config.json
 	rm -rf outputs/dpo_cpu
 	@$(call train,dpo,dpo_cpu)
 	@echo
-	@echo 'The same three steps in one process and in two tensor-parallel processes, on the CPU:'
+	@echo 'Three steps of a small copy of the model, in one process and in two tensor-parallel processes, on the CPU:'
 	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml --layouts tp=2 --show-steps
 	@echo
 	@$(call results,dpo_cpu)
