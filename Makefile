@@ -14,7 +14,7 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	@echo 'installing the packages of constraints.txt into .venv; this takes one to two minutes …'
-	@test -x $(BIN)/python || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
+	@test -x $(BIN)/pip || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
 		then $(PYTHON) -m venv --system-site-packages .venv; else $(PYTHON) -m venv .venv; fi
 	@$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
 		if $(BIN)/pip install --quiet --dry-run --no-deps --report - --constraint constraints.txt torch 2>/dev/null | \
