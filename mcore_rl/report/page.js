@@ -31,6 +31,8 @@ function draw() {
     chart.style.height = `${300 + 19 * names}px`;
     const axes = { xaxis: { ...themed.xaxis, ...xaxis }, yaxis: { ...themed.yaxis, ...yaxis }, margin };
     Plotly.react(chart, data, { ...themed, showlegend: names > 0, ...kept, ...axes }, {
+      // Plotly would offer to send a chart to its cloud.
+      showSendToCloud: false, plotlyServerURL: "",
       displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     });
   });
