@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Generic
 
 import torch
@@ -52,10 +51,22 @@ class StopSignals:
         self.save_seconds, self._saved = save_seconds, time.monotonic()
         self._clock_is_mine = rank() == 0
         self.save_is_due = False
+        arrivals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not this process's
         for number in SIGNALS:
-            signal.signal(number, self._receive)
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive_all(self, arrivals: int) -> None:
+        """Receive signals when they arrive. A handler would run only after the collective that the process waits in."""
+        while True:
+            for number in os.read(arrivals, 64):
+                if number in SIGNALS:
+                    self._receive(number)
+
+    def _receive(self, number: int) -> None:
         is_same = number == self._received and number != signal.SIGINT
         if is_same and time.monotonic() - self._received_at < SAME_NOTICE_SECONDS:
             return
@@ -64,7 +75,8 @@ class StopSignals:
         self._received, self._received_at = number, time.monotonic()
         if self._clock_is_mine:
             name = signal.Signals(number).name
-            print_error(f"{name}: finishing the step and saving; once more ends at once")
+            when = "" if number == signal.SIGINT else f"after {SAME_NOTICE_SECONDS} seconds "
+            print_error(f"{name}: finishing the step and saving; again {when}ends at once")
         if number == signal.SIGINT and is_under_torchrun():
             threading.Thread(target=self._end_with_parent, daemon=True).start()
 

@@ -243,15 +243,20 @@ def test_resume_after_sigterm_ends_bit_equal(files, whole_run):
 
 def test_second_signal_ends_process_at_once(files):
     code = (
-        "import os, signal\n"
+        "import ctypes, os, signal, time\n"
         "from mcore_rl.platform import initialize_platform\n"
         "initialize_platform()\n"
-        "from mcore_rl.run.loop import StopSignals\n"
-        "StopSignals()\n"
+        "from mcore_rl.run import loop\n"
+        "loop.StopSignals()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"  # the same notice, which Slurm and the launcher both send
+        "time.sleep(0.1)\n"
+        "loop.SAME_NOTICE_SECONDS = 1\n"
+        "again = 'sleep 0.3; kill -USR1 ' + str(os.getpid()) + ' & sleep 2'\n"
+        "ctypes.CDLL(None).system(again.encode())\n"  # it arrives while this thread runs no Python
         "print('going on', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(5)\n"
         "print('never')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
