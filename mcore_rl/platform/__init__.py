@@ -275,13 +275,13 @@ def initialize_platform(simulate: bool = False) -> None:
     if _installed:
         return
     _simulates = simulate
+    if te_problem() is not None:
+        _hide("transformer_engine")  # Megatron would use its kernels, or end at an import that raises an OSError
     if has_gpu():
         torch.cuda.set_device(torchrun.local_rank())
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
-        if te_problem() is not None:
-            _hide("transformer_engine")  # Megatron would use its kernels wherever it can be imported
         cuda_stand_ins.install(device())
     _installed = True
 

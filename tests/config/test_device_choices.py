@@ -124,3 +124,20 @@ def test_a_run_on_the_cpu_imports_no_compiler():
         [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert answer.stdout.split() == ["False", "False", "torch", "True"]
+
+
+@pytest.mark.long
+def test_megatron_does_not_import_a_broken_transformer_engine_on_a_gpu(tmp_path):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text('raise OSError("libcudnn.so.9: cannot open")')
+    asked = (
+        "import torch; from mcore_rl import platform;"
+        "platform.has_gpu = lambda: True; torch.cuda.set_device = lambda device: None;"
+        "platform.initialize_platform();"
+        "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    answer = subprocess.run(
+        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert answer.stdout.split() == ["False"]
