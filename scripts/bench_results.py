@@ -66,9 +66,9 @@ class Row:
 
     @property
     def is_missed(self) -> bool:
-        return (self.at_least is not None and self.ratio < self.at_least) or (
-            self.at_most is not None and self.ratio > self.at_most
-        )
+        return (self.at_least is not None and not self.ratio >= self.at_least) or (
+            self.at_most is not None and not self.ratio <= self.at_most
+        )  # NaN misses each bound
 
     @property
     def fails(self) -> bool:
@@ -77,7 +77,7 @@ class Row:
             return self.is_missed
         if self.at_least is not None and self.at_most is not None:
             return not self.floor <= self.ratio <= 1 / self.floor
-        return self.ratio < self.floor if self.at_least is not None else self.ratio > self.floor
+        return not (self.ratio >= self.floor if self.at_least is not None else self.ratio <= self.floor)
 
     @property
     def bound(self) -> str:

@@ -50,6 +50,12 @@ def test_a_missed_bound_with_a_floor_fails_only_below_the_floor(row, status, tmp
     assert "MISSED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("bounds", [{"at_least": 5}, {"at_most": 5}, {"at_most": 5, "floor": 6}])
+def test_nan_misses_every_bound(bounds):
+    row = Row("a", 1, 1, float("nan"), **bounds)
+    assert row.is_missed and row.fails
+
+
 def test_a_table_says_what_its_figures_depend_on(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
     bench_results.finish("name", "A title", ("ours", "peer", "ratio"), [Row("a", 1, 1, 1.0)])
