@@ -122,8 +122,9 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "trl
 
 def this_run() -> dict[str, str]:
     """Return what the figures depend on: date, commit, machine, processors and versions."""
-    asked = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(asked, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    commit = _git("describe", "--always")
+    if commit and _git("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)docs/benchmarks"):
+        commit += "-dirty"  # benchmarks that ran before have written their tables
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -136,6 +137,15 @@ def this_run() -> dict[str, str]:
         "machine": f"{machine()}, {os.cpu_count()} processors",
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
     }
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints; "" without git or outside a repository."""
+    try:
+        asked = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return asked.stdout.strip()
 
 
 def machine() -> str:

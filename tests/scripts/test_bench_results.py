@@ -65,6 +65,11 @@ def test_a_table_says_what_its_figures_depend_on(tmp_path, monkeypatch):
     assert all(part in (tmp_path / "name.svg").read_text() for part in run.values())
 
 
+def test_a_machine_without_git_keeps_its_figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench_results.this_run()["commit"] == "unknown"
+
+
 def test_a_figure_is_shown_in_its_own_unit_and_scale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
     rows = [Row("faster", 6, 3, 2.0, at_least=1.5), Row.figure("memory", 41.27, "MB", at_most=200)]
