@@ -183,8 +183,9 @@ def picture(title: str, run: dict[str, str], columns: Sequence[str], rows: Seque
                 parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + BAR + 3}" stroke="#222222"/>')
         parts.append(text(left + WIDTH + 8, y + 15, f"{row.shown}  {row.bound}"))
     bottom = 58 + len(rows) * (BAR + 8)
-    parts.append(text(16, bottom + 12, ", ".join(run.values()), color="#666666"))
-    size = f"{left + WIDTH + 190} {bottom + 24}"
+    told = ", ".join(run.values())
+    parts.append(text(16, bottom + 12, told, color="#666666"))
+    size = f"{max(left + WIDTH + 190, 32 + int(LETTER * len(told)))} {bottom + 24}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 

@@ -100,10 +100,8 @@ class ModelConfig(Section):
             UserError: the section requires Transformer Engine, which cannot be used.
         """
         if self.transformer_impl == "transformer_engine" and te_problem is not None and not simulates:
-            raise UserError(
-                f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; install it with "
-                "pip install 'mcore_rl[gpu]', or set local"
-            )
+            remedy = "install it with pip install 'mcore_rl[gpu]', or set local" if on_gpu else "set local"
+            raise UserError(f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; {remedy}")
         choices: dict[str, Any] = {}
         if self.dtype == "auto":
             choices["dtype"] = "bfloat16" if on_gpu else "float32"

@@ -215,8 +215,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=platform.fuses_weight_gradients(),
         transformer_impl=model.transformer_impl,
-        # Megatron's fused kernel for packed sequences ignores YaRN's factor on cos and sin.
-        apply_rope_fusion=False,
+        apply_rope_fusion=False,  # attention modules rotate themselves
         bias_dropout_fusion=platform.has_gpu(),
         masked_softmax_fusion=False,
         **_recomputation(model),
