@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world-size", type=count, required=True, help="number of processes of the run")
     parser.add_argument("--algorithm", choices=PROGRAMS, required=True, help="algorithm of the training script")
-    parser.add_argument("--hardware", default="h100", help="h100 (default), h200, a100, or FILE:NAME")
+    parser.add_argument(
+        "--hardware", default="h100", help="h100 (default), h200, a100, b200, gb200, gb300, or FILE:NAME"
+    )
     parser.add_argument("--lengths", help="lengths of the sequences in tokens: 2048,512,…")
     parser.add_argument("--response-part", type=float, help="with --lengths, fraction of response tokens (default 0.5)")
     parser.add_argument("--ranks", help="ranks: distinct (default), first, last, stages, or numbers")
