@@ -264,6 +264,7 @@ def test_in_a_browser(width, scheme, browser, tmp_path):
     for box in (charts.nth(n).bounding_box() for n in range(charts.count())):
         assert 250 < box["width"] <= width and 280 < box["height"] < 800
     assert tab.evaluate(COVERED) == [], "no toolbar lies on a plot, and no name is cut off"
+    assert not tab.locator('.modebar-btn[data-title^="Share"]').count(), "no button sends a chart to Plotly"
     steps = tab.locator(".chart .xtick text").all_text_contents()
     assert steps and all(re.fullmatch(r"[\d,]+", step) for step in steps)
     assert tab.locator(".chart .scatterlayer .trace").count() >= charts.count()
