@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 
 from mcore_rl.report.runs import Run, Series
 
+COLORS = ("#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3")
+DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
+"""Of the curves of a chart: with one run, a color for each metric; with several, a color for each run, and a dash for
+each metric. Validation is dotted."""
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_MARKED_STEPS = 8
@@ -137,18 +141,20 @@ def _series(run: Run) -> dict[str, Series]:
 
 def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
     figure, longest = go.Figure(), 0
-    for run in runs:
+    for number, run in enumerate(runs):
         series = _series(run)
-        for name in (name for name in names if name in series):
+        for place, name in ((place, name) for place, name in enumerate(names) if name in series):
             steps, values = thinned(series[name])
             longest = max(longest, len(series[name].steps) if len(steps) < len(series[name].steps) else 0)
             validation = name.startswith("validation_")
+            dash = "dot" if validation else DASHES[place % len(DASHES)] if len(runs) > 1 else "solid"
+            color = COLORS[(number if len(runs) > 1 else place) % len(COLORS)]
             figure.add_scatter(
                 x=steps,
                 y=values,
                 name=html.escape(_label(run, name, names, runs)),
                 mode="lines+markers" if validation or len(steps) < 20 else "lines",
-                line={"width": 1.6, "dash": "dot" if validation else "solid"},
+                line={"width": 1.6, "dash": dash, "color": color},
             )
     if title == "token_mult_prob_error":
         for bound in {run.config.get("generation.max_token_mult_prob_error") for run in runs} - {None}:
@@ -227,6 +233,7 @@ def phases(run: Run, title: str) -> Chart:
         figure.add_scatter(
             x=steps[edges], y=means, name=html.escape(name), mode="lines", stackgroup="step", line={"width": 0.5}
         )
+    figure.update_layout(colorway=COLORS)
     _set_axes(figure)
     note = f"{len(steps):,} steps: means of {parts} stretches" if parts < len(steps) else ""
     return Chart(title, figure, note)

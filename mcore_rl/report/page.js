@@ -11,7 +11,6 @@ function layout() {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("text"), size: 12 },
-    colorway: ["#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3"],
     xaxis: { ...axis, title: { text: "step", standoff: 6 }, tickformat: ",d" },
     yaxis: { ...axis, exponentformat: "power" },
     hovermode: "x unified",

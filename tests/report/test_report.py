@@ -206,6 +206,18 @@ def test_a_run_that_starts_afresh_removes_only_a_report(text, tmp_path):
     assert (tmp_path / "run" / "report.html").exists() == (text == "mine")
 
 
+def test_a_run_has_one_color_and_a_metric_one_dash(tmp_path):
+    one, two = read_runs([dpo(tmp_path / "a"), dpo(tmp_path / "b")])
+    charts = {chart.title: chart.figure.data for section in sections([one, two]) for chart in section.charts}
+    curves = [(trace.name.partition(": "), trace.line) for trace in charts["rewards of pairs"]]
+    assert len(curves) == 4 and len({(line.color, line.dash) for _, line in curves}) == 4
+    for place in (0, 2):
+        kinds = {(name[place], line.color if place == 0 else line.dash) for name, line in curves}
+        assert len(kinds) == 2, kinds
+    alone = {chart.title: chart.figure.data for section in sections([one]) for chart in section.charts}
+    assert len({trace.line.color for trace in alone["rewards of pairs"]}) == 2
+
+
 # ------------------------------------------------------------------ as a browser shows it
 
 
