@@ -59,6 +59,8 @@ def load(config_type, tmp_path, overrides=(), **sections):
 class Worker:
     """Answers of ascending lengths; every other prompt's are all right, and teach nothing."""
 
+    judging_seconds = 0.0
+
     def __init__(self, teaches=lambda prompt: prompt % 2 == 1):
         self.asked, self.teaches = [], teaches
 

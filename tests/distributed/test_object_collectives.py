@@ -102,7 +102,7 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
         assert len(steps) == STEPS
         for calls in steps[1:]:  # in the first, names are new
             calls = set(calls) - {("settle", "_failure")}  # which asks whether an error could be sent
-            assert calls <= {("write", "gather_items_on_rank_zero")}, (
+            assert calls <= {("log_samples", "gather_items_on_rank_zero")}, (
                 "texts of samples, which the first rank writes down"
             )
             assert not calls or layout.dp > 1
