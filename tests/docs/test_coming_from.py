@@ -203,7 +203,7 @@ def test_names_of_metrics():
     assert len(rows) > 30
     formed = {"reward_NAME_mean": "reward_{name}_mean", "pass@k": '"pass"', "maj@k": '"maj"'}
     formed |= {f"clip_fraction_{side}": f"clip_fraction_{side}" for side in ("low", "high")}
-    formed |= {"generation_seconds": "{name}_seconds"}
+    formed |= dict.fromkeys(("generation_seconds", "judging_seconds"), "{name}_seconds")
     for ours, theirs in rows:
         assert formed.get(ours, f'"{ours}"') in sources, ours
         name = theirs.strip("`").replace("NAME", "{reward_func_name}")

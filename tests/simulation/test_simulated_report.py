@@ -289,7 +289,8 @@ def test_a_student_that_answers_itself_learns_from_its_own_answers():
 @pytest.mark.long
 def test_weights_that_take_each_others_place(tmp_path):
     """To the host and back for a reference, twice; with adapters nothing is moved."""
-    dpo = one_pack(tmp_path).model_dump(exclude_unset=True, exclude={"sft"}) | {"dpo": {"reference": "swap"}}
+    pack = one_pack(tmp_path, num_hidden_layers=8)  # whose activations need more than the scoring's logits
+    dpo = pack.model_dump(exclude_unset=True, exclude={"sft"}) | {"dpo": {"reference": "swap"}}
     plain, adapters = (
         DPOConfig.model_validate(dpo),
         DPOConfig.model_validate(dpo | {"model": {"path": str(tmp_path), "lora": {"rank": 4}}}),
