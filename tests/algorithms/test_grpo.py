@@ -391,7 +391,7 @@ def test_every_layout_is_verified(files):
 # ------------------------------------------------------------------ it learns
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # minutes; of PPO, which has the same step, the long tests show it
 def test_grpo_teaches_what_sft_taught_badly(tmp_path):
     """The demo: held-out accuracy rises by at least 30 points, at TP2 and at DP2 alike."""
     from programs import ROOT
