@@ -489,7 +489,7 @@ OPTIONS = [
     (["--response-part", "0.9"], "--response-part: needs --lengths"),
     (["--lengths", "9", "--response-part", "0"], "--response-part 0.0: is a part of a sequence, above 0 and at most 1"),
     (["--lengths", "9", "--response-part", "nan"], "--response-part nan: is a part of a sequence, above 0"),
-    (["--hardware", "tpu"], "--hardware tpu: there are a100, h100, h200; or write FILE:NAME"),
+    (["--hardware", "tpu"], "--hardware tpu: there are a100, b200, gb200, gb300, h100, h200; or write FILE:NAME"),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
     (["--search", "--ranks", "first"], "--ranks: is of one layout; leave out --search"),
     (["--search", "--load-from", "2"], "--load-from: is of one layout; leave out --search"),
