@@ -68,17 +68,16 @@ def compared(family: str, inputs: Sequence[Path]) -> list[Row]:
     exact, one = (train(inputs, dtype, {}, 1) for dtype in ("float32", "bfloat16"))
     found = {name: (train(inputs, "bfloat16", layout, 2), exact) for name, layout in LAYOUTS[family].items()}
     if family == "llama":
-        of_trl = [train_by_trl(directory) for directory in inputs[:1]]
-        for mode in ("autocast", "bfloat16 weights"):
-            found[f"TRL, {mode}"] = tuple(  # type: ignore[assignment]
-                {name: [curves[name, which] for curves in of_trl] for name in ALGORITHMS} for which in (mode, "float32")
-            )
+        of_trl = train_by_trl(inputs[0])
+        of_mode = {mode: {name: [of_trl[name, mode]] for name in ALGORITHMS} for mode in TRL_MODES}
+        right = of_mode.pop("float32")
+        found |= {f"TRL, {mode}": (curves, right) for mode, curves in of_mode.items()}
     rows = []
     for algorithm in ALGORITHMS:
         expected = distance(one[algorithm], exact[algorithm])
-        for name, (curves, right) in found.items():
+        for name, (curves, own) in found.items():
             bound = None if name.startswith("TRL") else LIMIT
-            for what, ours, peer in zip(KINDS, distance(curves[algorithm], right[algorithm]), expected, strict=True):
+            for what, ours, peer in zip(KINDS, distance(curves[algorithm], own[algorithm]), expected, strict=True):
                 title = f"{algorithm.upper()}, {family}, {name}: {what}"
                 rows.append(Row(title, ours, peer, ours / peer, at_most=bound))
                 print(f"{title}: {ours:.2e}, one process {peer:.2e}", flush=True)

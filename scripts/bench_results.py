@@ -121,7 +121,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "trl
 
 
 def this_run() -> dict[str, str]:
-    """Return what the figures depend on: date, commit, machine, processors and versions."""
+    """Return the date, commit, machine, processors and versions, on which the figures depend."""
     commit = _git("describe", "--always")
     if commit and _git("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)docs/benchmarks"):
         commit += "-dirty"  # benchmarks that ran before have written their tables

@@ -41,7 +41,7 @@ def main() -> None:
     with exit_on_error():
         from mcore_rl.simulation.hardware import Hardware
 
-        # With --lengths no data are read, so none need to be given.
+        # With --lengths the simulation reads no data, so the configuration may lack data.train.
         unread = [] if arguments.lengths is None else ["data.train=not read"]
         config = load_for(arguments.algorithm, arguments.config, [*unread, *arguments.overrides])
         config = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)

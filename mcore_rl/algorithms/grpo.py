@@ -516,7 +516,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         generated, total = sum(o.response_length for o in outcomes), sum(o.num_tokens for o in outcomes)
         seconds, judging = self.phases.seconds, 0.0 if self.replays else self.worker.judging_seconds
         if judging:  # the phase of generation includes it
-            seconds |= {"generation": seconds["generation"] - judging, "judging": judging}
+            seconds = seconds | {"generation": seconds["generation"] - judging, "judging": judging}
             self._advise_on_judging(judging, time.perf_counter() - started)
         timings = {f"{name}_seconds": value for name, value in seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):

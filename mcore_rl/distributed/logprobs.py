@@ -349,8 +349,8 @@ def unpack_next_token_values(
     return rows[0], None if entropy is None else rows[1]
 
 
-# (tokens, vocabulary columns) of a tile that fits a CPU's cache, or keeps a GPU busy. On an H200, 4096 × 8192 is 3 %
-# faster and takes 100 MB more (docs/benchmarks.md).
+# (tokens, vocabulary columns) of a tile that fits a CPU's cache, or keeps a GPU busy. On an H200, 4096 × 8192 is 3
+# to 7 % faster and takes 100 MB more (docs/benchmarks.md).
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
 """The same for tiles of kept tokens. A tile has the columns that any of its rows keeps, so it has few rows."""

@@ -307,7 +307,7 @@ def importing_megatron() -> Iterator[None]:
     compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
     try:
         yield
-        importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for what is imported later
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for modules that are imported later
     finally:
         torch.compile = compiler
 

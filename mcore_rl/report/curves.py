@@ -17,8 +17,8 @@ from mcore_rl.report.runs import Run, Series
 
 COLORS = ("#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
-"""Of the curves of a chart: with one run, a color for each metric; with several, a color for each run, and a dash for
-each metric. Validation is dotted."""
+"""Lines of a chart's curves. With one run, each metric has a color. With several runs, each run has a color and each
+metric a dash. Validation is dotted."""
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_MARKED_STEPS = 8

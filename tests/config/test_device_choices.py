@@ -96,6 +96,15 @@ def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, pr
         assert chosen(config_of(), on_gpu=True, te_problem=found)[1] == "local"
 
 
+def printed(code, *paths):
+    """Return the words that a new process prints, which imports from these directories first."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return answer.stdout.split()
+
+
 @pytest.mark.long
 def test_megatron_takes_nothing_from_a_transformer_engine_that_needs_a_gpu(tmp_path):
     stand_in = ROOT / "tests" / "support" / "te_stand_in" / "transformer_engine"
@@ -108,11 +117,7 @@ def test_megatron_takes_nothing_from_a_transformer_engine_that_needs_a_gpu(tmp_p
         "from megatron.core.optimizer import clip_grads;"
         "print(HAVE_TE, clip_grads.multi_tensor_applier.__module__)"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    answer = subprocess.run(
-        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert answer.stdout.split() == ["False", "megatron.core.utils"]
+    assert printed(asked, tmp_path) == ["False", "megatron.core.utils"]
 
 
 def test_a_run_on_the_cpu_imports_no_compiler():
@@ -122,10 +127,7 @@ def test_a_run_on_the_cpu_imports_no_compiler():
         "print('torch._inductor' in sys.modules, 'transformers' in sys.modules, torch.compile.__module__);"
         "print(jit_fuser(len) is len)"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert answer.stdout.split() == ["False", "False", "torch", "True"]
+    assert printed(asked) == ["False", "False", "torch", "True"]
 
 
 @pytest.mark.long
@@ -138,8 +140,4 @@ def test_megatron_does_not_import_a_broken_transformer_engine_on_a_gpu(tmp_path)
         "platform.initialize_platform();"
         "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    answer = subprocess.run(
-        [sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert answer.stdout.split() == ["False"]
+    assert printed(asked, tmp_path) == ["False"]

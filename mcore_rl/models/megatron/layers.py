@@ -201,10 +201,10 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
-        if self.in_generation and x.dtype == torch.float32:  # a single operation; only rounding differs
+        # One kernel on GPUs, which keeps as little as `_Normed`. On the CPU it rounds otherwise and keeps more.
+        is_fused = x.is_cuda and weight.dtype == x.dtype and hasattr(torch.ops.aten, "_fused_rms_norm")
+        if is_fused or (self.in_generation and x.dtype == torch.float32):
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        if x.is_cuda and weight.dtype == x.dtype and hasattr(torch.ops.aten, "_fused_rms_norm"):
-            return F.rms_norm(x, weight.shape, weight, self.eps)  # one kernel, which keeps as little as `_Normed`
         normed: Tensor = _Normed.apply(x, weight, self.eps)
         return normed
 
