@@ -17,6 +17,7 @@ from markupsafe import Markup
 from mcore_rl.report.curves import Section, ranges, sections
 from mcore_rl.report.runs import Run
 from mcore_rl.run.directory import REPORT_MARK
+from mcore_rl.utils.console import size_text
 
 SUSPICIOUS_MISMATCH = 1.05
 """Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
@@ -110,7 +111,7 @@ def page(runs: Sequence[Run]) -> str:
         checkpoints=[(run.label, run.checkpoints) for run in runs if run.checkpoints],
         configuration=configuration_rows(runs),
         several=len(runs) > 1,
-        gib=lambda size: f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB",
+        size_text=size_text,
     )
 
 

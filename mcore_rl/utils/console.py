@@ -106,3 +106,8 @@ console = RunConsole(soft_wrap=True, highlight=False)
 def rank_zero_printer(is_writer: bool) -> PrintLine:
     """Return the `PrintLine` of this rank."""
     return (lambda message: console.print(message, markup=False)) if is_writer else silent
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as text, in GiB, or in MiB if it is small."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

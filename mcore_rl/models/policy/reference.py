@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.checkpoint.save import SaveError, run_on_rank_zero
 from mcore_rl.models.megatron.lora_layers import adapters_in
 from mcore_rl.models.megatron.weights import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
-from mcore_rl.utils.console import PrintLine, Progress
+from mcore_rl.utils.console import PrintLine, Progress, size_text
 from mcore_rl.utils.model_directory import digest_of_weights
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ReferenceWeights:
         self.has_moved, self._what = True, "moved weights"
 
     def describe(self) -> str:
-        return f"{self._what}, {sum(kept.nbytes for kept in self.kept) / 2**30:.2f} GiB a rank in the host's memory"
+        return f"{self._what}, {size_text(sum(kept.nbytes for kept in self.kept))} a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
         """Return the reference value of each of the model's tensors, by the tensor's `id`."""
