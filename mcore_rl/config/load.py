@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import ValidationError
@@ -340,6 +340,8 @@ def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
         is_whole, shared = fnmatch.fnmatchcase(name, there), _shared_parts(name, there)
         if kind.lower() not in ("", algorithm) or not (is_whole or shared) or here == name:
             continue
+        if there.endswith(".*") and _has(config_type, there.removesuffix(".*")):  # this program has the section too
+            continue
         likeness = (not is_whole, there != name, -shared)
         if not here:
             text = f"{program}'s {there} has no counterpart here: {reason}"
@@ -373,7 +375,7 @@ def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]
         if get_origin(kind) is dict:  # sections by names that the user chooses
             kind = get_args(kind)[1]
             continue
-        kind = kind.model_fields[section].annotation
+        kind = kind.model_fields[section].annotation if hasattr(kind, "model_fields") else get_type_hints(kind)[section]
         if type(None) in get_args(kind):  # an optional section
             kind = next(part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is dict:
