@@ -139,7 +139,7 @@ def build_environment(
     """Return the environment on the ranks that take part in it; None on the others. Collective."""
     if config.environment.name == "reward_model":
         day = broadcast_object(inputs.day)  # the ranks may have started on both sides of midnight
-        judge = RewardModelEnvironment(config, day)
+        judge = RewardModelEnvironment(config, day, policy.topology.data)
         rank_zero_printer(policy.is_writer)(f"reward model: {judge.model.describe()}")
         return judge
     if policy.topology.leads_replica:

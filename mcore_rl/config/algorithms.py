@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import model_validator
 
 from mcore_rl.config.base import FractionBelowOne, NonNegative, Section
+from mcore_rl.config.parallel import LayoutConfig
 from mcore_rl.config.rl import PPOConfig, RLConfig
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainingConfig
 from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions, SFTOptions
@@ -107,6 +108,9 @@ class DistillationAlgorithmConfig(DistillationOptions):
     teacher: str | Mapping[str, str]
     """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`, of which each
     record's `teacher` column names one, or several as `{name: weight}`. `policy` is the student itself."""
+    teacher_parallel: LayoutConfig | None = None
+    """Parallel layout of the teachers, with the sizes of `parallel` and their defaults; null: the student's layout. It
+    uses the same processes."""
     teacher_prompt: str | None = None
     """Prompt that the teacher reads instead of the record's, such as "{prompt}\n\nAn example:\n{demonstration}". Names
     in braces are columns of the record, with strings. Of messages, the last one before the response is replaced."""
@@ -167,6 +171,10 @@ class DistillationAlgorithmConfig(DistillationOptions):
         self.require(
             STUDENT not in self.teachers.values() or self.teacher_prompt is not None,
             f"teacher={STUDENT}: the student learns from itself only with another prompt; set teacher_prompt",
+        )
+        self.require(
+            self.teacher_parallel is None or set(self.teachers.values()) != {STUDENT},
+            f"teacher_parallel: teacher={STUDENT} has the student's layout; leave it out",
         )
         if self.teacher_prompt is None:
             return
@@ -262,6 +270,26 @@ def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
     return found
 
 
+TEACHER_LAYOUT, JUDGE_LAYOUT = "distillation.teacher_parallel", "environment.parallel"
+"""The keys of the parallel layouts of models that do not have the trained model's."""
+
+
+def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
+    """Return the parallel layouts of models that do not have the trained model's, by key."""
+    found: dict[str, LayoutConfig | None] = {}
+    if isinstance(config, DistillationConfig):
+        found[TEACHER_LAYOUT] = config.distillation.teacher_parallel
+    if isinstance(config, RLConfig):
+        found[JUDGE_LAYOUT] = config.environment.parallel
+    return {key: parallel for key, parallel in found.items() if parallel is not None}
+
+
+def own_layout_key(config: TrainingConfig, key: str) -> str | None:
+    """Return the key of the own layout of the model with this key; None if it has the trained model's layout."""
+    layout = TEACHER_LAYOUT if key.startswith(TEACHER) else JUDGE_LAYOUT if key == JUDGE else None
+    return layout if layout in own_layouts(config) else None
+
+
 def reference_config(config: DPOConfig) -> DPOConfig:
     """Return the configuration of a reference that is not the initial policy."""
     return _with_frozen(config, Path(config.dpo.reference_model or ""))
@@ -270,7 +298,11 @@ def reference_config(config: DPOConfig) -> DPOConfig:
 def teacher_configs(config: DistillationConfig) -> dict[str, DistillationConfig]:
     """Return the configuration of each teacher but the student itself, by name."""
     teachers = config.distillation.teachers
-    return {name: _with_frozen(config, Path(path)) for name, path in teachers.items() if path != STUDENT}
+    return {
+        name: _in_layout(_with_frozen(config, Path(path)), config.distillation.teacher_parallel)
+        for name, path in teachers.items()
+        if path != STUDENT
+    }
 
 
 def _with_frozen(config: ConfigT, path: Path) -> ConfigT:
@@ -291,9 +323,18 @@ def judge_config(config: RLConfig) -> RLConfig:
     limit = config.environment.max_sequence_length or 2 * config.data.max_sequence_length
     model = ModelConfig(path=path, dtype=config.model.dtype, head="reward")
     data = config.data.model_copy(update={"max_sequence_length": limit})
-    batch = config.batch.model_copy(update={"share_prefixes": False, "tokens_per_pack": None})
-    parallel = config.parallel
-    if config.batch.tokens_per_pack is not None and config.batch.packing:
-        longest = -(-limit // parallel.sequence_multiple) * parallel.sequence_multiple
-        batch = batch.model_copy(update={"tokens_per_pack": max(config.batch.tokens_per_pack, longest)})
-    return config.model_copy(update={"model": model, "data": data, "batch": batch})
+    batch = config.batch.model_copy(update={"share_prefixes": False})
+    judge = config.model_copy(update={"model": model, "data": data, "batch": batch})
+    return _in_layout(judge, config.environment.parallel)
+
+
+def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
+    """Return the configuration of a model that is not trained, in this layout or, if None, the trained model's.
+
+    Its packs hold the longest record, which may be longer or more padded than the trained model's.
+    """
+    parallel = config.parallel.model_copy(update={} if own is None else own.model_dump())
+    longest = -(-config.data.max_sequence_length // parallel.sequence_multiple) * parallel.sequence_multiple
+    width = config.batch.tokens_per_pack
+    batch = config.batch.model_copy(update={"tokens_per_pack": None if width is None else max(width, longest)})
+    return config.model_copy(update={"parallel": parallel, "batch": batch})

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -222,7 +222,7 @@ def _share_out(places: int, stages: int, first: int | None, last: int | None) ->
     return [left // open_stages if count is None else count for count in counts]
 
 
-class ParallelConfig(PipelineConfig):
+class LayoutConfig(PipelineConfig):
     """Sizes of the parallel layout. Data parallelism uses the remaining processes."""
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -235,16 +235,9 @@ class ParallelConfig(PipelineConfig):
     """Processes that share the weights of each expert; the default is `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
     """Divide the activations of norms over the tensor-parallel processes; results do not change."""
-    overlap_grad_reduce: bool | Literal["auto"] = "auto"
-    """Reduce gradients bucket by bucket during the backward pass; results do not change. auto: true on GPUs."""
-    overlap_param_gather: bool | Literal["auto"] = "auto"
-    """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
-    true on GPUs where overlap_grad_reduce is."""
-    timeout_seconds: PositiveInt = 600
-    """Time limit for a collective. The run ends if a collective takes longer."""
 
     @model_validator(mode="after")
-    def _supported(self) -> ParallelConfig:
+    def _supported(self) -> Self:
         # Megatron would reduce the gradients of unsplit experts over the wrong ranks, without an error.
         if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
             raise ValueError(
@@ -253,18 +246,7 @@ class ParallelConfig(PipelineConfig):
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
-        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
-            raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
         return self
-
-    def for_device(self, on_gpu: bool) -> ParallelConfig:
-        """Return this section with each `auto` replaced; `on_gpu`: whether the run is on GPUs."""
-        reduces, gathers = self.overlap_grad_reduce, self.overlap_param_gather
-        if reduces == "auto":
-            reduces = on_gpu or gathers is True
-        if gathers == "auto":
-            gathers = on_gpu and reduces
-        return self.model_copy(update={"overlap_grad_reduce": reduces, "overlap_param_gather": gathers})
 
     @property
     def expert_tensor_size(self) -> int:
@@ -275,11 +257,6 @@ class ParallelConfig(PipelineConfig):
     def model_parallel_size(self) -> int:
         """Processes that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
-    def meeting_seconds(self) -> float:
-        """Seconds between the collectives of waiting ranks, so that none of them times out."""
-        return min(5.0, self.timeout_seconds / 4)
 
     @property
     def sequence_multiple(self) -> int:
@@ -312,6 +289,39 @@ class ParallelConfig(PipelineConfig):
                 f"({world_size})"
             )
         return world_size // self.model_parallel_size
+
+
+class ParallelConfig(LayoutConfig):
+    """Sizes of the parallel layout, and how its processes communicate. Data parallelism uses the remaining
+    processes."""
+
+    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    """Reduce gradients bucket by bucket during the backward pass; results do not change. auto: true on GPUs."""
+    overlap_param_gather: bool | Literal["auto"] = "auto"
+    """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
+    true on GPUs where overlap_grad_reduce is."""
+    timeout_seconds: PositiveInt = 600
+    """Time limit for a collective. The run ends if a collective takes longer."""
+
+    @model_validator(mode="after")
+    def _overlaps(self) -> ParallelConfig:
+        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
+            raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
+        return self
+
+    def for_device(self, on_gpu: bool) -> ParallelConfig:
+        """Return this section with each `auto` replaced; `on_gpu`: whether the run is on GPUs."""
+        reduces, gathers = self.overlap_grad_reduce, self.overlap_param_gather
+        if reduces == "auto":
+            reduces = on_gpu or gathers is True
+        if gathers == "auto":
+            gathers = on_gpu and reduces
+        return self.model_copy(update={"overlap_grad_reduce": reduces, "overlap_param_gather": gathers})
+
+    @property
+    def meeting_seconds(self) -> float:
+        """Seconds between the collectives of waiting ranks, so that none of them times out."""
+        return min(5.0, self.timeout_seconds / 4)
 
 
 SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")

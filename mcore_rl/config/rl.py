@@ -20,6 +20,7 @@ from mcore_rl.config.base import (
     Section,
     refuse_bool,
 )
+from mcore_rl.config.parallel import LayoutConfig
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.losses.policy_options import (
@@ -120,6 +121,9 @@ class EnvironmentConfig(JudgeOptions):
     max_sequence_length: PositiveInt | None = None
     """reward_model: maximum number of the judge's tokens in a conversation; longer ones fail. The default is twice
     data.max_sequence_length."""
+    parallel: LayoutConfig | None = None
+    """reward_model: parallel layout of the judge, with the sizes of `parallel` and their defaults; null: the policy's
+    layout. It uses the same processes."""
     max_turns: PositiveInt = 1
     """Maximum number of responses in a conversation."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
@@ -150,6 +154,8 @@ class EnvironmentConfig(JudgeOptions):
             raise ValueError(f"path: requires name=reward_model, which needs it (name={name}, path={self.path})")
         if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
             raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {name}")
+        if not is_model and self.parallel is not None:
+            raise ValueError(f"parallel: requires name=reward_model, not {name}")
         if is_model and self.batch_size > 1:
             raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
         if (name == "weighted") != bool(self.rewards):

@@ -24,7 +24,7 @@ from mcore_rl.distributed.bin_packing import (
     even_parts,
     plan_microbatches,
 )
-from mcore_rl.distributed.collectives import all_gather, all_reduce, gather_objects, group_size
+from mcore_rl.distributed.collectives import all_gather, all_reduce, gather_objects, gather_rows, group_size
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import ContractError
 
@@ -445,6 +445,17 @@ class LocalBatch(BatchedDataDict[DictT]):
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
         return type(self)(entries, self.share, self.plans)
+
+    def all_rows(self, *keys: str) -> BatchedDataDict[Any]:
+        """Return these entries, tensors, of all replicas' rows in the order of the global batch. Collective."""
+        replicas, width = self.share.replicas, int(self.share.max(self["input_ids"].shape[1])[0])
+        indices = gather_rows(torch.tensor(list(self.share.indices), dtype=torch.long), replicas)
+        whole: BatchedDataDict[Any] = BatchedDataDict()
+        for key in keys:
+            rows = self[key]
+            padded = F.pad(rows, (0, width - rows.shape[1])) if rows.ndim > 1 else rows
+            whole[key] = gather_rows(padded, replicas)[indices.argsort()]
+        return whole
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
         """Select rows as from any batch; the result is not a share of the global batch."""

@@ -184,6 +184,54 @@ def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) 
     return rows.to(x.device)
 
 
+def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tensor, "*shape"]:
+    """Return, on every process, the tensor of the first process that holds one. Collective over all processes."""
+    described = gather_objects(None if held is None else (tuple(held.shape), held.dtype))
+    source = next(rank for rank, one in enumerate(described) if one is not None)
+    shape, dtype = described[source]
+    is_source = torch.distributed.get_rank() == source
+    out = held if is_source and held is not None else torch.empty(shape, dtype=dtype, device=platform.device())
+    torch.distributed.broadcast(out.contiguous() if is_source else out, src=source)
+    return out
+
+
+def exchange_rows(
+    held: Shaped[Tensor, "held *rest"], numbers: Sequence[int], wanted: Sequence[int]
+) -> Shaped[Tensor, "wanted *rest"]:
+    """Return rows, by their numbers, of a tensor whose rows are distributed over all processes. Collective over them.
+
+    A row is sent only to processes that want it and do not hold it. No gradient.
+
+    Args:
+        held: this process's rows, of which other processes may hold some too.
+        numbers: numbers of the rows that this process holds.
+        wanted: numbers of the rows that this process gets; each is held by some process.
+    """
+    rank, everyone = torch.distributed.get_rank(), gather_objects((list(numbers), list(wanted)))
+    holders: dict[int, list[int]] = {}
+    for holder, (theirs, _) in enumerate(everyone):
+        for number in theirs:
+            holders.setdefault(number, []).append(holder)
+
+    def source(number: int, receiver: int) -> int:
+        of_row = holders[number]
+        return receiver if receiver in of_row else of_row[receiver % len(of_row)]
+
+    place = {number: row for row, number in enumerate(numbers)}
+    sent = [[place[n] for n in wants if source(n, to) == rank] for to, (_, wants) in enumerate(everyone)]
+    sources = [source(number, rank) for number in wanted]
+    sizes = [sources.count(holder) for holder in range(len(everyone))]
+    rows = held.to(platform.device())[[row for rows in sent for row in rows]].contiguous()
+    received = rows.new_empty(len(sources), *rows.shape[1:])
+    torch.distributed.all_to_all_single(
+        received, rows, output_split_sizes=sizes, input_split_sizes=list(map(len, sent))
+    )
+    order = sorted(range(len(sources)), key=lambda place: sources[place])  # received rows stand by their source
+    result = torch.empty_like(received)
+    result[order] = received
+    return result.to(held.device)
+
+
 def all_reduce(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM
 ) -> Shaped[Tensor, "*shape"]:

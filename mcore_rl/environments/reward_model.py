@@ -1,4 +1,4 @@
-"""The reward model as a judge. It runs in the training processes, on packs, with the policy's layout."""
+"""The reward model as a judge. It runs in the training processes, on packs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import check_tools
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
+from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step
 from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -25,20 +26,22 @@ class RewardModelEnvironment:
     Every rank constructs one. All ranks call `step` together, each with the samples of its replica.
 
     Args:
+        replicas: replicas of the policy, each with its own samples; those of the model if None.
         day: the date for a chat template that asks for it; today if None.
     """
 
-    def __init__(self, config: RLConfig, day: date | None = None) -> None:
+    def __init__(self, config: RLConfig, day: date | None = None, replicas: ParallelDimension | None = None) -> None:
         judge = judge_config(config)
         self.config, self.limit = config.environment, judge.data.max_sequence_length
         self.tokenizer = load_tokenizer(judge.model.path, day=day)
         self.model = ScoringModel(judge)
+        self.replicas = self.model.topology.data if replicas is None else replicas
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
         rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
         steps = [Step(error=row) if isinstance(row, str) else Step() for row in rows]
         fitting = {index: row for index, row in enumerate(rows) if not isinstance(row, str)}
-        share = BatchShare.concatenated(len(fitting), self.model.topology.data)
+        share = BatchShare.concatenated(len(fitting), self.replicas)
         if not share.total:
             return steps
         entries = {**padded_rows(list(fitting.values())), "sample_mask": torch.ones(len(fitting))}

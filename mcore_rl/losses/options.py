@@ -168,7 +168,8 @@ def _problem(kind: Any, value: Any) -> str | None:
         return "must be a whole number" if whole and isinstance(value, float) else bounds.problem(value)
     if str in parts:
         return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
-    return None if isinstance(value, bool) else "must be true or false"
+    is_one = any(isinstance(part, type) and isinstance(value, part) for part in parts)
+    return None if is_one else "must be true or false"
 
 
 def _is_leaf_number(kind: Any) -> bool:

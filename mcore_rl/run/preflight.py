@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
+from mcore_rl.config.algorithms import own_layouts
 from mcore_rl.config.load import expand_headers
 from mcore_rl.data.datasets import check_first_records
 from mcore_rl.data.readers import check_file
@@ -52,6 +53,11 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
     if config.model.head == "reward" and not isinstance(config, RMConfig):
         raise UserError("model.head: head=reward is trained by train_rm.py alone")
     config.parallel.data_parallel_size(world_size)
+    for key, own in own_layouts(config).items():
+        try:
+            own.data_parallel_size(world_size)
+        except UserError as error:
+            raise UserError(f"{key}{str(error).removeprefix('parallel')}") from None
     config.pack_width(config.rows_per_unit)
     if config.trainer.max_steps is not None:
         config.check_steps(config.trainer.max_steps)

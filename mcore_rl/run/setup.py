@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import JUDGE, TEACHER, second_model_configs
+from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
 from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
 from mcore_rl.data.token_cache import TokenCache, default_directory
@@ -59,7 +59,8 @@ def check_models(config: TrainingConfig) -> dict[str, Any]:
     """
     found = {POLICY: _checked(config)}
     for key, other in second_model_configs(config).items():
-        with _named_by(key, other.model.path):
+        layout = own_layout_key(config, key) or "parallel"
+        with _named_by(key, other.model.path, layout):
             found[key] = _checked(other)
     if isinstance(config, DistillationConfig):
         _check_teacher(config, found)
@@ -163,14 +164,15 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
 
 
 @contextmanager
-def _named_by(key: str, path: Path) -> Iterator[None]:
-    """Rewrite a UserError about a model so that the message names this model's key, not the policy's."""
+def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
+    """Rewrite a UserError about a model so that the message names the keys of this model and of its layout."""
     try:
         yield
     except UserError as error:
         if key == POLICY:
             raise
         told = str(error).replace("; set model.head=reward", ", where a language model is needed")
+        told = told.replace("parallel.", f"{layout}.")
         if key == JUDGE:
             told = told.replace("data.max_sequence_length", "environment.max_sequence_length")
         # An error about a limit or a layout names the key that sets it, which may apply to several models. The model's

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, second_model_configs
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, own_layouts, second_model_configs
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
 
@@ -232,6 +232,16 @@ def alike(reduced: Any) -> Any:
     return of_all
 
 
+def rows_of_all(data: Any, *keys: str) -> Any:
+    """Replace `LocalBatch.all_rows`: the other replicas have the same rows."""
+    return data.select_indices([row % data.size for row in range(data.share.total)])
+
+
+def rows_from_others(held: Tensor, numbers: Any, wanted: Any) -> Tensor:
+    """Replace `exchange_rows`; a transfer between layouts is not counted."""
+    return held.new_zeros(len(wanted), *held.shape[1:])
+
+
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
     """Replace `reference_weights.copies_on_host`: memory that is never written is never physically allocated."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
@@ -280,6 +290,10 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():
         _check_routing(one)
+    if isinstance(config, DistillationConfig) and config.distillation.topk is None and own_layouts(config):
+        raise UserError(
+            "distillation.topk=null: with distillation.teacher_parallel it cannot be simulated; leave one out"
+        )
     logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
     attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)
@@ -289,6 +303,8 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         replaced(reference, "copies_on_host", untouched_copies),
         replaced(reference, "swap_tensors", swap_stand_in),
         replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
+        replaced(batched_data_dict.LocalBatch, "all_rows", rows_of_all),
+        replaced(scoring, "exchange_rows", rows_from_others),
     ):
         yield seen
 

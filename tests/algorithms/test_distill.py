@@ -109,7 +109,7 @@ def mixture(p, q):
     return torch.log(0.8 * p.exp() + 0.2 * q.exp())
 
 
-def distilled(config, kind, topk):
+def distilled(config, kind, topk, teachers_layout=None):
     """Metrics of a step, and every gradient of the student in its Hugging Face shape."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.megatron.optimizer import gather_gradients
@@ -122,8 +122,12 @@ def distilled(config, kind, topk):
     distillation = DistillationAlgorithmConfig(**options, loss_temperature=TEMPERATURE)
     config = config.model_copy(update={"distillation": distillation})
     student = MegatronPolicy(config, total_steps=10)
-    teaching = config.model_copy(update={"model": ModelConfig(path=distillation.teacher)})
+    teaching = teachers_layout.apply(config) if teachers_layout else config
+    teaching = teaching.model_copy(update={"model": ModelConfig(path=distillation.teacher)})
     teacher, data = TeacherModel(teaching, student.hf_config.vocab_size), make_data()
+    if teachers_layout:
+        assert teacher.has_own_layout
+        data = student.own_rows(data)
     if topk is not None:
         best = teacher.get_topk_logits(data, topk)
         data["teacher_topk_logits"], data["teacher_topk_indices"] = best["topk_logits"], best["topk_indices"]
@@ -186,6 +190,10 @@ CASES = and_long(
 @pytest.mark.parametrize(("student", "teacher", "kind", "topk", "layout"), CASES, ids=str)
 def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files, plain_of):
     """Over the whole vocabulary (a teacher's LM head may have more rows) and over k tokens: loss, every gradient."""
+    check_step(files, student, teacher, kind, topk, layout, plain_of(student, teacher, kind, topk))
+
+
+def check_step(files, student, teacher, kind, topk, layout, plain, teachers_layout=None):
     config = DistillationConfig.model_validate(yaml.safe_load((files / "distill.yaml").read_text()))
     paths = {
         "model": ModelConfig(path=files / student),
@@ -193,8 +201,10 @@ def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files
     }
     options = DistillationAlgorithmConfig(teacher=str(files / teacher))
     config = layout.apply(config.model_copy(update={**paths, "distillation": options}))
-    metrics, gradients, validation = run_processes(distilled, config, kind, topk, world_size=layout.world_size)[0]
-    loss, expected = plain_of(student, teacher, kind, topk)
+    metrics, gradients, validation = run_processes(
+        distilled, config, kind, topk, teachers_layout, world_size=layout.world_size
+    )[0]
+    loss, expected = plain
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["js" if kind == "js" else "forward_kl"] > 0
     assert {name: validation[name] for name in metrics} == pytest.approx(metrics, rel=1e-6)
@@ -203,6 +213,25 @@ def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files
     for name, gradient in expected.items():
         difference = (gradients[name].double() - gradient).norm() / max(gradient.norm(), 1e-3 * whole)
         assert difference < 1e-4, (name, difference)
+
+
+OWN_LAYOUTS = and_long(
+    [
+        ("student", "wide", "js", None, ParallelLayout(dp=2), ParallelLayout(tp=2, sp=True)),
+    ],
+    [
+        ("untied", "wide", "mixed", None, ParallelLayout(tp=2, pp=2), ParallelLayout(cp=2, dp=2)),
+        ("student", "teacher", "reverse", None, ParallelLayout(cp=2, dp=2), ParallelLayout(tp=2, pp=2, sp=True)),
+        ("untied", "teacher", "forward", K, ParallelLayout(tp=4, sp=True), ParallelLayout(dp=4, packing=False)),
+        ("student", "wide", "js", None, ParallelLayout(dp=4), ParallelLayout(pp=2, cp=2)),
+        ("teacher", "student", "js", K, ParallelLayout(pp=2, vpp=3), ParallelLayout(tp=2)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("student", "teacher", "kind", "topk", "layout", "own"), OWN_LAYOUTS, ids=str)
+def test_a_teacher_in_its_own_layout_equals_plain_pytorch(student, teacher, kind, topk, layout, own, files, plain_of):
+    check_step(files, student, teacher, kind, topk, layout, plain_of(student, teacher, kind, topk), own)
 
 
 @pytest.mark.long

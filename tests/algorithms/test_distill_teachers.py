@@ -1,6 +1,7 @@
 """Tests of distillation from several teachers, from the student itself, and from sampled tokens."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from programs import metrics_of, run
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mcore_rl.config import DistillationConfig, build_config
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
 from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import ContractError
+from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.distillation import DistillationLossFn, SampledDistillationLossFn
+from mcore_rl.run.preflight import check_layout
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
 TEACHERS = ["first", "second", {"first": 0.7, "second": 0.4}, {"second": 2.0}]
@@ -143,6 +146,50 @@ def test_replicas_divide_the_records_of_several_teachers(files):
     for ours, theirs in zip(metrics_of(files / "replicas_2"), metrics_of(files / "replicas_1"), strict=True):
         for name in ("loss", "grad_norm", "forward_kl", "reverse_kl"):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("students", "teachers"),
+    and_long(
+        [("", "tensor_model_parallel_size: 2")], [("tensor_model_parallel_size=2", "pipeline_model_parallel_size: 2")]
+    ),
+)
+def test_a_run_with_teachers_in_their_own_layout_equals_one_with_the_students(students, teachers, files):
+    """Several teachers; replicas that have no record of a teacher; validation; the last, smaller batch of an epoch."""
+    several = CASES["several teachers"][0][0].format(files)
+    common = [several, f"data.validation={files / 'data.jsonl'}", "trainer.validate_at_end=true"]
+    runs = {
+        "shared": [f"parallel.{students}"] if students else [],
+        "own": [f"distillation.teacher_parallel={{{teachers}}}", *([f"parallel.{students}"] if students else [])],
+    }
+    found = {}
+    for name, arguments in runs.items():
+        name = f"{name}{len(students)}"
+        train(files, name, *common, *arguments, processes=2)
+        found[name] = metrics_of(files / name)
+    one, other = found.values()
+    assert any(name.startswith("val") for name in one[-1])
+    for ours, theirs in zip(one, other, strict=True):
+        names = [n for n in ours if n.endswith(("loss", "grad_norm", "forward_kl", "reverse_kl"))]
+        assert names
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "said"),
+    [
+        ({"context_parallel_size": 2}, {}, "distillation.teacher_parallel: tensor 1 x pipeline 1 x context 2 = 2 must"),
+        ({"sequence_parallel": True}, {}, "teacher_parallel.sequence_parallel: needs tensor_model_parallel_size > 1"),
+        ({"timeout_seconds": 5}, {}, "unknown key distillation.teacher_parallel.timeout_seconds"),
+        ({}, {"teacher": "policy", "teacher_prompt": "{prompt}"}, "teacher_parallel: teacher=policy has the student's"),
+    ],
+)
+def test_a_wrong_layout_of_teachers_is_refused(layout, more, said, files):
+    values = yaml.safe_load((files / "distill.yaml").read_text())
+    values["distillation"] |= {"teacher_parallel": layout, **more}
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_layout(build_config(DistillationConfig, values, [], "distill.yaml"), world_size=1)
 
 
 # ------------------------------------------------------------------ sampled tokens

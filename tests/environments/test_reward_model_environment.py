@@ -57,6 +57,40 @@ def test_rewards_are_transformers_own(layout, judge, model_of):
     assert all(step.done and step.error is None for step in steps)
 
 
+OWN_LAYOUTS = and_long(
+    [(ParallelLayout(dp=2), {"tensor_model_parallel_size": 2, "sequence_parallel": True})],
+    [(ParallelLayout(tp=2, dp=2), {"pipeline_model_parallel_size": 2, "context_parallel_size": 2})],
+)
+
+
+def judged_by_replica(config, logs):
+    """Return each replica's rewards of its own conversations; the last replica has none."""
+    from mcore_rl.environments.interfaces import Sample
+    from mcore_rl.environments.reward_model import RewardModelEnvironment
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=3)
+    replicas = policy.topology.data
+    environment = RewardModelEnvironment(config, replicas=replicas)
+    assert environment.model.has_own_layout
+    own = [logs, []][replicas.rank]
+    steps = environment.step([Sample(log, {}) for log in own])
+    environment.close()
+    policy.shutdown()
+    return replicas.rank, steps
+
+
+@pytest.mark.parametrize(("layout", "own"), OWN_LAYOUTS, ids=str)
+def test_a_judge_in_its_own_layout_gives_transformers_rewards(layout, own, judge, model_of):
+    config = layout.apply(grpo_config(model_of("llama"), judge, parallel=own))
+    for rank, steps in run_processes(
+        judged_by_replica, config, [*CONVERSATIONS, TOO_LONG], world_size=layout.world_size
+    ):
+        rewards = [step.reward for step in steps[:-1]]
+        assert rewards == pytest.approx(plain_rewards(judge, CONVERSATIONS) if rank == 0 else [], rel=1e-4, abs=1e-4)
+        assert len(steps) == (len(CONVERSATIONS) + 1 if rank == 0 else 0)
+
+
 @pytest.mark.long
 def test_plain_texts_are_judged_as_a_model_of_plain_texts_was_trained(judge, model_of):
     config = grpo_config(model_of("llama"), judge, format="text")

@@ -64,13 +64,13 @@ def test_a_teacher_of_another_family_beside_the_policy(layout, model_of):
 
 
 def two_layouts(config, other):
-    from mcore_rl.models.policy.scoring import ScoringModel
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    ScoringModel(config)
-    ScoringModel(other)
+    MegatronPolicy(config)
+    MegatronPolicy(other)
 
 
-def test_models_of_two_layouts_are_refused(model_of):
+def test_policies_of_two_layouts_are_refused(model_of):
     config = make_config(model_of("llama"))
-    with pytest.raises(WorkerError, match="context_parallel_size=2: all models of a process share one layout"):
+    with pytest.raises(WorkerError, match="context_parallel_size=2: all trained models of a process share one layout"):
         run_processes(two_layouts, config, ParallelLayout(cp=2).apply(config), world_size=2)

@@ -260,6 +260,19 @@ def test_step_has_no_host_wait_between_microbatches(algorithm, sections, model):
     assert report.parameters and report.packs > 1
 
 
+@pytest.mark.long
+def test_models_in_their_own_layout_hold_their_own_share_of_the_weights(model, others):
+    """The teacher's weights are divided by its own tensor parallelism, the student's are whole."""
+    held = []
+    for layout in (None, {"tensor_model_parallel_size": 4}):
+        distillation = {"teacher": others.small, "topk": 4, "teacher_parallel": layout}
+        config = config_of(model, DistillationConfig, distillation=distillation)
+        (report,) = in_processes(simulate_rank, (config, 0, 4, SEQUENCES))
+        held.append(report.memory["weights"])
+    small = sum(tensor.nbytes for tensor in load_file(f"{others.small}/model.safetensors").values())
+    assert held[0] - held[1] == pytest.approx(0.75 * small, rel=0.02)
+
+
 @pytest.mark.parametrize("case", and_long([], ["teacher"], ["whole teacher", "judge", "critic", "mismatched"]))
 def test_step_of_several_models_has_no_host_wait_between_microbatches(case, model, others):
     algorithm, sections = BESIDE[case]

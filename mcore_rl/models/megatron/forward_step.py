@@ -31,6 +31,7 @@ from mcore_rl.distributed.packs import (
     slice_context_parallel,
 )
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles, on_device
+from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
     LossFunction,
@@ -191,6 +192,29 @@ def final_hidden_states(
     return FinalHiddenStates(microbatch, logits, positions, inputs, model.vocab_size, temperature, *groups)
 
 
+def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+    """Return [n, S, H], the hidden states at the rows' tokens; complete on every rank, 0 in the padding."""
+    topology = model.topology
+    hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
+    return _rows_of_pack(hidden, microbatch, topology)
+
+
+def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
+    """Return, on the device, the hidden states of `final_hidden_states` from those of `hidden_of_rows`."""
+    width = microbatch.data["input_ids"].shape[1]
+    mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
+    positions = LossPositions.of(microbatch.layout, mask, context_rank)
+    picked = rows[:, :width].flatten(0, 1)[positions.inputs()]
+    return platform.sent(torch.zeros_like(picked) if positions.is_dummy else picked, platform.device())
+
+
+def _rows_of_pack(local: Tensor, microbatch: Microbatch, topology: Topology) -> Tensor:
+    """Convert a context-parallel rank's [T / CP, …] to [n, S, …], complete on every rank, 0 in the padding."""
+    layout, width = microbatch.layout, microbatch.data["input_ids"].shape[1]
+    index, valid = (platform.sent(x, local.device) for x in layout.token_table(width))
+    return gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
+
+
 class TopKHead:
     """A head for the k largest logits of each position of a microbatch and their token ids, computed for a few
     positions at once; with `temperature`, for their log-probabilities."""
@@ -200,19 +224,14 @@ class TopKHead:
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return values and ids, each [n, S, k], at the rows' tokens; complete on every rank, 0 in the padding."""
-        topology, layout = self.model.topology, microbatch.layout
-        group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
+        topology = self.model.topology
+        group = topology.tensor.group
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
         weight, vocab_size = self.model.chunks[-1].lm_head_weight(), self.model.vocab_size
         values, ids = linear_topk(hidden, weight, self.k, group, vocab_size)
         if self.temperature is not None:
             values, _ = linear_logprobs(hidden, weight, ids, group, vocab_size, self.temperature)
-        index, valid = (platform.sent(x, hidden.device) for x in layout.token_table(width))
-        best, tokens = (
-            gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
-            for local in (values, ids)
-        )
-        return best, tokens
+        return _rows_of_pack(values, microbatch, topology), _rows_of_pack(ids, microbatch, topology)
 
 
 class RewardOfSequences:

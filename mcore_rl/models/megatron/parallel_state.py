@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,16 +21,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 
-@dataclass
+@dataclass(eq=False)
 class _Layout:
-    """The parallel layout of this process's Megatron groups, and the number of models that use them."""
+    """A parallel layout of this run's processes, and the number of models that use it.
+
+    groups: the variables of Megatron's module `parallel_state`, which its functions read.
+    """
 
     config: ParallelConfig
     topology: Topology
+    groups: dict[str, Any]
     users: int = 0
 
 
-_layout: _Layout | None = None
+_layouts: list[_Layout] = []
+"""Layouts of the models that exist. The first one is the trained model's. Megatron's functions return its groups,
+except inside `groups_of`."""
 
 OF_A_MODEL = {
     "virtual_pipeline_model_parallel_size",
@@ -37,45 +45,113 @@ OF_A_MODEL = {
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
     "timeout_seconds",
 }
 """Keys of `parallel` that do not change the process groups."""
 
 
-def initialize_parallel(config: ParallelConfig) -> Topology:
+def _variables() -> dict[str, Any]:
+    """Return the variables of Megatron's module that describe a layout."""
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+_NO_LAYOUT = _variables()
+"""Their values before any layout is built."""
+
+
+def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Topology:
     """Join the processes of this run and build the groups of `config`, if they do not exist yet. Collective.
 
     Each call needs a matching call of `destroy_parallel`.
 
+    Args:
+        may_differ: whether the layout may be another one than that of the models that exist. Then Megatron's functions
+            return its groups only inside `groups_of`.
+
     Raises:
-        RuntimeError: groups of another layout exist.
+        RuntimeError: groups of another layout exist, and `may_differ` is false.
     """
-    global _layout
-    if _layout is None:
-        _layout = _Layout(config, _build_groups(config))
-    there, wanted = (
-        {**layout.model_dump(exclude=OF_A_MODEL), "virtual_pipeline_model_parallel_size": layout.chunks_per_stage}
-        for layout in (_layout.config, config)
-    )
-    if different := [key for key in there if there[key] != wanted[key]]:
-        key = different[0]
+    wanted = _sizes(config)
+    layout = next((layout for layout in _layouts if _sizes(layout.config) == wanted), None)
+    if _layouts and not may_differ and layout is not _layouts[0]:
+        there = _sizes(_layouts[0].config)
+        key = next(key for key in there if there[key] != wanted[key])
         raise RuntimeError(
-            f"parallel.{key}={wanted[key]}: all models of a process share one layout, which has {there[key]}"
+            f"parallel.{key}={wanted[key]}: all trained models of a process share one layout, which has {there[key]}"
         )
-    _layout.users += 1
-    return _layout.topology
+    if layout is None:
+        layout = _build_layout(config)
+        _layouts.append(layout)
+    layout.users += 1
+    return layout.topology
 
 
-def destroy_parallel() -> None:
-    """Release the process groups; destroy them with the last user's call."""
-    global _layout
-    if _layout is not None and _layout.users > 1:
-        _layout.users -= 1
-        return
-    _layout = None
+def _sizes(config: ParallelConfig) -> dict[str, Any]:
+    """Return the values that determine the process groups."""
+    return {**config.model_dump(exclude=OF_A_MODEL), "virtual_pipeline_model_parallel_size": config.chunks_per_stage}
+
+
+def destroy_parallel(topology: Topology | None = None) -> None:
+    """Release the process groups of a layout; the groups of all layouts are destroyed with the last user's call.
+
+    Args:
+        topology: the layout's; None: that of the run.
+    """
+    if _layouts:
+        layout = _layouts[0] if topology is None else _layout_of(topology)
+        layout.users -= 1
+        if any(one.users > 0 for one in _layouts):
+            return
+    _layouts.clear()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def is_run_layout(topology: Topology) -> bool:
+    """Return whether this is the layout of the run's trained model, not one of a teacher's or a judge's own."""
+    return topology is _layouts[0].topology
+
+
+def run_topology() -> Topology:
+    """Return the topology of the run's trained model."""
+    return _layouts[0].topology
+
+
+@contextmanager
+def groups_of(topology: Topology) -> Iterator[None]:
+    """Let Megatron's functions return the process groups of this layout.
+
+    Megatron's modules read them from the variables of one module, when they are built and when they run.
+    """
+    if is_run_layout(topology):
+        yield
+        return
+    layout, before = _layout_of(topology), _variables()
+    vars(parallel_state).update(layout.groups)
+    try:
+        yield
+    finally:
+        layout.groups = _variables()
+        vars(parallel_state).update(before)
+
+
+def _layout_of(topology: Topology) -> _Layout:
+    return next(layout for layout in _layouts if layout.topology is topology)
+
+
+def _build_layout(config: ParallelConfig) -> _Layout:
+    """Build the groups of a layout; those of the first one stay the ones that Megatron's functions return."""
+    before = _variables()
+    vars(parallel_state).update(_NO_LAYOUT)
+    try:
+        topology = _build_groups(config)
+        return _Layout(config, topology, _variables())
+    finally:
+        if _layouts:
+            vars(parallel_state).update(before)
 
 
 def _build_groups(config: ParallelConfig) -> Topology:

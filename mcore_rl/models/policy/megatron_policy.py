@@ -123,6 +123,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             model without them, and nothing is copied.
     """
 
+    may_differ = False
+
     def __init__(
         self, config: TrainingConfig, total_steps: int = 0, rows_per_unit: int = 1, keep_reference: bool = False
     ) -> None:

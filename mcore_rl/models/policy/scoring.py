@@ -17,7 +17,7 @@ from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
-from mcore_rl.distributed.collectives import all_gather, all_reduce
+from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, exchange_rows
 from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError
 from mcore_rl.models.megatron.build import build_model
@@ -26,7 +26,9 @@ from mcore_rl.models.megatron.forward_step import (
     RewardOfSequences,
     TopKHead,
     ValuesOfTokens,
+    counted_of_rows,
     final_hidden_states,
+    hidden_of_rows,
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -34,14 +36,24 @@ from mcore_rl.models.megatron.hf_config import check_shared_prefixes, load_hf_co
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
-from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
+from mcore_rl.models.megatron.parallel_state import (
+    destroy_parallel,
+    groups_of,
+    initialize_parallel,
+    is_run_layout,
+    run_topology,
+)
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec
+from mcore_rl.utils.console import size_text
 
 
 class ScoringModel:
-    """A model that is not trained. Any number of them share the process groups of one parallel layout.
+    """A model that is not trained. Models of the same parallel layout share its process groups.
+
+    Its layout may differ from the trained model's. It then gets its rows from all replicas of the trained model, and
+    each process gets the results for its own rows.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass
@@ -50,19 +62,22 @@ class ScoringModel:
 
     Raises:
         UserError: the model directory or the layout does not fit.
-        RuntimeError: the models that already exist have another layout.
     """
+
+    may_differ = True
+    """Whether the model may have another parallel layout than the models that exist."""
 
     def __init__(self, config: TrainingConfig, rows_per_unit: int = 1) -> None:
         config = self.config = platform.resolve(config)
         if config.deterministic:
             platform.make_deterministic()
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-        self.topology = initialize_parallel(config.parallel)
+        self.topology = initialize_parallel(config.parallel, self.may_differ)
         try:
-            self._build(rows_per_unit)
+            with groups_of(self.topology):
+                self._build(rows_per_unit)
         except BaseException:
-            destroy_parallel()  # the model does not use the process groups
+            destroy_parallel(self.topology)  # the model does not use the process groups
             raise
 
     def _build(self, rows_per_unit: int) -> None:
@@ -78,6 +93,11 @@ class ScoringModel:
         self.batching = replace(batching, attention_length=self._attention_length())
         self.chunks: list[Any] = list(self.model.chunks)
         self.weights_offload = Offload(keep=True)
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether the model has another parallel layout than the trained model."""
+        return not is_run_layout(self.topology)
 
     @property
     def rank(self) -> int:
@@ -96,7 +116,7 @@ class ScoringModel:
 
     def describe(self) -> str:
         """Describe the model in one line: its family, its size, and its memory on this rank."""
-        held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
+        held = sum(tensor.nbytes for tensor in self.parameters())
         model, problem = self.config.model, platform.te_problem()
         if problem is None and model.dtype == "float32":
             problem = "multiplies float32 with TF32's precision"
@@ -104,9 +124,10 @@ class ScoringModel:
         layers = "local layers" if is_local else "layers of Transformer Engine"
         if platform.has_gpu() and problem not in (None, "is not installed"):
             layers += f" (Transformer Engine {problem})" if is_local else f", which {problem}"
-        size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
+        size = f"{self.num_parameters:,} parameters, weights of {size_text(held)} a rank in {model.dtype}"
         mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
-        return ", ".join((str(model.path), size, layers, *mixers))
+        layout = [self.describe_layout()] if self.has_own_layout else []
+        return ", ".join((str(model.path), size, layers, *mixers, *layout))
 
     def describe_untrained(self) -> str | None:
         """Describe in one line the tensors of the directory that exports contain unchanged; None if there are none."""
@@ -140,8 +161,8 @@ class ScoringModel:
             raise RuntimeError(f"{purpose}: weights or optimizer state are offloaded; call prepare_for_training first")
 
     def shutdown(self) -> bool:
-        """Release the process groups; they are destroyed with the last model that uses them."""
-        destroy_parallel()
+        """Release the process groups; they are destroyed with the last model."""
+        destroy_parallel(self.topology)
         return True
 
     @property
@@ -241,8 +262,9 @@ class ScoringModel:
             logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
-        rows = {"logprobs": torch.zeros(data["input_ids"].shape, device=platform.device())}
-        return self._map_microbatches("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
+        return self._map_microbatches(
+            "get_logprobs", data, lambda rows: {"logprobs": per_token(rows)}, score, micro_batch_size=micro_batch_size
+        )["logprobs"]
 
     def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
         """Return `logprobs` and `score_norms` [B, S] of every real token: ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π².
@@ -259,9 +281,10 @@ class ScoringModel:
             norms = 1 - 2 * logprobs.exp() + (2 * logprobs - doubled).exp()
             return {"logprobs": F.pad(logprobs, (1, 0)), "score_norms": F.pad(norms, (1, 0))}
 
-        shape, device = data["input_ids"].shape, platform.device()
-        rows = {name: torch.zeros(shape, device=device) for name in ("logprobs", "score_norms")}
-        return BatchedDataDict(self._map_microbatches("get_score_norms", data, rows, score))
+        def zeros(rows: BatchedDataDict[Any]) -> dict[str, Tensor]:
+            return {name: per_token(rows) for name in ("logprobs", "score_norms")}
+
+        return BatchedDataDict(self._map_microbatches("get_score_norms", data, zeros, score))
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, temperature: float | None = None
@@ -284,19 +307,21 @@ class ScoringModel:
             values, tokens = head(hidden, microbatch)
             return {"topk_logits": values, "topk_indices": tokens}
 
-        shape, device = (*data["input_ids"].shape, k), platform.device()
-        rows = {
-            "topk_logits": torch.zeros(shape, device=device),
-            "topk_indices": torch.zeros(shape, dtype=torch.long, device=device),
-        }
-        return BatchedDataDict(self._map_microbatches("get_topk_logits", data, rows, best))
+        def zeros(rows: BatchedDataDict[Any]) -> dict[str, Tensor]:
+            return {"topk_logits": per_token(rows, k), "topk_indices": per_token(rows, k, dtype=torch.long)}
+
+        return BatchedDataDict(self._map_microbatches("get_topk_logits", data, zeros, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Return `rewards` [B, 1] of a model with a reward head."""
-        head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1, device=platform.device())}
+        head = RewardOfSequences(self.model)
         return BatchedDataDict(
             self._map_microbatches(
-                "get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward"
+                "get_rewards",
+                data,
+                lambda rows: {"rewards": torch.zeros(rows.size, 1, device=platform.device())},
+                lambda x, mb: {"rewards": head(x, mb)},
+                model_head="reward",
             )
         )
 
@@ -307,9 +332,14 @@ class ScoringModel:
         are 0.
         """
         head = ValuesOfTokens(self.model)
-        rows = {"values": torch.zeros(data["input_ids"].shape, device=platform.device())}
         return BatchedDataDict(
-            self._map_microbatches("get_values", data, rows, lambda x, mb: {"values": head(x, mb)}, model_head="reward")
+            self._map_microbatches(
+                "get_values",
+                data,
+                lambda rows: {"values": per_token(rows)},
+                lambda x, mb: {"values": head(x, mb)},
+                model_head="reward",
+            )
         )
 
     @torch.no_grad()
@@ -317,15 +347,17 @@ class ScoringModel:
         self,
         purpose: str,
         data: BatchedDataDict[Any],
-        rows: dict[str, Tensor],
+        zeros: Callable[[BatchedDataDict[Any]], dict[str, Tensor]],
         compute: Callable[[Tensor, Microbatch], dict[str, Tensor]],
         model_head: str = "lm",
         micro_batch_size: int | None = None,
     ) -> dict[str, Tensor]:
-        """Return `rows` [B, …] of `data` filled with the results of `compute` on the last stage's hidden states.
+        """Return columns [B, …] of the rows of `data`: the results of `compute` on the last stage's hidden states.
 
-        `rows` are zeros on the device. The results are on the host, the same on all ranks that have these rows; columns
-        beyond a microbatch's width stay 0.
+        They are on the host, the same on all ranks that have these rows; places beyond a microbatch's width are 0.
+
+        Args:
+            zeros: function of rows that returns their columns as zeros on the device.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
@@ -333,6 +365,12 @@ class ScoringModel:
         self.require_weights(purpose)
         if self.config.model.head != model_head:
             raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
+        if isinstance(data, LocalBatch) and self.has_own_layout and data.share.replicas is not self.topology.data:
+            own = self.own_rows(data.all_rows(*COLUMNS_OF_ROWS))
+            found = self._map_microbatches(purpose, own, zeros, compute, model_head, micro_batch_size)
+            held, wanted, width = own.share.indices, data.share.indices, data["input_ids"].shape[1]
+            return {name: exchange_rows(values, held, wanted)[:, :width] for name, values in found.items()}
+        rows = zeros(data)
         microbatches = self._microbatches(data, micro_batch_size)
         # Indexing with a list of the host would copy it and wait, for every microbatch.
         indices = platform.to_device([row for microbatch in microbatches for row in microbatch.rows])
@@ -381,11 +419,21 @@ class ScoringModel:
     def _run(self, microbatches: list[Microbatch], head: Any, train: bool) -> list[dict[str, Any]]:
         for chunk in self.chunks:
             chunk.train(train)
-        return run_microbatches(self.model, self.chunks, microbatches, head, train)
+        with groups_of(self.topology):
+            return run_microbatches(self.model, self.chunks, microbatches, head, train)
+
+
+COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask")
+"""Columns of rows that a model of another parallel layout reads."""
+
+
+def per_token(rows: BatchedDataDict[Any], *more: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros [B, S, …] on the device."""
+    return torch.zeros(*rows["input_ids"].shape, *more, dtype=dtype, device=platform.device())
 
 
 class TeacherModel(ScoringModel):
-    """A teacher with the student's layout and tokenizer; size and family may differ.
+    """A teacher with the student's tokenizer; size, family and parallel layout may differ.
 
     Args:
         config: the run's configuration, with the teacher's model.
@@ -394,8 +442,8 @@ class TeacherModel(ScoringModel):
 
     def __init__(self, config: TrainingConfig, student_vocab_size: int) -> None:
         super().__init__(config)
-        size = self.topology.tensor.size
-        self.head_rows = padded_vocab_size(student_vocab_size, size) // size
+        tensor = run_topology().tensor
+        self.head_rows = padded_vocab_size(student_vocab_size, tensor.size) // tensor.size
 
     @property
     def vocab_size(self) -> int:
@@ -403,16 +451,21 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """[Vp, hidden] LM head rows for this rank's share of the student's vocabulary; on the last stage.
+        """[Vp, hidden] LM head rows for this rank's share of the student's vocabulary; on the student's last stage.
 
-        This is the rank's own shard, or a copy of other rows if the vocabularies differ in size. Rows without a token
-        are zeros.
+        This is the rank's own shard, or a copy of other rows if the vocabularies or the layouts differ in size. Rows
+        without a token are zeros. Collective over the ranks of the last stage; over all ranks if the teacher has its
+        own layout.
         """
-        weight: Tensor = self.model.chunks[-1].lm_head_weight().detach()
-        if weight.shape[0] == self.head_rows:
+        is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
+        weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None
+        if not self.has_own_layout and weight is not None and weight.shape[0] == self.head_rows:
             return weight
-        tensor = self.topology.tensor
-        whole = F.pad(all_gather(weight, tensor.group).flatten(0, 1), (0, 0, 0, self.head_rows * tensor.size))
+        whole = None if weight is None else all_gather(weight, own.group).flatten(0, 1)
+        if self.has_own_layout:
+            whole = broadcast_from_holder(whole)
+        assert whole is not None, "read on the last stage, or on all ranks"
+        whole = F.pad(whole, (0, 0, 0, self.head_rows * tensor.size))
         return whole[self.head_rows * tensor.rank :][: self.head_rows].clone()
 
     @torch.no_grad()
@@ -425,6 +478,8 @@ class TeacherModel(ScoringModel):
             RuntimeError: the weights are offloaded.
         """
         self.require_weights("counted_logits")
+        if self.has_own_layout:
+            return self._logits_from_own_layout(microbatches)
         found: dict[Hashable, HiddenAndHead] = {}
 
         def keep(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
@@ -434,3 +489,24 @@ class TeacherModel(ScoringModel):
 
         self._run(list(microbatches), keep, train=False)
         return found
+
+    def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
+        """Return `counted_logits` of the student's microbatches, from hidden states in this model's layout."""
+        student, head = run_topology(), self.head
+        rows: BatchedDataDict[Any] = BatchedDataDict.from_batches(
+            [{key: mb.data[key] for key in COLUMNS_OF_ROWS} for mb in microbatches]
+        )
+        local: LocalBatch[Any] = LocalBatch(rows.data, BatchShare.concatenated(rows.size, student.data))
+        states = self._map_microbatches(
+            "counted_logits",
+            local,
+            lambda rows: {"hidden": per_token(rows, head.shape[1], dtype=head.dtype)},
+            lambda hidden, microbatch: {"hidden": hidden_of_rows(self.model, hidden, microbatch)},
+        )["hidden"]
+        if not student.is_last_stage:
+            return {}
+        of_microbatch = zip(microbatches, states.split([mb.data.size for mb in microbatches]), strict=True)
+        return {
+            microbatch: HiddenAndHead(counted_of_rows(hidden, microbatch, student.context.rank), head)
+            for microbatch, hidden in of_microbatch
+        }
