@@ -22,6 +22,13 @@ CODE = ["*.py"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
+MODEL_TYPES = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "gemma3_text", "glm4", "seed_oss"),
+    *("smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3"),
+    *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""The `model_type` of the supported models: those of `models.megatron.families`, known before PyTorch is imported."""
 PUSH = "checkpoint.push_to_hub"
 """Configuration key that errors name."""
 
@@ -199,7 +206,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
     """Return the config.json of a Hugging Face model directory.
 
     Raises:
-        UserError: the path is not a model directory; the message names its actual kind.
+        UserError: the path is not a model directory (the message names its actual kind), or its model type is not
+            supported.
     """
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
@@ -212,6 +220,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
         raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+    if (model_type := config["model_type"]) not in MODEL_TYPES:
+        raise UserError(f"{key}: model type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
     return config
 
 

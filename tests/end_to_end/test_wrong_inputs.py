@@ -244,7 +244,7 @@ MODELS = [
     ("broken_config", "broken_config/config.json is not JSON"),
     ("nameless_config", "nameless_config/config.json names no model_type"),
     ("gpt2", "model type 'gpt2' is not supported"),
-    ("unheard_of", "unheard_of/config.json cannot be read"),
+    ("unheard_of", "model type 'unheard-of' is not supported; supported are llama"),
     ("gelu", "activation 'gelu' is not supported"),
     ("five_heads", "five_heads"),
     ("wide", "wide"),

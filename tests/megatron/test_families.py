@@ -329,13 +329,14 @@ def test_an_index_cannot_leave_its_folder(tmp_path):
         SafetensorsDirectory(tmp_path)
 
 
-def test_families_that_are_not_there():
-    from transformers import AutoConfig
+def test_an_unsupported_model_type_is_refused_with_the_supported_ones(tmp_path):
+    from mcore_rl.models.megatron.families import CONFIGURED_AS, FAMILIES
+    from mcore_rl.utils.model_directory import MODEL_TYPES, check_model_directory
 
-    from mcore_rl.models.megatron.families import family_of
-
+    assert sorted(MODEL_TYPES) == sorted({**FAMILIES, **CONFIGURED_AS})
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are llama, .*, gemma3_text"):
-        family_of(AutoConfig.for_model("gpt2"))
+        check_model_directory(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
 from mcore_rl.models.megatron.families.deepseek import DeepseekV3, DeepseekV32, Glm4MoELite, GlmMoEDsa
 from mcore_rl.models.megatron.families.dense import (
@@ -54,15 +53,7 @@ CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def family_of(hf: Any) -> Family:
-    """Return the family of a transformers configuration.
-
-    Raises:
-        UserError: the model type is not supported.
-    """
-    if hf.model_type not in FAMILIES:
-        raise UserError(
-            f"model.path: model type {hf.model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
-        )
+    """Return the family of a transformers configuration, of a model type that `check_model_directory` accepts."""
     return FAMILIES[hf.model_type](hf)
 
 
