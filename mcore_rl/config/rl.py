@@ -285,8 +285,8 @@ class RolloutOptions(Section):
     validation_k: tuple[PositiveInt, ...] | None = None
     """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
-    """Samples of each step that are written to samples.jsonl, W&B and TensorBoard, of different prompts if possible:
-    with reward, mean advantage, and the record's `answer` as ground truth."""
+    """Samples of each step that are written to samples.jsonl and to the trackers (MLflow: samples/step_000123.json), of
+    different prompts if possible: with reward, mean advantage, and the record's `answer` as ground truth."""
 
     @property
     def filters_tokens(self) -> bool:

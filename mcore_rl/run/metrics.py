@@ -147,6 +147,11 @@ def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return rows
 
 
+def text_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+    """Return `sample_rows` as texts, for tables whose columns have one type."""
+    return [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
+
+
 class TensorBoard:
     """Writes event files to output_dir/tensorboard."""
 
@@ -199,8 +204,8 @@ class WeightsAndBiases:
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         import wandb
 
-        rows = [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
-        self._run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)}, step=step)
+        table = wandb.Table(columns=list(SAMPLE_COLUMNS), data=text_rows(samples))
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -222,7 +227,10 @@ class MLflow:
         self._mlflow.log_metrics({n.replace("@", "_at_"): float(value) for n, value in metrics.items()}, step=step)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Do nothing: MLflow gets numbers only."""
+        # One table a step: MLflow would read a growing one and write it again at each step.
+        rows = text_rows(samples)
+        table = {name: [row[column] for row in rows] for column, name in enumerate(SAMPLE_COLUMNS)}
+        self._mlflow.log_table(table, f"samples/step_{step:06d}.json")
 
     def close(self) -> None:
         self._mlflow.end_run()

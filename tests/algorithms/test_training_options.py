@@ -442,6 +442,7 @@ def test_other_programs_get_every_metric(tmp_path, monkeypatch):
         "def start_run(run_name):\n    calls.append(run_name)\n"
         "def log_params(values):\n    calls.append(values['optimizer.lr'])\n"
         "def log_metrics(metrics, step):\n    calls.append((step, metrics))\n"
+        "def log_table(data, artifact_file):\n    calls.append((artifact_file, data))\n"
         "def end_run():\n    calls.append('end')\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
@@ -466,7 +467,9 @@ def test_other_programs_get_every_metric(tmp_path, monkeypatch):
     table = (["prompt", "response", "ground_truth", "reward", "advantage"], [["a|b?", "<i>", "c", "1.0", "-0.5"]])
     assert calls == [(1, {"loss": 0.5}), (2, {"loss": 0.25}), (2, {"samples": table}), "end"]
     calls = sys.modules.pop("mlflow").calls
-    assert calls == ["trials", "tuesday", 0.25, (1, {"loss": 0.5}), (2, {"loss": 0.25}), "end"]
+    of_step = dict(zip(*table[:1], [["a|b?"], ["<i>"], ["c"], ["1.0"], ["-0.5"]], strict=True))
+    shown = ("samples/step_000002.json", of_step)
+    assert calls == ["trials", "tuesday", 0.25, (1, {"loss": 0.5}), (2, {"loss": 0.25}), shown, "end"]
 
 
 def test_logged_samples_have_ground_truth_and_advantage(step, tmp_path):
