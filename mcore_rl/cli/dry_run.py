@@ -20,6 +20,7 @@ from mcore_rl.run.setup import check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
 from mcore_rl.utils import torchrun
+from mcore_rl.utils.console import counted
 
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
@@ -62,7 +63,8 @@ def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: in
     if isinstance(config, PPOConfig):
         critic, alone = config.critic.path or config.model.path, config.critic.pretraining_steps
         yield f"critic: {critic}" + (f", trained alone in the first {alone:,} steps" if alone else "")
-    yield f"{steps:,} steps, of {len(sequences.lengths):,} sequences; the first has {tokens:,} tokens"
+    of_step = counted(len(sequences.lengths), "sequence")
+    yield f"{counted(steps, 'step')}, of {of_step}; the first has {counted(tokens, 'token')}"
     if config.batch.packing:
         yield from packs(config, sequences, world_size)
     yield from records(inputs.tokenizer, of_records)
@@ -77,9 +79,10 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
-    yield f"{world_size} processes: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
+    yield f"{counted(world_size, 'process', 'processes')}: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
     if parallel.expert_model_parallel_size > 1:
-        yield f"  experts over {parallel.expert_model_parallel_size} processes, each over {parallel.expert_tensor_size}"
+        experts = counted(parallel.expert_model_parallel_size, "process", "processes")
+        yield f"  experts over {experts}, each over {parallel.expert_tensor_size}"
     if pp > 1:
         chunks = parallel.layers_of_chunks(layers)
         stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
@@ -125,10 +128,9 @@ def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iter
     plan = batching.plan(list(sequences.lengths))
     count = len(plan[0])
     room = replicas * count * batching.tokens_per_pack
-    yield (
-        f"  {count} packs of {batching.tokens_per_pack:,} tokens on each of {replicas} replicas, "
-        f"{sum(sequences.lengths) / room:.0%} filled"
-    )
+    where = "" if replicas == 1 else f" on each of {replicas} replicas"
+    filled = sum(sequences.lengths) / room
+    yield f"  {counted(count, 'pack')} of {batching.tokens_per_pack:,} tokens{where}, {filled:.0%} filled"
 
 
 def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:

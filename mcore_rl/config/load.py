@@ -232,7 +232,7 @@ def resolved_yaml(config: Section) -> str:
 
 def changed_values(config: Section) -> list[str]:
     """Return each value that differs from its default, as the override `section.key=value` that sets it."""
-    values = without_variables(config.model_dump(mode="json", exclude_defaults=True))
+    values = without_variables(config.model_dump(mode="json", exclude_defaults=True, exclude={"dry_run"}))
     return [f"{key}={_flow(value)}" for key, value in _flattened(values)]
 
 

@@ -111,3 +111,8 @@ def rank_zero_printer(is_writer: bool) -> PrintLine:
 def size_text(count: int) -> str:
     """Return a number of bytes as text, in GiB, or in MiB if it is small."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """Return a number with its noun, as in "1 step" and "3 steps"."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
