@@ -1,6 +1,7 @@
 """Tests of rotary embeddings and gated activations, as they are and compiled."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_rotation_keeps_only_the_angles(way):
         angles = angles_of(5, 8)
         rotate(random(5, 1, 3, 8), angles, 1.0)
     assert [x.data_ptr() for x in kept] == [angles.data_ptr()]
+
+
+def test_norm_of_heads_keeps_no_more_than_its_heads():
+    """Keys are a small view of the projection of queries, keys and values."""
+    from mcore_rl.models.megatron.layers import HeadRMSNorm
+
+    config = SimpleNamespace(layernorm_zero_centered_gamma=False, params_dtype=torch.float32, sequence_parallel=False)
+    norm, projection, kept = HeadRMSNorm(config, 8, 1e-6), random(5, 1, 6 * 8), {}
+    keys = projection.view(5, 1, 6, 8)[:, :, 4:5]
+    with saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        norm(keys).sum().backward()
+    sizes = sorted(x.untyped_storage().nbytes() // 4 for x in kept.values())
+    assert sizes == [5, 8, 5 * 8]  # scales, weight, keys
+    assert projection.grad[..., 4 * 8 : 5 * 8].count_nonzero() == 5 * 8
 
 
 @pytest.mark.parametrize("weighted", [False, True])

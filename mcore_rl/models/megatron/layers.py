@@ -241,6 +241,10 @@ class HeadRMSNorm(RMSNorm):
         super().__init__(config, hidden_size, eps)
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        # As a view of the projection, k would keep the storage of q, k and v for the backward pass.
+        return super().forward(x.contiguous())
+
 
 class WideRMSNorm(torch.nn.Module):
     """RMS norm over all heads together (OLMo-2's q and k norms); heads are sharded over tensor-parallel ranks.
