@@ -35,8 +35,3 @@ LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "brok
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error looks as if another rank had ended before."""
     return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)
-
-
-def printable(text: str, encoding: str = "utf-8") -> str:
-    """Return a text with escapes in place of characters that the encoding does not have, such as lone surrogates."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)

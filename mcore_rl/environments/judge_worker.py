@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
-from mcore_rl.errors import printable
+from mcore_rl.utils.console import printable
 
 DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_rl.errors import printable
-
 
 def quiet_libraries() -> None:
     """Silence messages of libraries about features that are not used here."""
@@ -25,6 +23,11 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # every rank would print them
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for child processes
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """Return a text with escapes in place of characters that the encoding does not have, such as lone surrogates."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 PrintLine = Callable[[str], None]
