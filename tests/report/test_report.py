@@ -13,8 +13,7 @@ import pytest
 from programs import ROOT
 
 from mcore_rl.cli.main import write_report
-from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
-from mcore_rl.report.page import findings, page, sample_rows
+from mcore_rl.report.page import MAX_POINTS, findings, page, phases, sample_rows, sections, thinned
 from mcore_rl.report.runs import Series, read_runs
 from mcore_rl.run.directory import REPORT_MARK, RunDirectory
 from mcore_rl.run.identity import RunIdentity
