@@ -15,8 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron import delta_kernels
-from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, plan_of
+from mcore_rl.models.megatron.delta_rule import (
+    causal_conv,
+    convolve_last,
+    delta_rule,
+    delta_step,
+    describe_kernels,
+    packed_convolution,
+    packed_rule,
+    plan_of,
+)
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -235,7 +243,7 @@ def with_kernels(monkeypatch):
             calls.append(kernel.__name__)
             return kernel(*args, **kwargs)
 
-        monkeypatch.setattr(delta_kernels, name, lambda counted=counted: counted)
+        monkeypatch.setattr(f"mcore_rl.models.megatron.delta_rule.{name}", lambda counted=counted: counted)
     return calls
 
 
@@ -245,23 +253,23 @@ def test_kernels_of_other_packages_get_the_right_arguments(with_kernels):
     inputs = random_inputs(layout.total)
     is_token = torch.cat([torch.arange(n) < own for n, own in zip(layout.segment_lengths, LENGTHS, strict=False)])
     expected, _ = delta_rule(*inputs, plan)
-    found = delta_kernels.packed_rule(*inputs, layout, plan)
+    found = packed_rule(*inputs, layout, plan)
     # The rows of padding differ: nobody reads them, and they follow the tokens of their sequence. Decays are in fp32.
     torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-7)
     x, weight = torch.randn(layout.total, 3, 5, dtype=torch.float64), torch.randn(3, 5, WIDTH, dtype=torch.float64)
     expected = causal_conv(x, weight, plan.before)
-    found = delta_kernels.packed_convolution(x, weight, layout, plan)
+    found = packed_convolution(x, weight, layout, plan)
     torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-12)
     assert with_kernels == ["chunk_gated_delta_rule", "causal_conv1d_fn"]
 
 
 def test_shared_prompts_and_deterministic_runs_use_torch(with_kernels, monkeypatch):
-    assert delta_kernels.describe() == "delta rule by fla, its convolution by causal_conv1d"
+    assert describe_kernels() == "delta rule by fla, its convolution by causal_conv1d"
     layout, inputs = PackLayout.pack(LENGTHS, 1, 8), random_inputs(sum(LENGTHS) + 64)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert delta_kernels.describe() == "delta nets by torch"
+    assert describe_kernels() == "delta nets by torch"
     inputs = [x[: layout.total] for x in inputs]
-    delta_kernels.packed_rule(*inputs, layout, plan_of(layout, WIDTH, torch.device("cpu")))
+    packed_rule(*inputs, layout, plan_of(layout, WIDTH, torch.device("cpu")))
     assert not with_kernels
 
 

@@ -21,10 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron import delta_kernels
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.delta_kernels import packed_convolution, packed_rule
-from mcore_rl.models.megatron.delta_rule import CHUNK, plan_of
+from mcore_rl.models.megatron.delta_rule import CHUNK, describe_kernels, packed_convolution, packed_rule, plan_of
 from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
@@ -105,7 +103,7 @@ class GatedDeltaNet(TokenMixer):
         return tuple(parts)
 
     def describe(self) -> str:
-        return delta_kernels.describe()
+        return describe_kernels()
 
     def flops_per_token(self) -> float:
         """Return the operations of convolution and rule: products inside chunks, and with the states between them."""
