@@ -1,4 +1,4 @@
-"""Model families, one per file. Other modules get architecture details from a model's `Family`."""
+"""Model families. Other modules get architecture details from a model's `Family`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from mcore_rl.models.megatron.families.dense import (
     SeedOss,
     SmolLM3,
 )
-from mcore_rl.models.megatron.families.gpt_oss import GptOss
-from mcore_rl.models.megatron.families.mixtures import Ernie45MoE, Glm4MoE, MiniMaxM2, Mixtral, Qwen2MoE, Qwen3MoE
+from mcore_rl.models.megatron.families.mixtures import (
+    Ernie45MoE,
+    Glm4MoE,
+    GptOss,
+    MiniMaxM2,
+    Mixtral,
+    Qwen2MoE,
+    Qwen3MoE,
+)
 from mcore_rl.models.megatron.families.qwen_next import (
     Qwen3Next,
     Qwen35,
