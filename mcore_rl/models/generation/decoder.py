@@ -23,13 +23,12 @@ from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet, rule_inputs
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
 from mcore_rl.models.megatron.layers import GenerationFastPath, linear
-from mcore_rl.models.megatron.mixers import KeyValueMixer
 from mcore_rl.models.megatron.moe import routers_of
 from mcore_rl.models.megatron.weight_mapping import Shape
 

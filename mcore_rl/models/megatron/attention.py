@@ -1,4 +1,8 @@
-"""Attention modules over packs, for Megatron's layer specs.
+"""Attention over packs: the mixers that describe the attention of a layer, and the modules that compute it.
+
+A token mixer is the part of a layer that mixes tokens. A family gives each of its layers one (`Family.token_mixer`). It
+describes what the rest of the package needs to know of the layer's attention: its modules, its weights in the Hugging
+Face directory, its cache during generation, and its cost.
 
 Under context parallelism each rank gathers the keys and values of its pack and attends with its own queries.
 """
@@ -6,89 +10,242 @@ Under context parallelism each rank gathers the keys and values of its pack and 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
+from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, kernel_of, packed_attention
-from mcore_rl.models.megatron.layers import rotate
+from mcore_rl.models.megatron.layers import ReplicatedLinear, WideRMSNorm, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+from mcore_rl.models.megatron.weight_mapping import (
+    Columns,
+    GatedQueryKeyValue,
+    Kind,
+    Mapping,
+    Part,
+    QueryKeyValue,
+    Replicated,
+    Rows,
+)
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-
-@contextmanager
-def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
-    """Store no values of `tensor` or its views for autograd inside the context; the backward pass calls `make()`.
-
-    `make` returns a tensor of the same shape, strides and values. Each backward pass that needs the tensor calls it
-    once, on first use. All ranks reach this at the same place, so `make` may be a collective. The result is released
-    after all stored views of it have been used.
-    """
-    remade = _Remade(make)
-    storage = platform.storage_id(tensor)
-
-    def keep(saved: Tensor) -> Any:
-        if platform.storage_id(saved) == storage:
-            return remade.part(saved)
-        return saved.detach()  # an autograd node that stores its own output creates a reference cycle
-
-    with saved_tensors_hooks(keep, lambda kept: kept.cut() if isinstance(kept, _Part) else kept):
-        yield
-
-
-class _Remade:
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make, self.parts, self.asked = make, 0, 0
-        self.again: Tensor | None = None
-
-    def part(self, saved: Tensor) -> _Part:
-        self.parts += 1
-        return _Part(self, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
-
-    def ask(self) -> Tensor:
-        again = self.make() if self.again is None else self.again
-        self.asked += 1
-        self.again = None if self.asked % self.parts == 0 else again
-        return again
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 
 @dataclass(frozen=True)
-class _Part:
-    remade: _Remade
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+class LayerModules:
+    """The modules of transformer layers in one implementation; layers of all families consist of these."""
 
-    def cut(self) -> Tensor:
-        return self.remade.ask().as_strided(self.shape, self.stride, self.offset)
+    norm: Any
+    head_norm: Any
+    column_linear: Any
+    row_linear: Any
+    normed_row_linear: Any
+    attention: Any
+    grouped_experts: Any
+    grouped_linears: tuple[Any, Any] | None = None
+    """Column- and row-parallel linear layers of all experts together. None: experts have a linear layer each."""
 
 
-@dataclass
-class PackParams(PackedSeqParams):
-    """Megatron's parameters of a pack, plus the data that this package's layers need.
+@dataclass(frozen=True, kw_only=True)
+class TokenMixer(ABC):
+    """How a layer mixes its tokens.
 
-    `visible` describes the keys that queries see; `positions` [T / CP] are the local tokens' positions in their rows.
-    `cu_seqlens` [segments + 1] are the padded segments' cumulative lengths for Transformer Engine's attention, on the
-    device; None if it is not used or segments share a prefix. `routed` is for mixtures of experts.
+    hidden: size of the hidden states.
+    input_linear: name of the linear layer that follows the layer's input norm.
     """
 
-    visible: AttentionPattern | None = None
-    positions: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    routed: Any = None  # RoutedTokens, which `moe` defines above this module
+    input_linear: ClassVar[str] = "linear_qkv"
+    hidden: int
+
+    @abstractmethod
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        """Return the spec of the module that takes the place of Megatron's self-attention."""
+
+    @abstractmethod
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        """Yield the mappings of the weights.
+
+        Args:
+            ours, theirs: prefixes of the module's Megatron names, and of the layer's Hugging Face names.
+        """
+
+    @property
+    @abstractmethod
+    def mixed_size(self) -> int:
+        """Size of a token's output of the core attention, over all heads."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise an error for options that the module does not compute.
+
+        Raises:
+            UserError: the message names the field of `config.json`.
+        """
+
+    def describe(self) -> str:
+        """Describe in a few words what computes the mixer; empty if the implementation of the layers says it."""
+        return ""
+
+    def flops_per_token(self) -> float:
+        """Return the floating-point operations of forward and backward per token, without those of the weights."""
+        return 0.0
+
+    def flops_per_token_squared(self) -> float:
+        """Return the operations of forward and backward per squared length of a sequence that fits into the window."""
+        return 0.0
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        """Return the operations of forward and backward over a sequence, without those of the weights.
+
+        Args:
+            before: number of tokens before these, which they see but which are not computed again.
+        """
+        return self.flops_per_token() * tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyValueMixer(TokenMixer):
+    """A mixer that keeps keys and values of all tokens for generation.
+
+    heads: number of query heads. groups: number of heads of cached keys and values, each of size head_dim.
+    scale: factor of the products of queries and keys.
+    window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @property
+    def mixed_size(self) -> int:
+        return self.heads * self.head_dim
+
+    def flops_per_token_squared(self) -> float:
+        return 6.0 * self.heads * self.head_dim
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        seen = self._seen_squared(before + tokens) - self._seen_squared(before)
+        return super().flops(tokens) + self.flops_per_token_squared() * seen
+
+    def _seen_squared(self, tokens: int) -> int:
+        """Return twice the number of pairs of a token and a key that it sees, for the first tokens of a sequence."""
+        window = tokens if self.window is None else min(tokens, self.window)
+        return window**2 + 2 * (tokens - window) * window
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention(KeyValueMixer):
+    """Attention with grouped queries, by Megatron's module.
+
+    qkv_bias, output_bias: whether the projections have biases.
+    qk_norm: whether each query and key head has an RMS norm. wide_qk_norm: whether all query heads together have one,
+        and all key heads together.
+    output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
+    post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
+    rope_factor: factor on cos and sin of the rotary embedding.
+    neighbours: number of first elements of each query and key head of which rotary embeddings rotate neighbours in the
+        Hugging Face model. Megatron rotates elements half a head apart, so that the rows of the weight change places.
+    has_sinks: whether each query head has a sink: the score of one more key, whose value is 0.
+    query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    wide_qk_norm: bool = False
+    output_gate: bool = False
+    post_norm_name: str = ""
+    rope_factor: float = 1.0
+    neighbours: int = 0
+    has_sinks: bool = False
+    query_scale: Callable[[Tensor], Tensor] | None = None
+
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if self.qk_norm else IdentityOp)
+        if self.wide_qk_norm:
+            heads = {"q": self.heads, "k": self.groups}
+            norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
+        return ModuleSpec(
+            module=PackSelfAttention,
+            params={
+                "attn_mask_type": AttnMaskType.causal,
+                "output_bias": self.output_bias,
+                "rope_factor": self.rope_factor,
+                "query_scale": self.query_scale,
+            },
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=modules.column_linear,
+                core_attention=ModuleSpec(
+                    module=modules.attention,
+                    params={"window": self.window, "sinks": self.heads if self.has_sinks else 0},
+                ),
+                linear_proj=modules.normed_row_linear if self.post_norm_name else modules.row_linear,
+                q_layernorm=norms["q"],
+                k_layernorm=norms["k"],
+            ),
+        )
+
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        theirs += "self_attn."
+        if self.has_sinks:
+            yield Mapping(f"{ours}core_attention.softmax_offset", (Part(f"{theirs}sinks", (self.heads,)),), Rows())
+        kind_of_qkv = GatedQueryKeyValue if self.output_gate else QueryKeyValue
+        qkv = kind_of_qkv(self.groups, self.heads // self.groups, self.head_dim, self.neighbours)
+        rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
+        projected = {**rows, "q": rows["q"] * (2 if self.output_gate else 1)}
+        yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, projected), qkv)
+        if self.qkv_bias:
+            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in projected.items())
+            yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
+        for name in "qk" if self.qk_norm or self.wide_qk_norm else "":
+            size, kind = (rows[name], Rows()) if self.wide_qk_norm else (self.head_dim, Replicated())
+            yield Mapping(f"{ours}{name}_layernorm.weight", (Part(f"{theirs}{name}_norm.weight", (size,)),), kind)
+        output = Part(f"{theirs}o_proj.weight", (self.hidden, self.heads * self.head_dim))
+        yield Mapping(f"{ours}linear_proj.weight", (output,), Columns())
+        if self.output_bias:
+            yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
+
+    def check(self) -> None:
+        if self.output_bias and not self.qkv_bias:
+            raise UserError("model.path: a bias on the output projection alone is not supported")
+
+    def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        """Return the query, key and value projections; `rows` gives the number of rows of each."""
+        return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden)) for name, n in rows.items())
+
+
+class FusedQKVAttention(GroupedQueryAttention):
+    """Attention whose query, key and value projections are one tensor, one after the other (Phi-3)."""
+
+    def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        parts, first = [], 0
+        for count in rows.values():
+            parts.append(Part(f"{theirs}qkv_proj.weight", (count, self.hidden), first))
+            first += count
+        return tuple(parts)
 
 
 class PackSelfAttention(SelfAttention):
@@ -153,6 +310,185 @@ class PackSelfAttention(SelfAttention):
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply outputs by their gates; Megatron's method is compiled for GPUs."""
         return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(KeyValueMixer):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from low-rank states.
+
+    Generation caches the expanded keys and values of all heads.
+
+    query_rank: size of the latent queries; None if queries are projected in one step. key_value_rank: size of the
+        latent keys and values.
+    rotated: number of elements of each query and key head that are rotated; all heads share the rotated keys.
+    value_dim: size of a value head.
+    interleaved: whether the pairs that are rotated together are neighbours; otherwise they are half a head apart.
+    rope_factor: factor on cos and sin. eps: epsilon of the norms of latent states.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    rotated: int
+    value_dim: int
+    interleaved: bool
+    rope_factor: float
+    eps: float
+
+    @property
+    def plain(self) -> int:
+        """Number of elements of each query and key head that are not rotated."""
+        return self.head_dim - self.rotated
+
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        return ModuleSpec(module=PackLatentAttention, params={"mixer": self, "modules": modules})
+
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        theirs += "self_attn."
+        queries, latent = self.heads * self.head_dim, self.key_value_rank
+
+        def linear(name: str, hf_name: str, rows: int, columns: int, kind: Kind) -> Mapping:
+            return Mapping(f"{ours}{name}.weight", (Part(f"{theirs}{hf_name}.weight", (rows, columns)),), kind)
+
+        def norm(name: str, hf_name: str, size: int) -> Mapping:
+            return Mapping(f"{ours}{name}.weight", (Part(f"{theirs}{hf_name}.weight", (size,)),), Replicated())
+
+        if self.query_rank is None:
+            yield linear("linear_q_proj", "q_proj", queries, self.hidden, Rows())
+        else:
+            yield linear("linear_q_down_proj", "q_a_proj", self.query_rank, self.hidden, Replicated())
+            yield norm("q_layernorm", "q_a_layernorm", self.query_rank)
+            yield linear("linear_q_up_proj", "q_b_proj", queries, self.query_rank, Rows())
+        yield linear("linear_kv_down_proj", "kv_a_proj_with_mqa", latent + self.rotated, self.hidden, Replicated())
+        yield norm("kv_layernorm", "kv_a_layernorm", latent)
+        yield linear("linear_kv_up_proj", "kv_b_proj", self.heads * (self.plain + self.value_dim), latent, Rows())
+        yield linear("linear_proj", "o_proj", self.hidden, self.heads * self.value_dim, Columns())
+
+    def check(self) -> None:
+        if self.value_dim > self.head_dim:
+            raise UserError(f"model.path: v_head_dim={self.value_dim} above the size of a key ({self.head_dim})")
+
+    def flops_per_token_squared(self) -> float:
+        return 3.0 * self.heads * (self.head_dim + self.value_dim)
+
+
+class PackLatentAttention(MegatronModule):
+    """The module of `LatentAttention`, over packs.
+
+    Megatron's own module compares its submodules with Megatron's classes and rotates by tables of positions. This one
+    accepts the linear layers of this package, under the names of Megatron's, and rotates by the positions of a pack.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        mixer: LatentAttention,
+        modules: LayerModules,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or process_groups()
+        self.mixer, self.layer_number, self.tp_group = mixer, layer_number, groups.tp
+        common = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
+        up = {**common, "gather_output": False, "skip_bias_add": False, "tp_group": groups.tp}
+        hidden, heads, rank = config.hidden_size, mixer.heads, mixer.query_rank
+        if rank is None:
+            self.linear_q_proj = modules.column_linear(hidden, heads * mixer.head_dim, **up)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, rank)
+            self.q_layernorm = modules.norm(config, rank, mixer.eps)
+            self.linear_q_up_proj = modules.column_linear(rank, heads * mixer.head_dim, **up)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, mixer.key_value_rank + mixer.rotated)
+        self.kv_layernorm = modules.norm(config, mixer.key_value_rank, mixer.eps)
+        expanded = heads * (mixer.plain + mixer.value_dim)
+        self.linear_kv_up_proj = modules.column_linear(mixer.key_value_rank, expanded, **up)
+        self.core_attention = modules.attention(
+            config,
+            layer_number,
+            AttnMaskType.causal,
+            "self",
+            softmax_scale=mixer.scale,
+            pg_collection=groups,
+            window=mixer.window,
+        )
+        self.linear_proj = modules.row_linear(
+            heads * mixer.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, tp_group=groups.tp, **common
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to the same shape, and None for the bias."""
+        mixer = self.mixer
+        plain, rotated = self._queries(hidden_states).split((mixer.plain, mixer.rotated), -1)
+        query = torch.cat((plain, self._rotate(rotated, rotary_pos_emb)), -1)
+        latent, rotated = self.linear_kv_down_proj(hidden_states).split((mixer.key_value_rank, mixer.rotated), -1)
+        # All heads share this part of the keys; the copy's backward pass sums the gradients of the ranks' heads.
+        if self.config.sequence_parallel:
+            rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
+        else:
+            rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        expanded, _bias = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        plain, value = (
+            expanded.squeeze(1)
+            .unflatten(-1, (-1, mixer.plain + mixer.value_dim))
+            .split((mixer.plain, mixer.value_dim), -1)
+        )
+        rotated = self._rotate(rotated, rotary_pos_emb).expand(-1, plain.shape[1], -1)
+        # The kernels need values of the size of the keys.
+        value = F.pad(value, (0, mixer.head_dim - mixer.value_dim))
+        key = torch.cat((plain, rotated), -1)
+        attended = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+        attended = attended.unflatten(-1, (-1, mixer.head_dim))[..., : mixer.value_dim].flatten(1)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
+        return output
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        """Return [T / CP, heads / TP, head_dim]."""
+        if self.mixer.query_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+        heads: Tensor = query.squeeze(1).unflatten(-1, (-1, self.mixer.head_dim))
+        return heads
+
+    def _rotate(self, x: Tensor, angles: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate [T, heads, rotated] by angles [T, 1, rotated]; the pairs are half a head apart in the result."""
+        angles = angles[0] if isinstance(angles, tuple) else angles
+        if self.mixer.interleaved:
+            x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
+        return rotate(x, angles, self.mixer.rope_factor)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's description of the module's weights for a checkpoint."""
+        described: dict[str, Any] = {}
+        for name, module in self.named_children():
+            described |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        return described
+
+
+@dataclass
+class PackParams(PackedSeqParams):
+    """Megatron's parameters of a pack, plus the data that this package's layers need.
+
+    `visible` describes the keys that queries see; `positions` [T / CP] are the local tokens' positions in their rows.
+    `cu_seqlens` [segments + 1] are the padded segments' cumulative lengths for Transformer Engine's attention, on the
+    device; None if it is not used or segments share a prefix. `routed` is for mixtures of experts.
+    """
+
+    visible: AttentionPattern | None = None
+    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    routed: Any = None  # RoutedTokens, which `moe` defines above this module
 
 
 class PackedCausalAttention(MegatronModule):
@@ -240,3 +576,50 @@ class PackedCausalAttention(MegatronModule):
         """Return the ranks' [T / CP, groups, …] rows in rank order, or only the rows in `index` if it is given."""
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]
+
+
+@contextmanager
+def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
+    """Store no values of `tensor` or its views for autograd inside the context; the backward pass calls `make()`.
+
+    `make` returns a tensor of the same shape, strides and values. Each backward pass that needs the tensor calls it
+    once, on first use. All ranks reach this at the same place, so `make` may be a collective. The result is released
+    after all stored views of it have been used.
+    """
+    remade = _Remade(make)
+    storage = platform.storage_id(tensor)
+
+    def keep(saved: Tensor) -> Any:
+        if platform.storage_id(saved) == storage:
+            return remade.part(saved)
+        return saved.detach()  # an autograd node that stores its own output creates a reference cycle
+
+    with saved_tensors_hooks(keep, lambda kept: kept.cut() if isinstance(kept, _Part) else kept):
+        yield
+
+
+class _Remade:
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make, self.parts, self.asked = make, 0, 0
+        self.again: Tensor | None = None
+
+    def part(self, saved: Tensor) -> _Part:
+        self.parts += 1
+        return _Part(self, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
+
+    def ask(self) -> Tensor:
+        again = self.make() if self.again is None else self.again
+        self.asked += 1
+        self.again = None if self.asked % self.parts == 0 else again
+        return again
+
+
+@dataclass(frozen=True)
+class _Part:
+    remade: _Remade
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def cut(self) -> Tensor:
+        return self.remade.ask().as_strided(self.shape, self.stride, self.offset)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.topology import ParallelDimension, Topology
-from mcore_rl.models.megatron.attention import PackedCausalAttention
+from mcore_rl.models.megatron.attention import LayerModules, PackedCausalAttention
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.hf_config import transformer_config
@@ -34,7 +34,6 @@ from mcore_rl.models.megatron.layers import (
     RowLinear,
 )
 from mcore_rl.models.megatron.lora import LoRA
-from mcore_rl.models.megatron.mixers import LayerModules
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router, balance_routing
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.attention import LayerModules, PackParams, TokenMixer
 from mcore_rl.models.megatron.delta_rule import CHUNK, describe_kernels, packed_convolution, packed_rule, plan_of
-from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
 

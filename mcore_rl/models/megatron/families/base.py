@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
 from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
-from mcore_rl.models.megatron.mixers import GroupedQueryAttention, TokenMixer
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,

@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
 from mcore_rl.models.megatron.families.mixtures import Experts, Glm4MoE
-from mcore_rl.models.megatron.latent_attention import LatentAttention
 from mcore_rl.models.megatron.layers import rope_parameters
-from mcore_rl.models.megatron.mixers import TokenMixer
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent states in transformers, whatever `rms_norm_eps` is."""

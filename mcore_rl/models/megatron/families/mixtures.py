@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
-from mcore_rl.models.megatron.mixers import TokenMixer
 from mcore_rl.models.megatron.weight_mapping import (
     FirstRow,
     InterleavedGateUp,
