@@ -24,6 +24,7 @@ FLOORS = {  # the order of imports, from the ground up
     "data": 6,
     "models.megatron": 7,
     "models.generation": 8,
+    "models.policy.refit": 8,  # imported by engines too
     "models.policy": 9,
     "environments": 10,
     "run": 10,

@@ -533,7 +533,7 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "import os, signal\n"
         "from mcore_rl.platform import initialize_platform\n"
         "initialize_platform()\n"
-        "from mcore_rl.models.generation import refit\n"
+        "from mcore_rl.models.policy import refit\n"
         "from mcore_rl.models.generation import vllm_generation\n"
         "vllm_generation.BUCKET_BYTES = 50_000\n"
         "send, count = refit.RefitGroups.broadcast, []\n"
@@ -594,9 +594,9 @@ def live_dangerously(config):
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.policy_options import ClippedPGOptions
     from mcore_rl.models.generation import vllm_generation
-    from mcore_rl.models.generation.refit import RefitGroups
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.refit import RefitGroups
 
     vllm_generation.BUCKET_BYTES = 50_000
     policy, said = MegatronPolicy(config, total_steps=3), []

@@ -11,7 +11,7 @@ from vllm_cases import GROUPS, PARAMS, Stub, pool_of, train, well
 from vllm_cases import root as root  # a fixture
 
 from mcore_rl.models.generation.interfaces import RequestError
-from mcore_rl.models.generation.refit import RefitGroups
+from mcore_rl.models.policy.refit import RefitGroups
 from mcore_rl.rollouts.samples import Rollout, to_batch
 
 

@@ -27,8 +27,15 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig
 from mcore_rl.errors import WorkerError
-from mcore_rl.models.generation.refit import RefitGroup, RefitGroups, plan_buckets, send_weights
-from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info, encode_refit_info
+from mcore_rl.models.policy.refit import (
+    RefitGroup,
+    RefitGroups,
+    RefitReceiver,
+    decode_refit_info,
+    encode_refit_info,
+    plan_buckets,
+    send_weights,
+)
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 

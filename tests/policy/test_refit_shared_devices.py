@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
-from mcore_rl.models.generation import refit
+from mcore_rl.models.policy import refit
 from mcore_rl.models.policy.refit import RefitReceiver
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes

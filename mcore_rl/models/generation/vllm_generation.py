@@ -34,7 +34,13 @@ from mcore_rl.models.generation.interfaces import (
     prompts_of,
     share_responses,
 )
-from mcore_rl.models.generation.refit import (
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
+from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
+from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.refit import (
     RefitGroup,
     RefitGroups,
     RefitInfo,
@@ -43,12 +49,6 @@ from mcore_rl.models.generation.refit import (
     local_address,
     send_weights,
 )
-from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
-from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
-from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
-from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.utils.console import PrintLine
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from mcore_rl.models.generation.refit import RefitReceiver, decode_refit_info
+from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
 
 BACKEND = "mcore_rl"
 

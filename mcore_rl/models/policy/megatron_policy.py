@@ -23,7 +23,6 @@ from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.common import LossFunction, locate_nonfinite, over_steps, reduce_metrics, reductions_of
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
-from mcore_rl.models.generation.refit import RefitInfo
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
@@ -51,6 +50,7 @@ from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.checkpoint import PolicyCheckpoint
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.reference import Reference, ReferenceWeights, initial_reference
+from mcore_rl.models.policy.refit import RefitInfo
 from mcore_rl.models.policy.refit_sender import BUCKET_BYTES, WeightSender
 from mcore_rl.models.policy.scoring import ScoringModel
 

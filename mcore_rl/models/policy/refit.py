@@ -1,5 +1,339 @@
-"""Receiver of refitted weights, under the module path that inference engines import."""
+"""Transfer of the policy's weights to an inference engine, as Hugging Face tensors in buckets.
 
-from mcore_rl.models.generation.refit import RefitInfo, RefitReceiver, decode_refit_info, encode_refit_info
+By collective: the policy's first rank and the engine's processes share a process group. Each bucket consists of a
+header (number of tensors, bytes), the tensors' numbers in the refit info, and their concatenated bytes. By IPC: each
+bucket is one block of shared memory on every GPU of the policy, or on the host without a GPU. The peak of additional
+memory is a bucket and the largest tensor.
+"""
 
-__all__ = ["RefitInfo", "RefitReceiver", "decode_refit_info", "encode_refit_info"]
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing import resource_tracker, shared_memory
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+
+RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Map from name to shape and precision; a tensor's number is its index in the map."""
+
+HEADER_NUMBERS = 2
+
+
+def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
+    """Convert to values that JSON can hold."""
+    return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.items()}
+
+
+def decode_refit_info(encoded: Mapping[str, Any]) -> RefitInfo:
+    """Convert back from the values of `encode_refit_info`."""
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in encoded.items()}
+
+
+class RefitStore:
+    """The store through which the processes of a group connect. The first rank listens, only on `ip`.
+
+    Args:
+        port: port on which the first rank listens; 0 for any free port.
+    """
+
+    def __init__(self, ip: str, port: int, rank: int, timeout: float) -> None:
+        self.rank, self.limit = rank, timedelta(seconds=timeout)
+        self.ip = local_address(ip)
+        options: dict[str, Any] = {"is_master": False}
+        if rank == 0:
+            listener = socket.create_server((ip, port))
+            port = listener.getsockname()[1]
+            options = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+        self.port = port
+        self.store = torch.distributed.TCPStore(ip, port, timeout=self.limit, **options)
+
+
+def local_address(ip: str) -> str:
+    """Return the address of this machine that connects to `ip`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, 9))
+        return str(probe.getsockname()[0])
+
+
+class RefitGroup:
+    """A process group of the policy's first rank, which is rank 0, and the engine's processes.
+
+    It is independent of the default group. Its methods are collective over all of its processes.
+
+    Args:
+        on_host: send tensors in the host's memory, with gloo. NCCL does not support two processes on one GPU.
+
+    Raises:
+        RuntimeError: some processes did not join within the store's timeout, which also limits every broadcast.
+    """
+
+    def __init__(self, store: RefitStore, world_size: int, on_host: bool = False) -> None:
+        self.group: Any
+        if platform.has_gpu() and not on_host:
+            options = torch.distributed.ProcessGroupNCCL.Options()
+            options._timeout = store.limit
+            self.group = torch.distributed.ProcessGroupNCCL(store.store, store.rank, world_size, options)
+        else:
+            # Without a device gloo uses the address of the host's name, which other machines often cannot reach.
+            gloo: Any = torch.distributed.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = store.limit
+            options._devices = [gloo.create_device(hostname=store.ip)]
+            self.group = gloo(store.store, store.rank, world_size, options)
+
+    @classmethod
+    def join(cls, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> RefitGroup:
+        """Join the group at the first rank's address; `timeout` is in seconds."""
+        return cls(RefitStore(ip, port, rank, timeout), world_size)
+
+    def begin_broadcast(self, tensor: Tensor) -> Any:
+        """Start a `broadcast`; `wait()` of the result completes it."""
+        return self.group.broadcast(tensor, 0)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Broadcast from rank 0, in place."""
+        self.begin_broadcast(tensor).wait()
+        return tensor
+
+
+class RefitGroups:
+    """Groups of several engines, by name, with concurrent broadcasts. A group that fails is left out afterwards.
+
+    Other threads may remove groups at the same time.
+    """
+
+    def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
+        self.groups, self.failures = dict(groups), dict[str, Exception]()
+        self._lock = Lock()
+
+    def leave_out(self, name: str) -> None:
+        """Stop sending to a group, if it exists."""
+        with self._lock:
+            self.groups.pop(name, None)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Broadcast from this process, which is rank 0 of all groups."""
+        with self._lock:
+            groups = list(self.groups.items())
+        begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
+        for name, work in begun:
+            if work is not None:
+                self._try(name, work.wait)
+        for name in self.failures:
+            self.leave_out(name)
+        return tensor
+
+    def _try(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            self.failures[name] = error
+            return None
+
+
+Broadcasts = RefitGroup | RefitGroups
+
+Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
+"""Map from name to first byte, shape and precision of each tensor in a buffer."""
+
+
+def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
+    """Return the places of concatenated tensors, and their total bytes."""
+    places, size = {}, 0
+    for name, (shape, dtype) in info:
+        places[name] = (size, shape, dtype)
+        size += torch.Size(shape).numel() * dtype.itemsize
+    return places, size
+
+
+def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
+    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
+    for name, (start, shape, dtype) in places.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        # The copy has an aligned address, from which every precision can be read.
+        yield name, buffer[start : start + size].clone().view(dtype).view(shape)
+
+
+class Bucket:
+    """The concatenated bytes of tensors in a buffer of `budget` bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.filled = budget, 0
+        self.numbers: list[int] = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def has_room(self, tensor: Tensor) -> bool:
+        return self.filled + tensor.nbytes <= self.budget
+
+    def add(self, number: int, tensor: Tensor) -> None:
+        """Copy a tensor into the bucket, which must have room for it."""
+        if not self.buffer.numel():
+            self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
+        _put(self.buffer, self.filled, tensor)
+        self.numbers.append(number)
+        self.filled += tensor.nbytes
+
+    def send(self, group: Broadcasts) -> None:
+        """Broadcast the contents, if there are any, and empty the bucket."""
+        if self.numbers:
+            _send(self.numbers, self.buffer[: self.filled], group)
+        self.numbers, self.filled = [], 0
+
+
+def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
+    group.broadcast(torch.tensor([len(numbers), payload.numel()], device=payload.device))
+    group.broadcast(torch.tensor(numbers, device=payload.device))
+    group.broadcast(payload)
+
+
+def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
+    """Broadcast every tensor; if `group` is None, only take part in producing them."""
+    bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
+    for name, tensor in tensors:
+        if group is None:
+            continue
+        if not bucket.has_room(tensor):
+            bucket.send(group)
+        if bucket.has_room(tensor):
+            bucket.add(numbers[name], tensor)
+        else:  # larger than a bucket: it is sent alone
+            _send([numbers[name]], tensor.contiguous().view(-1).view(torch.uint8), group)
+    if group is not None:
+        bucket.send(group)
+
+
+def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
+    """Return the names of the tensors in each bucket of at most `budget` bytes."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name, (shape, dtype) in info.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = budget
+        buckets[-1].append(name)
+        room -= size
+    return buckets
+
+
+class SharedBucket:
+    """Named tensors in one block of shared memory, written one after the other.
+
+    Raises:
+        ValueError: `info` is empty.
+    """
+
+    def __init__(self, info: RefitInfo) -> None:
+        self.places, size = lay_out(info.items())
+        if not size:
+            raise ValueError("a bucket of no tensors cannot be shared")
+        self._memory: shared_memory.SharedMemory | None = None
+        if platform.has_gpu():
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=platform.device())
+            self._where: dict[str, Any] = {"cuda": reduce_tensor(self._buffer)}
+        else:
+            self._memory = shared_memory.SharedMemory(create=True, size=size)
+            self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
+            self._where = {"shared_memory": self._memory.name}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        _put(self._buffer, self.places[name][0], tensor)
+
+    def handle(self) -> dict[str, Any]:
+        """Return the handles for `RefitReceiver.update_weights_from_ipc_handles`, after all tensors are written."""
+        platform.synchronize()
+        return {**self._where, "tensors": self.places}
+
+    def release(self) -> None:
+        """Release the memory; a reader on this host keeps its mapping until it closes it."""
+        del self._buffer
+        if self._memory is not None:
+            self._memory.close()
+            self._memory.unlink()
+
+
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+"""Function of (Hugging Face name, tensor) pairs; the tensors are invalid after the call."""
+
+
+class RefitReceiver:
+    """The receiver of weights in one of the engine's processes.
+
+    Args:
+        load_weights: sets the engine's weights, such as vLLM's `model.load_weights`.
+        info: result of the policy's `prepare_refit_info`.
+        device: destination of the weights; by default the process's current GPU, or the CPU.
+    """
+
+    def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str | None = None) -> None:
+        self.load_weights, self.info = load_weights, info
+        self.device = platform.device() if device is None else torch.device(device)
+        self.group: RefitGroup | None = None
+
+    def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
+        """Join the policy's group; the engine's ranks start at 1, the policy has rank 0."""
+        on_host = self.device.type == "cpu"
+        self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
+
+    def update_weights_from_collective(self) -> None:
+        """Receive all weights while the policy runs `broadcast_weights_for_collective`.
+
+        Raises:
+            RuntimeError: `init_collective` was not called.
+        """
+        if self.group is None:
+            raise RuntimeError("update_weights_from_collective: call init_collective first")
+        entries, received = list(self.info.items()), 0
+        while received < len(self.info):
+            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=self.device)
+            count, size = self.group.broadcast(header).tolist()
+            numbers = self.group.broadcast(torch.empty(count, dtype=torch.long, device=self.device)).tolist()
+            payload = self.group.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.load_weights(_cut(payload, lay_out(entries[number] for number in numbers)[0]))
+            received += count
+
+    def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
+        """Load one bucket from the shared memory of this process's device.
+
+        Args:
+            handles: result of `get_weights_ipc_handles` on the policy's first rank.
+
+        Raises:
+            ValueError: there is no handle for this device.
+        """
+        own = platform.device_id(self.device)
+        if own not in handles:
+            raise ValueError(
+                f"update_weights_from_ipc_handles: no weights on this process's device {own}; the handles are for "
+                f"{', '.join(handles) or 'no device: only the first rank has them'}"
+            )
+        handle = handles[own]
+        if "cuda" in handle:
+            self.load_weights(_cut(_open_on(self.device, *handle["cuda"]), handle["tensors"]))
+            platform.synchronize(self.device)
+            return
+        memory = shared_memory.SharedMemory(handle["shared_memory"])
+        # Attaching also registers the block here, but only its creator may remove it.
+        resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
+        self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handle["tensors"]))
+        memory.close()
+
+
+def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    """Open another process's block of GPU memory on this process's index of the device."""
+    call = inspect.signature(rebuild).bind(*arguments)
+    call.arguments["storage_device"] = platform.device_index(device)
+    return rebuild(*call.args, **call.kwargs)

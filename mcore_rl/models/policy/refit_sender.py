@@ -8,11 +8,11 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import InternedObjects, gather_objects
-from mcore_rl.models.generation.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
 
 BUCKET_BYTES = 512 * 1024**2
 
