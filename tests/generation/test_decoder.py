@@ -25,10 +25,10 @@ def model_path(tmp_path_factory):
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import continuous_batching, decoder
+    from mcore_rl.models.generation import decoder, megatron_generation
 
-    decoder.BLOCK_SIZE = continuous_batching.BLOCK_SIZE = BLOCK
-    continuous_batching.LOOK_AHEAD = BLOCK // 2
+    decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = BLOCK
+    megatron_generation.LOOK_AHEAD = BLOCK // 2
     logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)
 
@@ -89,12 +89,12 @@ def test_a_late_look_at_stop_strings_changes_nothing(model_path):
 
 def tokens_held(config, prompts, limits, slots):
     """Tokens that the cache had room for at most, and that sequences had at most; blocks that are left in use."""
-    from mcore_rl.models.generation import continuous_batching
+    from mcore_rl.models.generation import megatron_generation
 
     use_small_blocks()
     caches, held, needed = [], [], []
 
-    class Watched(continuous_batching.SequenceCache):
+    class Watched(megatron_generation.SequenceCache):
         def step(self, tokens, positions):
             if self not in caches:
                 caches.append(self)
@@ -104,7 +104,7 @@ def tokens_held(config, prompts, limits, slots):
             needed.append(sum(self.lengths))
             return super().step(tokens, positions)
 
-    continuous_batching.SequenceCache = Watched
+    megatron_generation.SequenceCache = Watched
     generate(config, SamplingParams(NEW_TOKENS, seed=1), slots=slots, prompts=prompts, limits=limits)
     return max(held), max(needed), [sum(cache.blocks.users) for cache in caches]
 

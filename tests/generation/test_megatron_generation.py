@@ -164,16 +164,16 @@ def test_ranks_that_share_a_key_value_head(model_path, one_process):
 
 def generate_groups(config, slots, repeats, most_apart=1e-5):
     """Groups of equal prompts; sequences, and how many prompts went through the model."""
-    from mcore_rl.models.generation import continuous_batching
+    from mcore_rl.models.generation import megatron_generation
 
     ran = []
 
-    class CountingCache(continuous_batching.SequenceCache):
+    class CountingCache(megatron_generation.SequenceCache):
         def prefill(self, prompts, *places):
             ran.extend(prompts)
             return super().prefill(prompts, *places)
 
-    continuous_batching.SequenceCache = CountingCache
+    megatron_generation.SequenceCache = CountingCache
     prompts = BatchedDataDict({name: values.repeat_interleave(repeats, 0) for name, values in make_prompts().items()})
     out, difference = generate(
         config, SamplingParams(NEW_TOKENS, seed=2, stop_token_ids=(1,)), slots=slots, prompts=prompts

@@ -22,8 +22,8 @@ GRPO = {
 
 def generate(policy, data, loss_fn):
     """Generate responses to as many prompts as `data` has rows, with one more sampled token for each prompt."""
-    from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings
     from mcore_rl.models.generation.decoder import Decoder
+    from mcore_rl.models.generation.megatron_generation import ContinuousBatch, RunningSequence, StopStrings
 
     count, decoder = data.size, Decoder(policy.model)
     params = SamplingParams(max_new_tokens=4 + count, stop_token_ids=(3,))

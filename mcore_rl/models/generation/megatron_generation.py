@@ -7,11 +7,13 @@ is already being answered (the others of its group) is not computed again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
@@ -22,8 +24,7 @@ from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings
-from mcore_rl.models.generation.decoder import Decoder
+from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, SequenceCache, blocks_for
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -33,9 +34,335 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
-from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
+
+LOOK_AHEAD = BLOCK_SIZE // 2
+"""Number of steps for which blocks are allocated at once, so that the device rarely needs a new block table."""
+
+
+@dataclass(eq=False)
+class SamplingBatch:
+    """The tokens sampled for the same n sequences, step by step.
+
+    tokens, logprobs: [n] for each step. experts: [n, layers, topk] int16 of the tokens that were inputs of the step,
+        if experts are recorded. kept: the tokens that the filters kept for each sequence, if they are returned; on the
+        last stage.
+    """
+
+    tokens: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    kept: list[list[KeptTokens]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A sequence that is being generated."""
+
+    row: int
+    """Row in the batch of prompts."""
+    sample_id: int
+    prompt: tuple[int, ...]
+    limit: int
+    """Maximum number of tokens in the response."""
+    drawn: int = 0
+    """Tokens of the response so far, including tokens after its end that the host has not detected yet."""
+    ended_at: int | None = None
+    """Tokens of the response up to its stop token or string; None until the host has detected it."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks of the cache."""
+    slot: int = -1
+    """Slot of the cache."""
+    prompt_state: Tensor = field(init=False)
+    """[hidden] state of the prompt's last token, on the last stage."""
+    prompt_experts: list[Tensor] = field(default_factory=list)
+    """[tokens, layers, topk] int16 of the prompt's tokens, if experts are recorded."""
+    places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
+    """Places of the response's tokens: sampling batches with the sequence's column in each, in order."""
+    tail: list[int] = field(default_factory=list)
+    """Last tokens of the response, as many as stop strings need."""
+
+    def __len__(self) -> int:
+        return len(self.prompt) + self.drawn
+
+    def kept_tokens(self) -> KeptTokens:
+        """Return the tokens that the filters kept at each position of the response."""
+        of_steps = [step[column] for draws, column in self.places for step in draws.kept]
+        return KeptTokens.concatenated(of_steps[: self.response_length])
+
+    @property
+    def response_length(self) -> int:
+        return self.drawn if self.ended_at is None else self.ended_at
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_at is not None or self.drawn >= self.limit
+
+    def experts(self) -> Tensor:
+        """Return [tokens that were inputs of the model, layers, topk] int16."""
+        of_response = [step[column] for draws, column in self.places for step in draws.experts]
+        recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
+        return recorded[: len(self.prompt) + self.response_length - 1].cpu()
+
+
+class StopStrings:
+    """Texts that end a response."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
+        self.texts, self.tokenizer = texts, tokenizer
+        # A token has at least one byte, so this many last tokens contain any stop string that was just completed.
+        self.window = max((len(text.encode()) for text in texts), default=0) + 1
+
+    def end(self, s: RunningSequence, token: int) -> bool:
+        """Return whether the next token of the response completes a stop string."""
+        s.tail = [*s.tail, token][-self.window :]
+        text = self.tokenizer.decode(s.tail)
+        return any(stop in text for stop in self.texts)
+
+
+@dataclass
+class _Look:
+    """Data of a step that the host reads: who sampled a stop token [n], and for stop strings all tokens [n].
+
+    drawn: number of tokens in each sequence's response, including this step's.
+    """
+
+    sequences: Sequence[RunningSequence]
+    drawn: Sequence[int]
+    stopped: platform.HostCopy
+    tokens: platform.HostCopy | None
+
+
+class ContinuousBatch:
+    """Continuous batching of a replica's sequences: a sequence that ends is replaced at once by the next of the queue.
+
+    Sampled tokens stay on the device, where the next step reads them. The host always knows all lengths; it reads only
+    the data that can end a response. On an asynchronous device it reads a step's data while the next step runs, so that
+    the device never waits for the host. Tokens that an ended sequence has sampled meanwhile are discarded.
+
+    Args:
+        sequences: sequences in the order in which they start.
+        rows: maximum number of concurrent sequences.
+        prefill_tokens: maximum number of prompt tokens in a forward pass.
+        lag: number of steps after which the host reads whether a response has ended. It does not affect results.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: Sequence[RunningSequence],
+        params: SamplingParams,
+        stop_strings: StopStrings,
+        rows: int,
+        prefill_tokens: int,
+        lag: int,
+    ) -> None:
+        self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
+        self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
+        self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
+        self.cache = SequenceCache(decoder)
+        # For each running sequence: its last token, the token's position, and the state of its random numbers.
+        self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
+        self.stop_token_ids = platform.to_device(params.stop_token_ids)
+        self.history, self.looks = list[SamplingBatch](), deque[_Look]()
+        self.kept_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
+        """Kept tokens of the last steps, [n, k] with −1 for none; they are compacted after `lag` steps."""
+        self.steps_ahead = 0
+        """Number of steps for which the cache is arranged, if the sequences do not change."""
+
+    def run(self) -> list[Response]:
+        """Generate all sequences and return the responses; the host waits for them once."""
+        while self.queue or self.going:
+            self._admit()
+            if self.going:
+                self._step()
+                if any(s.is_over for s in self.going):
+                    self._arrange(self.going, self.state)
+        self._look(lag=0)
+        return self._responses()
+
+    # ------------------------------------------------------------ steps
+
+    def _step(self) -> None:
+        """Sample a further token for each sequence."""
+        if not self.steps_ahead:
+            self._make_room()
+        self.steps_ahead -= 1
+        tokens, positions, states = self.state.unbind()
+        x = self.cache.step(tokens, positions)
+        draws = self.history[-1]
+        if self.decoder.routers:
+            draws.experts.append(self.decoder.routed.short())
+        tokens = self._draw(self.going, x, positions + 1, states, draws)
+        self.state = torch.stack((tokens, positions + 1, states))
+
+    def _make_room(self) -> None:
+        """Allocate blocks for the next steps; all response tokens except the last are inputs of the model."""
+        for s in self.going:
+            needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
+            s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
+        self.cache.arrange(*zip(*((s.blocks, s.slot, len(s)) for s in self.going), strict=True))
+        self.steps_ahead = min(len(s.blocks) * BLOCK_SIZE - len(s) for s in self.going) + 1
+
+    def _draw(
+        self,
+        sequences: Sequence[RunningSequence],
+        x: Float[Tensor, "n hidden"],
+        positions: Int64[Tensor, " n"],
+        states: Int64[Tensor, " n"],
+        draws: SamplingBatch,
+    ) -> Int64[Tensor, " n"]:
+        """Sample a token for each of these positions, from the states of the preceding tokens."""
+        tokens, logprobs, kept = self._sampled(x, positions, states)
+        draws.tokens.append(tokens)
+        draws.logprobs.append(logprobs)
+        if kept is not None:
+            self.kept_tables.append((draws, platform.HostCopy(kept)))
+        for s in sequences:
+            s.drawn += 1
+        if self.params.stop_token_ids or self.params.stop_strings:
+            stopped = (tokens[:, None] == self.stop_token_ids).any(1)
+            shown = platform.HostCopy(tokens) if self.params.stop_strings else None
+            drawn = [s.drawn for s in sequences]
+            self.looks.append(_Look(sequences, drawn, platform.HostCopy(stopped), shown))
+        self._look(self.lag)
+        return tokens
+
+    def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return tokens [n] and their log-probabilities [n] fp32, on every stage, and the last stage's kept tokens."""
+        topology, params, kept = self.decoder.topology, self.params, None
+        if topology.is_last_stage:
+            uniform = None if params.greedy else uniforms(states, positions)
+            tokens, logprobs, kept = sample(self.decoder.logits(x), uniform, params, topology.tensor.group)
+        if topology.pipeline.size == 1:
+            return tokens, logprobs, kept
+        drawn = torch.empty(2, len(x), dtype=torch.float64, device=x.device)
+        if topology.is_last_stage:
+            drawn[0], drawn[1] = tokens, logprobs
+        torch.distributed.broadcast(drawn, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
+        return drawn[0].long(), drawn[1].float(), kept
+
+    def _look(self, lag: int) -> None:
+        """Read the steps before the last `lag`: mark sequences that have ended, the same on every rank of a replica."""
+        while len(self.kept_tables) > lag:
+            draws, table = self.kept_tables.popleft()
+            of_step = KeptTokens.of_table(table.read())
+            draws.kept.append(of_step.split([1] * len(of_step)))
+        while len(self.looks) > lag:
+            look = self.looks.popleft()
+            stopped = look.stopped.read().tolist()
+            tokens = stopped if look.tokens is None else look.tokens.read().tolist()
+            for s, drawn, stop, token in zip(look.sequences, look.drawn, stopped, tokens, strict=True):
+                if s.ended_at is None and (stop or (look.tokens is not None and self.stop_strings.end(s, token))):
+                    s.ended_at = drawn
+
+    # ------------------------------------------------------------ admission and removal of sequences
+
+    def _admit(self) -> None:
+        """Move queued sequences into free rows, each with its first token."""
+        while self.queue and len(self.going) < self.rows:
+            new = self._begin()
+            numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
+            states = random_states(self.params.seed, numbers[1])
+            first = self._new_draws(new)
+            tokens = self._draw(new, torch.stack([s.prompt_state for s in new]), numbers[0], states, first)
+            state = torch.stack((tokens, numbers[0], states))
+            self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
+
+    def _begin(self) -> list[RunningSequence]:
+        """Return the next sequences of the queue with their prompts cached; equal prompts are computed only once."""
+        new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
+        # The recurrent state of a running sequence is no longer that of its prompt.
+        having, tokens = {} if self.decoder.has_states else {s.prompt: s for s in self.going}, 0
+        while self.queue and len(self.going) + len(new) < self.rows:
+            s = self.queue[0]
+            if s.prompt in having:
+                others.append((having[s.prompt], s))
+            else:
+                tokens += len(s.prompt)
+                if fresh and tokens > self.prefill_tokens:
+                    break
+                fresh.append(s)
+                having[s.prompt] = s
+            new.append(self.queue.popleft())
+        if fresh:
+            self._prefill(fresh)
+        self._share(others)
+        return new
+
+    def _prefill(self, fresh: Sequence[RunningSequence]) -> None:
+        for s in fresh:
+            s.blocks = self.cache.blocks.take(blocks_for(len(s.prompt)))
+            (s.slot,) = self.cache.slots.take(1)
+        states = self.cache.prefill([s.prompt for s in fresh], [s.blocks for s in fresh], [s.slot for s in fresh])
+        for s, state in zip(fresh, states, strict=True):
+            s.prompt_state = state
+        if self.decoder.routers:
+            routed = self.decoder.routed.short().split([len(s.prompt) for s in fresh])
+            for s, experts in zip(fresh, routed, strict=True):
+                s.prompt_experts = [experts]
+
+    def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
+        """Share the full blocks of a cached prompt with another sequence; copy what both will write to."""
+        copied = list[tuple[int, int]]()
+        for source, s in pairs:
+            full, rest = divmod(len(s.prompt), BLOCK_SIZE)
+            s.blocks = self.cache.blocks.share(source.blocks[:full]) + self.cache.blocks.take(min(rest, 1))
+            (s.slot,) = self.cache.slots.take(1)
+            s.prompt_state, s.prompt_experts = source.prompt_state, source.prompt_experts
+            if rest:
+                copied.append((source.blocks[full], s.blocks[full]))
+        if copied:
+            self.cache.copy_blocks([source for source, _ in copied], [own for _, own in copied])
+        if pairs and self.decoder.has_states:
+            self.cache.copy_slots([source.slot for source, _ in pairs], [s.slot for _, s in pairs])
+
+    def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
+        """Continue the unfinished sequences, longest first; release the blocks of the others."""
+        for s in sequences:
+            if s.is_over:
+                self.cache.blocks.give_back(s.blocks)
+                self.cache.slots.give_back([s.slot])
+        order = [i for i, s in enumerate(sequences) if not s.is_over]
+        order.sort(key=lambda i: -len(sequences[i]))
+        in_order = order == list(range(len(sequences)))
+        self.going, self.state = (
+            [sequences[i] for i in order],
+            state if in_order else state[:, platform.to_device(order)],
+        )
+        self.steps_ahead = 0
+        self._new_draws(self.going)
+
+    def _new_draws(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
+        """Create a sampling batch for these sequences and register their places in it."""
+        draws = SamplingBatch()
+        self.history.append(draws)
+        for column, s in enumerate(sequences):
+            s.places.append((draws, column))
+        return draws
+
+    # ------------------------------------------------------------ results
+
+    def _responses(self) -> list[Response]:
+        tokens = torch.cat([step for draws in self.history for step in draws.tokens]).tolist()
+        logprobs = torch.cat([step for draws in self.history for step in draws.logprobs]).tolist()
+        columns: dict[SamplingBatch, list[slice]] = {}
+        start = 0
+        for draws in self.history:
+            width = len(draws.tokens[0]) if draws.tokens else 0
+            end = start + len(draws.tokens) * width
+            columns[draws] = [slice(start + column, end, width) for column in range(width)]
+            start = end
+        responses = []
+        for s in self.all:
+            parts = [columns[draws][column] for draws, column in s.places if draws.tokens]
+            own_tokens = [token for part in parts for token in tokens[part]][: s.response_length]
+            own_logprobs = [logprob for part in parts for logprob in logprobs[part]][: s.response_length]
+            kept = s.kept_tokens() if self.params.keeps_mask and self.decoder.topology.is_last_stage else None
+            responses.append(Response(own_tokens, own_logprobs, s.ended_at is not None, kept_tokens=kept))
+        return responses
 
 
 class TrainedHere(Protocol):
