@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
-from mcore_rl.models.megatron.families.deepseek import DeepseekV3, DeepseekV32, Glm4MoELite, GlmMoEDsa
 from mcore_rl.models.megatron.families.dense import (
     Gemma3,
     Glm4,
@@ -21,8 +20,12 @@ from mcore_rl.models.megatron.families.dense import (
     SmolLM3,
 )
 from mcore_rl.models.megatron.families.mixtures import (
+    DeepseekV3,
+    DeepseekV32,
     Ernie45MoE,
     Glm4MoE,
+    Glm4MoELite,
+    GlmMoEDsa,
     GptOss,
     MiniMaxM2,
     Mixtral,
