@@ -369,10 +369,7 @@ class PreferenceLoss(LossFunction):
         margin: Float[Tensor, " pairs"] | float,
         beta: float,
     ) -> Float[Tensor, " pairs"]:
-        return self._per_pair(chosen - rejected - margin, beta)
-
-    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
-        return -F.logsigmoid(beta * margin)
+        return -F.logsigmoid(beta * (chosen - rejected - margin))
 
 
 class BradleyTerryLoss(PreferenceLoss):

@@ -68,14 +68,16 @@ def is_trainer(rank, policies, store):
 
 def start_both(config, policies, port, store):
     """Trainers and engine are one set of processes; only the trainers form the policy's world."""
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.models.megatron.weights import hf_shapes
 
     rank = torch.distributed.get_rank()
     if is_trainer(rank, policies, store):
         return train_and_refit(config, port)
     model, load = engine_of(config.model.path)
-    info = {name: (shape, torch.float32) for name, shape in hf_shapes(load_hf_config(config.model.path)).items()}
+    info = {
+        name: (shape, torch.float32) for name, shape in family_of(load_hf_config(config.model.path)).shapes().items()
+    }
     receiver = RefitReceiver(load, info)
     receiver.init_collective("127.0.0.1", port, rank - policies + 1, ENGINES + 1, timeout=60)
     results = []
@@ -134,14 +136,17 @@ def peak_while_sending(config, port, store, budget):
     """Bytes that the sending rank takes at most; the engine keeps nothing."""
     import os
 
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.models.megatron.weights import hf_shapes
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
     if rank == 2:
-        info = {name: (shape, torch.float32) for name, shape in hf_shapes(load_hf_config(config.model.path)).items()}
+        info = {
+            name: (shape, torch.float32)
+            for name, shape in family_of(load_hf_config(config.model.path)).shapes().items()
+        }
         receiver = RefitReceiver(lambda tensors: [None for _ in tensors], info)
         receiver.init_collective("127.0.0.1", port, 1, 2, timeout=60)
         return receiver.update_weights_from_collective()
@@ -285,7 +290,6 @@ def base_and_adapters(config, policies, port, store):
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.lora import lora_of, shapes_of
-    from mcore_rl.models.megatron.weights import hf_shapes
 
     rank = torch.distributed.get_rank()
     if is_trainer(rank, policies, store):
@@ -297,7 +301,7 @@ def base_and_adapters(config, policies, port, store):
     info = {name: (shape, torch.float32) for name, shape in shapes_of(lora.table).items()}
     adapters = RefitReceiver(lambda tensors: peft.set_peft_model_state_dict(adapted, dict(tensors)), info)
     merged, load = state_engine_of(config.model.path)
-    whole = RefitReceiver(load, {name: (shape, torch.float32) for name, shape in hf_shapes(hf).items()})
+    whole = RefitReceiver(load, {name: (shape, torch.float32) for name, shape in family_of(hf).shapes().items()})
     adapters.init_collective("127.0.0.1", port, 1, 2, timeout=60)
     whole.group = adapters.group
     results = []

@@ -65,9 +65,8 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
     ]
     for chunk in model.chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
-        if (
-            parallel.overlap_grad_reduce is True
-        ):  # the schedules disable the reduction for all microbatches but the last
+        if parallel.overlap_grad_reduce is True:
+            # The schedules disable the reduction for all microbatches but the last.
             functions = [ddp.no_sync for ddp in wrapped]
             chunk.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped

@@ -266,11 +266,6 @@ def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Te
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
 
 
-def hf_shapes(hf: Any) -> dict[str, Shape]:
-    """Return names and shapes of the Hugging Face tensors of a configuration, in the model's order."""
-    return family_of(hf).shapes()
-
-
 def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     """Raise an error for a directory whose tensors do not match its configuration.
 
