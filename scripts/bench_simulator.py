@@ -3,15 +3,16 @@
     python scripts/bench_simulator.py [--rows TEXT …] [--workers 2]
 
 The expected agreement is 15 % for seconds and 10 % for memory. Exits with 1 if a row is far from it. Published rows
-were measured with Megatron's layers of Transformer Engine. Sources: cards of Megatron-Bridge (Qwen3, Moonlight),
-arXiv:2504.14960 (Mixtral 8x22B), golden values of Megatron-LM's functional tests (Mixtral 8x7B).
+were measured with Megatron's layers of Transformer Engine. Sources: cards and recipes of Megatron-Bridge (Qwen3,
+Moonlight; their gradients are in bfloat16), arXiv:2504.14960 (Mixtral 8x22B), golden values of Megatron-LM's functional
+tests (Mixtral 8x7B).
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.config import SFTConfig
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import simulate
-from mcore_rl.simulation.step import Sequences
+from mcore_rl.simulation.step import RankReport, Sequences
 
 SECONDS, MEMORY = (0.85, 1.15), (0.9, 1.1)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,6 +65,8 @@ class Published:
     packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
     parts: the lengths of a pack's sequences, as divisors of `tokens`.
     trained: fraction of the tokens that the loss counts.
+    gradients, moments: precision of gradients, between ranks too, and of AdamW's moments. Runs of this package always
+        have gradients in float32.
     floor: the smallest ratio, or its inverse, with which the benchmark succeeds.
     seconds, gigabytes: time of a step, and peak memory of the rank with the most, or of the last one if `is_last`;
         None if not published.
@@ -80,6 +83,8 @@ class Published:
     hardware: str = "h100"
     parts: tuple[int, ...] = (1,)
     trained: float = 1.0
+    gradients: str = "float32"
+    moments: str = "float32"
     floor: float = 0.85
 
     @property
@@ -98,9 +103,20 @@ def of_utilization(flops_per_token: float, tokens: int, gpus: int, rate: float) 
 
 
 ROWS = [
-    Published("Qwen3-8B", 16, (1, 1, 1, 1), 1024, 4096, seconds=25.07),
-    Published("Qwen3-30B-A3B", 16, (1, 1, 1, 16), 1024, 4096, seconds=45.65, gigabytes=61.35),
-    Published("Moonlight-16B-A3B", 8, (2, 1, 1, 8), 4, 4096, seconds=0.457, gigabytes=36.6, floor=0.15),
+    Published("Qwen3-8B", 16, (1, 1, 1, 1), 1024, 4096, seconds=25.07, gradients="bfloat16"),
+    Published("Qwen3-30B-A3B", 16, (1, 1, 1, 16), 1024, 4096, seconds=45.65, gigabytes=61.35, gradients="bfloat16"),
+    Published(
+        "Moonlight-16B-A3B",
+        8,
+        (2, 1, 1, 8),
+        4,
+        4096,
+        seconds=0.457,
+        gigabytes=36.6,
+        gradients="bfloat16",
+        moments="bfloat16",
+        floor=0.15,
+    ),
     Published(
         "Mixtral-8x22B", 128, (2, 8, 1, 8), 256, 4096, seconds=of_utilization(243.7e9, 256 * 4096, 128, 487.7e12)
     ),
@@ -144,6 +160,8 @@ def compared(published: Published, workers: int) -> list[Row]:
         of_stage = published.gpus // pp
         ranks = [stage * of_stage for stage in ([0] if pp == 1 else [0, pp - 1])]
         reports = simulate(config, published.gpus, ranks, Sequences(lengths, trained), workers)
+        if published.gradients == "bfloat16":
+            reports = list(map(with_half_gradients, reports))
     found = []
     if published.seconds is not None:
         seconds = gpu.step_seconds(reports, "bfloat16", pp, chunks)
@@ -157,6 +175,17 @@ def compared(published: Published, workers: int) -> list[Row]:
         Row(f"{published.name}: {what}", one, two, one / two, *bounds, floor=published.floor)
         for what, one, two, bounds in found
     ]
+
+
+def with_half_gradients(report: RankReport) -> RankReport:
+    """Return the report of a rank whose gradients, also between ranks, have two bytes instead of four."""
+    memory = {kind: size // 2 if kind == "gradients" else size for kind, size in report.memory.items()}
+    reduces = ("reduce_scatter", "all_reduce")
+    traffic = {
+        kind: size // 2 if kind.of_state and kind.operation in reduces else size
+        for kind, size in report.traffic.items()
+    }
+    return replace(report, memory=memory, traffic=traffic)
 
 
 def write_model(name: str, directory: Path) -> Path:
@@ -184,7 +213,7 @@ def config_of(published: Published, model: Path) -> SFTConfig:
             "model": {"path": model, "dtype": "bfloat16", "moe_grouped_gemm": ep > 1},
             "data": {"train": "unused", "max_sequence_length": published.tokens},
             "batch": {"global_batch_size": len(published.lengths), "tokens_per_pack": published.tokens},
-            "optimizer": {"lr": 1e-5},
+            "optimizer": {"lr": 1e-5, "adam_beta2": 0.95, "moments_dtype": published.moments},
             "trainer": {"max_steps": 1000},
             "parallel": parallel,
         }
