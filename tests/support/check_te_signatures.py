@@ -23,7 +23,7 @@ METHODS = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "GroupedLinear"), ("__init__", "forward")),
     **dict.fromkeys(("LayerNorm", "RMSNorm", "FusedSGD"), ("__init__",)),
     "DotProductAttention": ("__init__", "forward", "set_context_parallel_group"),
-    "FusedAdam": ("__init__", "step"),
+    "FusedAdam": ("__init__", "step", "state_dict"),
     "CudaRNGStatesTracker": ("__init__", "reset", "get_states", "set_states", "add", "fork"),
 }
 

@@ -227,3 +227,18 @@ def test_checkpoint_resumes_under_the_other_implementation(family, layout, model
         assert losses[-1] == pytest.approx(whole[not local][0][-1], rel=1e-6)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole[not local][1][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "muon"}, {"moments_dtype": "bfloat16", "adam_beta2": 0.95}], ids=lambda one: next(iter(one))
+)
+def test_updates_other_than_those_of_fused_adam_resume(optimizer, model_of, tmp_path):
+    """Muon, and moments in bfloat16, have states that FusedAdam does not know."""
+    config = te_config(model_of("qwen3"), ONE)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=optimizer)})
+    *_, saved = run_processes(trained_on, config, tmp_path / "first", None, 2, world_size=1)[0]
+    losses, resumed, _ = run_processes(trained_on, config, tmp_path / "resumed", saved, 1, world_size=1)[0]
+    expected, whole, _ = run_processes(trained_on, config, tmp_path / "whole", None, 3, world_size=1)[0]
+    assert losses == pytest.approx(expected[-1:], rel=1e-6)
+    for name, weight in resumed.items():
+        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-6, msg=name)

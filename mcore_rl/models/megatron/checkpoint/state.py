@@ -206,18 +206,21 @@ class ModelState:
         if common is None:
             self.optimizer.reload_model_params()
             return
-        step = common["optimizer"]["param_groups"][0].get("step")
+        step = common["optimizer"]["param_groups"][0].get("step") or 0  # no key: Megatron's, before the first update
         for inner in optimizers_with_parameters(self.optimizer):
             _set_step(inner.optimizer, step)
 
 
-def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer state that all ranks share: its parameter groups. Only the step is loaded from it.
 
-    Experts have a separate optimizer with the same step and rates.
+    Experts have a separate optimizer with the same step and rates. Megatron's function would read the whole state, and
+    Transformer Engine's optimizer refuses that of Muon and moments in bfloat16.
     """
-    state = optimizers_with_parameters(optimizer)[0].state_dict()
-    return {**state, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+    inner = optimizers_with_parameters(optimizer)[0].optimizer
+    step = {"step": _step_of(inner)}
+    groups = [{name: value for name, value in group.items() if name != "params"} | step for group in inner.param_groups]
+    return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
@@ -229,13 +232,22 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 state.setdefault("step", torch.tensor(0.0))
 
 
-def _set_step(optimizer: Any, step: Any) -> None:
-    """Set the step of an optimizer. torch's Adam counts in place in each parameter's state, so each parameter has its
-    own step tensor; other optimizers count in the parameter groups."""
-    if isinstance(optimizer, TORCH_ADAM):
-        for state in optimizer.state.values():
+def _step_of(optimizer: Any) -> int:
+    """Return the number of updates. It is counted in the parameter groups that have parameters, or in parameters'
+    states."""
+    groups = [group["step"] for group in optimizer.param_groups if group["params"] and "step" in group]
+    steps = {int(step) for step in groups or [state.get("step", 0) for state in optimizer.state.values()]}
+    assert len(steps) == 1, f"one step for all parameters, not {sorted(steps)}"
+    return steps.pop()
+
+
+def _set_step(optimizer: Any, step: int) -> None:
+    """Set the step of an optimizer. torch's Adam, Muon and `AdamWInBfloat16` count in place in each parameter's state,
+    so each parameter has its own step tensor; other optimizers count in the parameter groups."""
+    for state in optimizer.state.values():
+        if "step" in state:
             state["step"].fill_(step)
-    elif step is not None:
+    if not isinstance(optimizer, TORCH_ADAM):
         for group in optimizer.param_groups:
             group["step"] = step
 
