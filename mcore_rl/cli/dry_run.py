@@ -25,8 +25,13 @@ from mcore_rl.utils.console import counted
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
-def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
+def run_dry(
+    config: TrainingConfig, on_gpu: TrainingConfig, record: Path | None = None, replay: Path | None = None
+) -> None:
     """Run the checks of a run, and print a description of the run on rank 0.
+
+    Args:
+        on_gpu: the configuration with the values that a GPU would choose; its memory is estimated.
 
     Raises:
         UserError: a check fails.
@@ -38,7 +43,7 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    for line in (*inputs.checkpoints[1], *describe_run(config, inputs, steps, torchrun.world_size())):
+    for line in (*inputs.checkpoints[1], *describe_run(config, on_gpu, inputs, steps, torchrun.world_size())):
         print(line, flush=True)
     written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
     hub = Path(HF_HUB_CACHE)
@@ -48,10 +53,13 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
     print(f"this was a dry run: {told}")
 
 
-def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
+def describe_run(
+    config: TrainingConfig, on_gpu: TrainingConfig, inputs: Any, steps: int, world_size: int
+) -> Iterator[str]:
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
+        on_gpu: as in `run_dry`.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
@@ -68,7 +76,7 @@ def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: in
     if config.batch.packing:
         yield from packs(config, sequences, world_size)
     yield from records(inputs.tokenizer, of_records)
-    yield from memory(config, sequences, world_size)
+    yield from memory(on_gpu, sequences, world_size)
 
 
 def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:

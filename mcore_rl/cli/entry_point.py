@@ -117,11 +117,11 @@ def run_script(
         from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
         initialize_platform()
-        config = resolve(config)
+        given, config = config, resolve(config)
         if config.dry_run:
             from mcore_rl.cli.dry_run import run_dry  # imports the simulator, which training does not need
 
-            run_dry(config, **paths)
+            run_dry(config, given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True), **paths)
         else:
             train(config, **paths)
         flush_output()

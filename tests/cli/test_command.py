@@ -172,6 +172,18 @@ def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
 
 
 @pytest.mark.long
+def test_dry_run_estimates_memory_in_the_precision_of_a_gpu(config, tmp_path):
+    """On a machine without GPUs, too, where `model.dtype=auto` is float32."""
+    peaks = []
+    for dtype in ("auto", "float32"):
+        options = f"model.dtype={dtype}", "batch.global_batch_size=2000", "batch.tokens_per_pack=32768"
+        done = call("train", "sft", config, "--dry-run", 1, *options, f"output_dir={tmp_path / 'out'}")
+        (peak,) = re.findall(r"memory of rank 0 at the peak of a step, on a GPU: ([\d.]+) GB", done.stdout)
+        peaks.append(float(peak))
+    assert 0 < peaks[0] < 0.8 * peaks[1], peaks
+
+
+@pytest.mark.long
 def test_train_with_two_processes_succeeds(config, tmp_path):
     arguments = ["parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path / 'out'}", "trainer.max_steps=1"]
     done = call(*LAUNCH, config, *arguments)
