@@ -1,5 +1,7 @@
 """Every feature gives the same numbers with Transformer Engine's modules as with the local layers on one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from layout_cases import make_data, run_steps
@@ -242,3 +244,26 @@ def test_updates_other_than_those_of_fused_adam_resume(optimizer, model_of, tmp_
     assert losses == pytest.approx(expected[-1:], rel=1e-6)
     for name, weight in resumed.items():
         torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-6, msg=name)
+
+
+def attention_for_gpus(_):
+    """Return which attention would compute for tensors on a GPU, by dtype; neither runs here."""
+    from mcore_rl.models.megatron.attention import PackedCausalAttention
+    from mcore_rl.models.megatron.te_layers import TEPackedCausalAttention
+
+    attention = TEPackedCausalAttention.__new__(TEPackedCausalAttention)
+    torch.nn.Module.__init__(attention)
+    attention.window, attention.softmax_offset, attention.te_attention = None, None, lambda *_, **__: "te"
+    visible = SimpleNamespace(layout=SimpleNamespace(segment_lengths=[5]), ensure_on_device=lambda: None)
+    pack = SimpleNamespace(cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), visible=visible)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedCausalAttention, "forward", lambda *_, **__: "local")
+        return {
+            dtype: attention.forward(SimpleNamespace(is_cuda=True, dtype=dtype), *[None] * 3, packed_seq_params=pack)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+
+
+def test_attention_in_fp32_on_a_gpu_is_local():
+    chosen = run_processes(attention_for_gpus, None, world_size=1)[0]
+    assert chosen == {torch.float32: "local", torch.bfloat16: "te"}
