@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import and_long
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl import platform
@@ -33,7 +34,7 @@ def gated_of(**options):
     return GatedActivation(config)
 
 
-@pytest.fixture(params=[False, True], ids=["as written", "compiled"])
+@pytest.fixture(params=and_long([False], [True]), ids=["as written", "compiled"])
 def way(request, monkeypatch):
     """Traced as for a GPU, and run by the operations of the trace; kernels need a compiler."""
     if request.param:
