@@ -40,10 +40,10 @@ NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys of the models, besides the trained one, that a run reads weights from."""
 UNTRACKED_KEYS = (
-    *("output_dir", "dry_run", "checkpoint.", "logging."),
+    *("output_dir", "dry_run", "checkpoint", "logging"),
     *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
-"""Keys whose change is not reported, or is checked by content."""
+"""Keys and sections whose change is not reported, or is checked by content."""
 
 NODE_LOCAL_KEYS = (
     *("output_dir", "model.path", *SECOND_MODEL_KEYS, f"{TEACHER}.*"),
@@ -156,8 +156,13 @@ class RunIdentity:
     def changes(self, earlier: RunIdentity) -> list[str]:
         """Return the other changes of the configuration, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
-        common = [key for key in now if key in before and not key.startswith(UNTRACKED_KEYS)]
+        common = [key for key in now if key in before and not is_untracked(key)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+
+
+def is_untracked(key: str) -> bool:
+    """Return whether a change of this key is not reported."""
+    return any(key == one or key.startswith(f"{one}.") for one in UNTRACKED_KEYS)
 
 
 def _in_any_order(value: Any) -> Any:

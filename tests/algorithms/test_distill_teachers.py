@@ -16,6 +16,7 @@ from mcore_rl.data.token_store import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.distillation import DistillationLossFn, SampledDistillationLossFn
+from mcore_rl.run.identity import RunIdentity
 from mcore_rl.run.preflight import check_layout
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
@@ -190,6 +191,20 @@ def test_a_wrong_layout_of_teachers_is_refused(layout, more, said, files):
     values["distillation"] |= {"teacher_parallel": layout, **more}
     with pytest.raises(UserError, match=re.escape(said)):
         check_layout(build_config(DistillationConfig, values, [], "distill.yaml"), world_size=1)
+
+
+def test_a_resumed_run_tells_changes_of_options_of_teachers(files):
+    """Whose keys begin with that of the teacher's directory, which is compared by content."""
+    values = yaml.safe_load((files / "distill.yaml").read_text())
+    identities = []
+    for prompt, size in (("{prompt}", 1), ("{prompt} ", 2)):
+        values["distillation"] |= {"teacher_prompt": prompt, "teacher_parallel": {"tensor_model_parallel_size": size}}
+        config = build_config(DistillationConfig, values, [], "distill.yaml").model_dump(mode="json")
+        identities.append(RunIdentity("distill", {}, "", "", config))
+    assert identities[1].changes(identities[0]) == [
+        "distillation.teacher_parallel.tensor_model_parallel_size 1 → 2",
+        "distillation.teacher_prompt {prompt} → {prompt} ",
+    ]
 
 
 # ------------------------------------------------------------------ sampled tokens
