@@ -20,6 +20,7 @@ from mcore_rl.config import (
     KTOConfig,
     ParallelConfig,
 )
+from mcore_rl.config.algorithms import own_layouts
 from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import UserError
@@ -88,6 +89,8 @@ def verify(arguments, config, layouts):
             layouts += [own] if own else []
         except UserError as error:
             print(f"left out: the configuration's own pipeline split: {error}")
+        for key in own_layouts(config):
+            print(f"not checked: {key}: every model has the layout of its row")
         layouts, refused = fitting(layouts, config)
         for layout, reason in refused:
             print(f"left out: {layout}: {reason}")

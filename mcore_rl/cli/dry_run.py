@@ -10,6 +10,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.config.algorithms import own_layouts
+from mcore_rl.config.parallel import LayoutConfig
 from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
@@ -64,6 +66,8 @@ def describe_run(
         steps: number of steps of the whole run.
     """
     yield from layout_picture(config.parallel, world_size, family_of(inputs.hf_config).num_layers)
+    for key, own in own_layouts(config).items():
+        yield f"{key}: {_sizes(own, world_size)}"
     dataset = inputs.train
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)
@@ -87,7 +91,7 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
-    yield f"{counted(world_size, 'process', 'processes')}: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
+    yield f"{counted(world_size, 'process', 'processes')}: {_sizes(parallel, world_size)}"
     if parallel.expert_model_parallel_size > 1:
         experts = counted(parallel.expert_model_parallel_size, "process", "processes")
         yield f"  experts over {experts}, each over {parallel.expert_tensor_size}"
@@ -102,6 +106,12 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
         yield f"  {ranks:<28}{place}"
     if world_size > SHOWN_RANKS:
         yield f"  … and {world_size - SHOWN_RANKS} more"
+
+
+def _sizes(parallel: LayoutConfig, world_size: int) -> str:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
+    return f"tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
