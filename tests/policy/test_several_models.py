@@ -6,7 +6,7 @@ from layout_cases import make_config, make_data
 from small_models import and_long
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.config import ModelConfig
+from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import WorkerError
 from mcore_rl.losses.options import DPOOptions
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -74,3 +74,13 @@ def test_policies_of_two_layouts_are_refused(model_of):
     config = make_config(model_of("llama"))
     with pytest.raises(WorkerError, match="context_parallel_size=2: all trained models of a process share one layout"):
         run_processes(two_layouts, config, ParallelLayout(cp=2).apply(config), world_size=2)
+
+
+def test_model_of_an_ended_run_releases_nothing_of_the_next(monkeypatch):
+    from mcore_rl.models.megatron import parallel_state
+
+    layout = parallel_state._Layout(ParallelConfig(), "of the next run", {}, users=1)
+    monkeypatch.setattr(parallel_state, "_layouts", [layout])
+    parallel_state.destroy_parallel("of an ended run")
+    assert parallel_state._layouts == [layout]
+    assert layout.users == 1

@@ -97,12 +97,13 @@ def destroy_parallel(topology: Topology | None = None) -> None:
     """Release the process groups of a layout; the groups of all layouts are destroyed with the last user's call.
 
     Args:
-        topology: the layout's; None: that of the run.
+        topology: the layout's; None: that of the run. Groups that were destroyed before are not an error.
     """
     if _layouts:
-        layout = _layouts[0] if topology is None else _layout_of(topology)
-        layout.users -= 1
-        if any(one.users > 0 for one in _layouts):
+        released = _layouts[:1] if topology is None else [one for one in _layouts if one.topology is topology]
+        for layout in released:
+            layout.users -= 1
+        if not released or any(one.users > 0 for one in _layouts):
             return
     _layouts.clear()
     parallel_state.destroy_model_parallel()
