@@ -287,8 +287,8 @@ class Teacher(Protocol):
 class WholeVocabularyDistillationLossFn(_Distillation):
     """Divergence between teacher and student over the whole vocabulary, from the hidden states of both. Token level.
 
-    It requires a policy that calls `prepare` with its microbatches first, and a teacher with the policy's parallel
-    layout. Tokens that the smaller of the two vocabularies lacks (rows of the larger LM head) are ignored.
+    It requires a policy that calls `prepare` with its microbatches first. Tokens that the smaller of the two
+    vocabularies lacks (rows of the larger LM head) are ignored.
     """
 
     takes_hidden_states = True
