@@ -58,6 +58,34 @@ def shares():
     )  # fmt: skip
 
 
+def rows_of_other_layouts():
+    """Rows of all replicas, and rows that the processes hold and want in two ways; one holds none, one has none."""
+    replicas = grid().data
+    rank, indices = replicas.rank, [[4, 1], [], [0, 3, 2]][replicas.rank]
+    ids = torch.tensor(indices)[:, None] * 10 + torch.arange([3, 1, 4][rank])
+    columns = {"input_ids": ids.long(), "sample_mask": ids[:, 0] / 7}
+    own: LocalBatch = LocalBatch(columns, BatchShare(indices, 5, replicas))
+    held, wanted = [[0, 1, 2], [2, 3, 4], []][rank], [[3, 0], [1], [4, 2, 0, 3, 1]][rank]
+    values = torch.tensor(held, dtype=torch.bfloat16)[:, None].expand(-1, 2)
+    return (
+        own.all_rows("input_ids", "sample_mask"),
+        collectives.exchange_rows(values, held, wanted),
+        collectives.broadcast_from_holder(None if rank == 0 else torch.full((2, 1), rank, dtype=torch.bfloat16)),
+    )  # fmt: skip
+
+
+def test_rows_travel_between_layouts():
+    for rank, (whole, got, broadcast) in enumerate(run_processes(rows_of_other_layouts, world_size=3)):
+        rows = torch.arange(5)
+        expected = rows[:, None] * 10 + torch.arange(4)
+        expected[[1, 4], 3] = 0  # the padding of replica 0
+        assert torch.equal(whole["input_ids"], expected)
+        torch.testing.assert_close(whole["sample_mask"], rows * 10 / 7)
+        wanted = torch.tensor([[3, 0], [1], [4, 2, 0, 3, 1]][rank], dtype=torch.bfloat16)
+        assert torch.equal(got, wanted[:, None].expand(-1, 2))
+        assert torch.equal(broadcast, torch.ones(2, 1, dtype=torch.bfloat16))
+
+
 def test_share_sum_and_max_cover_all_replicas():
     results = run_processes(shares, world_size=3)
     for rank, (sums, largest, everyone, appended) in enumerate(results):
