@@ -24,6 +24,9 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 
+KEPT = (20, 256, 1024)
+"""Numbers of tokens that a sampler keeps at each position."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,12 +45,18 @@ def main() -> int:
         compare("fused, half the tokens masked / none", case.half_masked, case.fused, sizes.repetitions, 0.6),
         *(
             compare(f"fused, {count} kept tokens / whole vocabulary", case.keeping(count), case.fused, 3, 1.0)
-            for count in (20, 256, 1024)
+            for count in KEPT
         ),
         compare("loss of 64 sequences of 16 / 4 of 256", many.run, few.run, sizes.repetitions, 1.15),
     ]
     for tokens in (sizes.tokens, 16 * sizes.tokens):
         rows.append(Row.figure(f"fused, peak at {tokens:,} tokens", peak_megabytes(tokens, sizes), "MB", at_most=200))
+    of_whole = rows[-2].ratio
+    for kept in KEPT:
+        peak = peak_megabytes(sizes.tokens, sizes, kept)
+        rows.append(
+            Row.figure(f"fused, {kept} kept tokens, peak at {sizes.tokens:,} tokens", peak, "MB", at_most=of_whole)
+        )
     sized = f"{sizes.tokens:,} tokens, hidden {sizes.hidden}, vocabulary {sizes.vocabulary:,}"
     columns = ("s", "beside, s", "ratio, or figure")
     is_whole = sizes == parser.parse_args([])
@@ -90,16 +99,21 @@ class Case:
         self.backward(linear_logprobs(self.hidden[rows], self.weight, self.targets[rows])[0])
 
     def keeping(self, count: int) -> Callable[[], None]:
-        """Return the same over `count` kept tokens of each position, of which the n-th has a frequency of 1/n."""
+        """Return the same over `count` kept tokens of each position."""
+        ids, kept = self.kept(count)
+        return lambda: self.backward(self.of_kept(ids, kept))
+
+    def kept(self, count: int) -> tuple[torch.Tensor, KeptTokens]:
+        """Return `count` tokens for each position, as a tensor and as a sampler returns them. The n-th token of the
+        vocabulary has a frequency of 1/n."""
         frequencies = 1 / torch.arange(1, len(self.weight) + 1).double()
         ids = torch.multinomial(frequencies.expand(len(self.targets), -1), count)
-        kept = KeptTokens.of(ids.tolist())
+        return ids, KeptTokens.of(ids.tolist())
 
-        def run() -> None:
-            tiles = list(kept_tiles(kept, ids[:, 0], 0, len(self.weight), KEPT_TILE_SHAPE["cpu"]))
-            self.backward(linear_logprobs(self.hidden, self.weight, ids[:, 0], kept=tiles)[0])
-
-        return run
+    def of_kept(self, ids: torch.Tensor, kept: KeptTokens) -> torch.Tensor:
+        """Return the log-probability of the first kept token of each position."""
+        tiles = list(kept_tiles(kept, ids[:, 0], 0, len(self.weight), KEPT_TILE_SHAPE["cpu"]))
+        return linear_logprobs(self.hidden, self.weight, ids[:, 0], kept=tiles)[0]
 
     def from_logits(self) -> None:
         self.backward(vocab_parallel_logprobs(F.linear(self.hidden, self.weight), self.targets)[0])
@@ -125,21 +139,26 @@ class Packs:
         self.wrapper(self.logits, self.data, torch.tensor(1.0), torch.tensor(1024.0))[0].backward()
 
 
-def peak_megabytes(tokens: int, sizes: argparse.Namespace) -> float:
+def peak_megabytes(tokens: int, sizes: argparse.Namespace, kept: int | None = None) -> float:
+    """Return the peak of a forward and backward pass, over `kept` tokens of each position or the whole vocabulary."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply(_peak, (tokens, sizes.hidden, sizes.vocabulary))
+        return pool.apply(_peak, (tokens, sizes.hidden, sizes.vocabulary, kept))
 
 
-def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
+def _peak(tokens: int, hidden: int, vocabulary: int, kept: int | None) -> float:
     torch.set_num_threads(2)
     Case(8, 8, 64).fused()
     case = Case(tokens, hidden, vocabulary)
     # The buffers of gradients exist already, as in training; Megatron's buffer receives the weight's gradient.
     case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
     case.weight.grad_added_to_main_grad = False
+    sampled = None if kept is None else case.kept(kept)
     with PeakMemory() as peak:
-        logprobs, _ = linear_logprobs(case.hidden, case.weight, case.targets)
+        if sampled is None:
+            logprobs, _ = linear_logprobs(case.hidden, case.weight, case.targets)
+        else:
+            logprobs = case.of_kept(*sampled)
         logprobs.sum().backward()
     gradient_before_it_is_added = case.hidden.numel() * 4
     return (peak.bytes - gradient_before_it_is_added) / 1e6

@@ -195,7 +195,7 @@ def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tenso
     return out
 
 
-def exchange_rows(
+def fetch_rows(
     held: Shaped[Tensor, "held *rest"], numbers: Sequence[int], wanted: Sequence[int]
 ) -> Shaped[Tensor, "wanted *rest"]:
     """Return rows, by their numbers, of a tensor whose rows are distributed over all processes. Collective over them.

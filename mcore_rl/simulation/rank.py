@@ -238,7 +238,7 @@ def rows_of_all(data: Any, *keys: str) -> Any:
 
 
 def rows_from_others(held: Tensor, numbers: Any, wanted: Any) -> Tensor:
-    """Replace `exchange_rows`; a transfer between layouts is not counted."""
+    """Replace `fetch_rows`; a transfer between layouts is not counted."""
     return held.new_zeros(len(wanted), *held.shape[1:])
 
 
@@ -304,7 +304,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         replaced(reference, "swap_tensors", swap_stand_in),
         replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
         replaced(batched_data_dict.LocalBatch, "all_rows", rows_of_all),
-        replaced(scoring, "exchange_rows", rows_from_others),
+        replaced(scoring, "fetch_rows", rows_from_others),
     ):
         yield seen
 

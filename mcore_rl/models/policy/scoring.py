@@ -17,7 +17,7 @@ from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
-from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, exchange_rows
+from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
 from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError
 from mcore_rl.models.megatron.build import build_model
@@ -351,6 +351,7 @@ class ScoringModel:
         compute: Callable[[Tensor, Microbatch], dict[str, Tensor]],
         model_head: str = "lm",
         micro_batch_size: int | None = None,
+        is_needed: bool = True,
     ) -> dict[str, Tensor]:
         """Return columns [B, …] of the rows of `data`: the results of `compute` on the last stage's hidden states.
 
@@ -358,6 +359,7 @@ class ScoringModel:
 
         Args:
             zeros: function of rows that returns their columns as zeros on the device.
+            is_needed: whether this process needs the results of a model with its own layout; otherwise it gets none.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
@@ -368,8 +370,9 @@ class ScoringModel:
         if isinstance(data, LocalBatch) and self.has_own_layout and data.share.replicas is not self.topology.data:
             own = self.own_rows(data.all_rows(*COLUMNS_OF_ROWS))
             found = self._map_microbatches(purpose, own, zeros, compute, model_head, micro_batch_size)
-            held, wanted, width = own.share.indices, data.share.indices, data["input_ids"].shape[1]
-            return {name: exchange_rows(values, held, wanted)[:, :width] for name, values in found.items()}
+            held, width = own.share.indices, data["input_ids"].shape[1]
+            wanted = data.share.indices if is_needed else ()
+            return {name: fetch_rows(values, held, wanted)[:, :width] for name, values in found.items()}
         rows = zeros(data)
         microbatches = self._microbatches(data, micro_batch_size)
         # Indexing with a list of the host would copy it and wait, for every microbatch.
@@ -491,7 +494,17 @@ class TeacherModel(ScoringModel):
         return found
 
     def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return `counted_logits` of the student's microbatches, from hidden states in this model's layout."""
+        """Return `counted_logits` of the student's microbatches, from hidden states in this model's layout.
+
+        As many microbatches as this model has pipeline stages run at a time, because all of their tokens' hidden states
+        are in memory until the counted ones are picked.
+        """
+        found: dict[Hashable, HiddenAndHead] = {}
+        for start in range(0, len(microbatches), self.topology.pipeline.size):  # as many on all replicas
+            found |= self._logits_of_some(microbatches[start : start + self.topology.pipeline.size])
+        return found
+
+    def _logits_of_some(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         student, head = run_topology(), self.head
         rows: BatchedDataDict[Any] = BatchedDataDict.from_batches(
             [{key: mb.data[key] for key in COLUMNS_OF_ROWS} for mb in microbatches]
@@ -502,6 +515,7 @@ class TeacherModel(ScoringModel):
             local,
             lambda rows: {"hidden": per_token(rows, head.shape[1], dtype=head.dtype)},
             lambda hidden, microbatch: {"hidden": hidden_of_rows(self.model, hidden, microbatch)},
+            is_needed=student.is_last_stage,
         )["hidden"]
         if not student.is_last_stage:
             return {}
