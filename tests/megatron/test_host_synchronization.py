@@ -1,4 +1,4 @@
-"""Tests that a step makes few copies to the device, and that the host waits for none, on a simulated device."""
+"""Tests that a step makes few copies to the device, and how often the host waits for it, on a simulated device."""
 
 import pytest
 import torch
@@ -128,6 +128,23 @@ def check_waits(config, step, a_microbatch=3, a_generation=6):
         assert len(waited_for) <= BLOCKING_COPIES[step], waited_for
         assert sum(reads.values()) <= READS[step], reads
         assert len(others) <= (a_generation if step == "generate" else a_microbatch * microbatches + 5), others
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "recompute", "passes"), [("train", False, 1), ("train", True, 2), ("score", False, 1)]
+)
+def test_mixtures_wait_once_per_layer_and_pass(step, recompute, passes, model_of):
+    """The host waits for the counts of tokens that the ranks exchange; three of the four layers have experts."""
+    model = {"path": str(model_of("qwen3_moe")), "recompute_activations": recompute}
+    layout = ParallelLayout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=768)
+    config = layout.apply(config_of(model_of("qwen3_moe"), model=model))
+    fewer, more = in_processes(copies_of, (config, step, 2), (config, step, 4))
+    microbatches = more[2] - fewer[2]
+    assert microbatches > 0
+    assert len(fewer[0]) == len(more[0]) <= BLOCKING_COPIES[step] + 1, more[0]  # the numbers of sequences and tokens
+    assert len(more[1]) - len(fewer[1]) <= 3 * microbatches, more[1]
+    assert sum(more[3].values()) - sum(fewer[3].values()) == 3 * passes * microbatches, more[3]
 
 
 def index_with_a_list(config):

@@ -153,6 +153,33 @@ def test_load_is_that_of_real_tokens_once(family, layout, recompute, model_of):
         check_load(metrics, name.split(".")[2], tokens, entropy, topk=3)
 
 
+def permuted(config):
+    """Return rows, weights and gradients of any choices, permuted by the layer's dispatcher and by Megatron's own."""
+    from mcore_rl.models.megatron.moe import Dispatcher, MoEAlltoAllTokenDispatcher, MoELayer
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, results = MegatronPolicy(config), []
+    layer = next(module for chunk in policy.model.chunks for module in chunk.modules() if isinstance(module, MoELayer))
+    assert type(layer.token_dispatcher) is Dispatcher
+    for kind in (Dispatcher, MoEAlltoAllTokenDispatcher):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(37, 1, 64, generator=generator).requires_grad_()
+        weights = torch.rand(37, 6, generator=generator).requires_grad_()
+        chosen = torch.rand(37, 6, generator=generator) < 0.3
+        permuted = kind.dispatch_preprocess(layer.token_dispatcher, hidden, chosen, weights)
+        torch.autograd.backward(permuted, [torch.randn(x.shape, generator=generator) for x in permuted])
+        place = layer.token_dispatcher.reversed_local_input_permutation_mapping
+        results.append([*(x.detach() for x in permuted), place, hidden.grad, weights.grad])
+    policy.shutdown()
+    return results
+
+
+def test_permutation_equals_that_of_megatron(model_of):
+    """A token may have any number of experts."""
+    ours, theirs = run_processes(permuted, make_config(model_of("mixtral")), world_size=1)[0]
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 def lossy_step(config):
     """Metrics of a step whose dispatcher loses every other token at the first layer, and of how many choices."""
     from mcore_rl.distributed.collectives import all_reduce

@@ -34,7 +34,7 @@ from mcore_rl.models.megatron.layers import (
     RowLinear,
 )
 from mcore_rl.models.megatron.lora import LoRA
-from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router, balance_routing
+from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
@@ -261,8 +261,6 @@ def build_model(
         spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)
         with nullcontext() if memory else torch.device("meta"):
             chunk = _build_chunk(family, config, spec, topology, index, count)
-        if platform.simulates():
-            balance_routing(chunk)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     # Megatron 0.19 builds norms of queries and keys only if this is set. It then also sums their gradients over

@@ -120,16 +120,20 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class PackMoELayer(MoELayer):
-    """Megatron's layer of experts, which recomputes its forward pass with the original pack of its tokens.
+    """Megatron's layer of experts with the dispatchers of this module.
 
-    Megatron's own recomputation uses the router's current pack in the backward pass. Under pipeline parallelism, the
-    router has another microbatch's pack by then.
+    It recomputes its forward pass with the original pack of its tokens. Megatron's own recomputation uses the router's
+    current pack in the backward pass. Under pipeline parallelism, the router has another microbatch's pack by then.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recomputes = bool(vars(self)["moe_layer_recompute"])
         self.moe_layer_recompute = False
+        dispatcher = BalancedDispatcher if platform.simulates() else Dispatcher
+        self.token_dispatcher = dispatcher(
+            self.num_local_experts, self.local_expert_indices, self.config, process_groups()
+        )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.recomputes and self.training):
@@ -397,11 +401,11 @@ def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> in
     """
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
-    sequences, tokens = torch.tensor(batch_share(data).sum(*counted), dtype=torch.float64)
+    totals = torch.tensor(batch_share(data).sum(*counted), dtype=torch.float64)
+    sequences, tokens = platform.sent(totals.clamp(min=1), platform.device()).unbind()
     for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
-        counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
-        layer.router.load = layer.experts.load = RouterStatistics(*counts)
-    return int(tokens)
+        layer.router.load = layer.experts.load = RouterStatistics(sequences, tokens)
+    return int(totals[1])
 
 
 class StepRouterStatistics:
@@ -457,10 +461,45 @@ class StepRouterStatistics:
             router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)
 
 
-class BalancedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with an equal number of tokens for each expert (up to one, because of rounding).
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher, with one wait of the host for the device in each layer and pass: for the counts of tokens.
 
-    It assumes that ranks that share experts have as many tokens as this rank.
+    The counts are needed before the ranks exchange tokens. Megatron's permutation waits twice more, because it selects
+    an unknown number of entries by a mask.
+    """
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Map [T, experts] to [this rank's experts], the tokens per expert from all ranks."""
+        counts: Tensor = super().preprocess(routing_map)
+        self.num_out_tokens = routing_map.sum()  # the host gets it with the other counts
+        self._maybe_update_cuda_sync_point("before_permutation_1")
+        return counts
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a row [hidden] and a weight for each choice of an expert, sorted by expert and then by token.
+
+        Args:
+            hidden_states: the tokens, [T, 1, hidden].
+            routing_map, probs: [T, experts], the chosen experts and their weights.
+        """
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        rows = hidden_states.flatten(0, -2)
+        self.hidden_shape_before_permute = rows.shape
+        # The place of choice n in [experts, T] is the first one up to which n are chosen.
+        number = torch.arange(1, int(self.num_out_tokens) + 1, device=rows.device)
+        place = torch.searchsorted(routing_map.T.flatten().cumsum(0), number)
+        self.reversed_local_input_permutation_mapping = place % len(rows)
+        chosen = rows.index_select(0, self.reversed_local_input_permutation_mapping)
+        return chosen, probs.T.flatten().index_select(0, place)
+
+
+class BalancedDispatcher(Dispatcher):
+    """Dispatcher of a simulation, with an equal number of tokens for each expert (up to one, because of rounding).
+
+    It does not depend on the router's choices, which have no values. It assumes that ranks that share experts have as
+    many tokens as this rank.
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
@@ -469,36 +508,9 @@ class BalancedDispatcher(MoEAlltoAllTokenDispatcher):
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size
         shares = (torch.arange(self.num_experts + 1, device="cpu") * choices // self.num_experts).diff()
         own = shares[self.local_expert_indices]
+        self.num_out_tokens = choices
         self.input_splits = shares.view(self.ep_size, -1).sum(1)
         self.output_splits = own.sum().expand(self.ep_size)
         self.output_splits_tp = self.output_splits.sum().expand(self.tp_size)
         self.num_global_tokens_per_local_expert = own.expand(ranks, -1)
         return own * ranks
-
-
-_kernels: list[torch.library.Library] = []
-"""Registered libraries. A kernel exists only while its library is referenced."""
-
-
-def balance_routing(chunk: torch.nn.Module) -> None:
-    """Give the chunk's experts equal shares of the tokens from now on, independent of the routers' choices.
-
-    In this process, a mask [experts, T] selects topk entries for each token: torch has no `masked_select` for tensors
-    without values, because the size of its result depends on the values.
-    """
-    for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
-        layer.token_dispatcher = BalancedDispatcher(
-            layer.num_local_experts, layer.local_expert_indices, layer.config, process_groups()
-        )
-        if not _kernels:
-            _kernels.append(_selection(layer.config.moe_router_topk))
-
-
-def _selection(topk: int) -> torch.library.Library:
-    def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-        mask.any().item()  # as on a GPU, the host waits for the number of selected entries
-        return values.new_empty(mask.shape[-1] * topk)
-
-    library: Any = torch.library.Library("aten", "IMPL")
-    library.impl("masked_select", masked_select, "Meta")
-    return library
