@@ -45,6 +45,11 @@ SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
 MUON_ATTRIBUTE = "is_updated_by_muon"
 """Attribute of the parameters that Muon updates."""
 
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+FUSED_ON = ("cuda",)
+"""Kinds of devices on which one kernel of torch's AdamW updates many parameters. The CPU keeps the default form: the
+fused one rounds differently."""
+
 BUCKET_SIZE: int | None = None
 """Number of parameters whose gradients are reduced together during the backward pass. None: Megatron's default, the
 larger of 40 million and 1 million per replica."""
@@ -114,7 +119,12 @@ def build_optimizer(
             # Megatron distinguishes groups by lr_mult when a checkpoint is loaded, not by their rates.
             rates: Any = {"max_lr": rate, "min_lr": min_lr, "lr_mult": ratio}
             overrides[key] = rates
-    return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
+    optimizer = get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
+    for inner in optimizers_with_parameters(optimizer):
+        if isinstance(inner.optimizer, TORCH_ADAM) and platform.device().type in FUSED_ON:
+            for group in inner.optimizer.param_groups:
+                group["fused"] = True
+    return optimizer
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -166,8 +166,9 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     def describe_optimizer(self) -> str:
         """Describe the optimizer in one line: its implementation, what is fused, and what overlaps."""
-        kinds = {type(inner.optimizer) for inner in optimizers_with_parameters(self.optimizer)}
-        names = ", ".join(sorted(f"{kind.__name__} of {kind.__module__.partition('.')[0]}" for kind in kinds))
+        optimizers = [inner.optimizer for inner in optimizers_with_parameters(self.optimizer)]
+        kinds = {("fused " * bool(one.param_groups[0].get("fused")), type(one)) for one in optimizers}
+        names = ", ".join(sorted(f"{fused}{kind.__name__} of {kind.__module__.split('.')[0]}" for fused, kind in kinds))
         if self.config.optimizer.name == "muon":
             names = f"Muon for the matrices of hidden layers, {names}"
         parallel, moments = self.config.parallel, self.config.optimizer.moments_dtype

@@ -20,7 +20,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.checkpoint.internals import owned_parts
 from mcore_rl.models.megatron.lora_layers import adapter_state
-from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
+from mcore_rl.models.megatron.optimizer import TORCH_ADAM, optimizers_with_parameters
 from mcore_rl.models.megatron.weight_mapping import Shape
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -152,7 +152,6 @@ def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shap
         start = stop
 
 
-TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # The only optimizer format that can be loaded under every parallel layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
@@ -228,8 +227,11 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
     for inner in optimizers_with_parameters(optimizer):
         inner.init_state_fn(inner.optimizer, inner.config)
         if isinstance(inner.optimizer, TORCH_ADAM):
-            for state in inner.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
+            for group in inner.optimizer.param_groups:
+                for parameter in group["params"]:
+                    # The fused kernel reads the step on the parameter's device, the default form on the host.
+                    step = torch.zeros((), device=parameter.device if group["fused"] else None)
+                    inner.optimizer.state[parameter].setdefault("step", step)
 
 
 def _step_of(optimizer: Any) -> int:
