@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from mcore_rl import platform
 from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import own_layouts
@@ -18,7 +20,7 @@ from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.run.identity import model_directories
-from mcore_rl.run.setup import check_output_dir, load_inputs
+from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
 from mcore_rl.utils import torchrun
@@ -27,17 +29,21 @@ from mcore_rl.utils.console import counted
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
-def run_dry(
-    config: TrainingConfig, on_gpu: TrainingConfig, record: Path | None = None, replay: Path | None = None
-) -> None:
+def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
     """Run the checks of a run, and print a description of the run on rank 0.
 
+    The models and the memory are those of a run on GPUs, also on a machine without GPUs.
+
     Args:
-        on_gpu: the configuration with the values that a GPU would choose; its memory is estimated.
+        given: the configuration, in which each `auto` is still to be replaced.
 
     Raises:
         UserError: a check fails.
     """
+    config = platform.resolve(given)
+    on_gpu = given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
+    if given.model.transformer_impl == "local" or find_spec("transformer_engine") is None:
+        check_models(on_gpu)  # otherwise a GPU would run other layers than a simulation, which has only local ones
     if isinstance(config, RLConfig):
         inputs, _ = check_inputs(config, record, replay)
     else:
@@ -61,7 +67,7 @@ def describe_run(
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
-        on_gpu: as in `run_dry`.
+        on_gpu: the configuration with the values that a GPU would choose; its memory is estimated.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """

@@ -101,7 +101,7 @@ def run_script(
     parser.add_argument("--print-config", action="store_true", help=shown)
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
-    parsed = parser.parse_intermixed_args(arguments)
+    parsed = parser.parse_intermixed_args(_with_processes(sys.argv[1:] if arguments is None else arguments))
     paths = {name: getattr(parsed, name) for name in file_options}
     with exit_on_error():
         config, source = _configuration(algorithm, config_type, parsed)
@@ -117,14 +117,25 @@ def run_script(
         from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
         initialize_platform()
-        given, config = config, resolve(config)
         if config.dry_run:
             from mcore_rl.cli.dry_run import run_dry  # imports the simulator, which training does not need
 
-            run_dry(config, given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True), **paths)
+            run_dry(config, **paths)
         else:
-            train(config, **paths)
+            train(resolve(config), **paths)
         flush_output()
+
+
+def _with_processes(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with a number of processes for each `--dry-run` that a configuration or an override follows.
+
+    argparse would take these for the number.
+    """
+    words = list(arguments)
+    for place, after in enumerate(words[1:]):
+        if words[place] == "--dry-run" and ("=" in after or Path(after).is_file()):
+            words[place] = f"--dry-run={world_size()}"
+    return words
 
 
 def _printed(config: TrainingConfig) -> str:

@@ -76,6 +76,9 @@ WRONG = [
     (["train", "sft", "c.yaml", "--nproc-per-node", "2"], "error: --nproc-per-node: options of the launch come first"),
     (["train", "sft", "--nodes", "2", "c.yaml"], "error: unrecognized arguments: --nodes"),
     ([*LAUNCH, "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
+    (["train", "sft", "nowhere.yaml", "--dry-run", "seed=1"], "error: nowhere.yaml: cannot be read"),
+    (["train", "sft", "--dry-run", "model.path=m"], "error: give a configuration file, or --model and --data"),
+    (["train", "sft", "c.yaml", "--dry-run", "0"], "error: argument --dry-run: must be a whole number of at least 1"),
 ]
 
 
@@ -181,6 +184,15 @@ def test_dry_run_estimates_memory_in_the_precision_of_a_gpu(config, tmp_path):
         (peak,) = re.findall(r"memory of rank 0 at the peak of a step, on a GPU: ([\d.]+) GB", done.stdout)
         peaks.append(float(peak))
     assert 0 < peaks[0] < 0.8 * peaks[1], peaks
+
+
+def test_dry_run_checks_the_model_in_the_precision_of_a_gpu(config, tmp_path):
+    """Grouped products need widths that are multiples of 8 in bfloat16, and of 4 in float32."""
+    make_model("mixtral", tmp_path / "model", intermediate_size=36)
+    options = f"model.path={tmp_path / 'model'}", "model.moe_grouped_gemm=true", f"output_dir={tmp_path / 'out'}"
+    done = forked("train", "sft", str(config), "--dry-run", *options)
+    assert done.returncode == 2, done.stdout
+    assert "in bfloat16 the model's width of an expert (36) must be a multiple of 8" in done.stderr
 
 
 @pytest.mark.long
