@@ -1,9 +1,12 @@
 """Tests of the fused form of torch's AdamW, which is for GPUs, by the kernel that torch has for CPUs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from layout_cases import make_config, make_data
 
+from mcore_rl.models.megatron.checkpoint.state import _ensure_optimizer_state
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -65,6 +68,17 @@ def test_three_steps_and_a_checkpoint(model_of, tmp_path):
     for losses, (whole, resumed), *_ in (plain, fused):
         assert losses[2] == losses[3]
         assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
+def test_step_of_a_new_state_is_where_the_kernel_reads_it(fused, device):
+    """The parameter is on a device other than the host's."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    adamw = torch.optim.AdamW([parameter])
+    adamw.param_groups[0]["fused"] = fused
+    inner = SimpleNamespace(optimizer=adamw, config=None, init_state_fn=lambda *_: None)
+    _ensure_optimizer_state(SimpleNamespace(chained_optimizers=[inner]))
+    assert adamw.state[parameter]["step"].device.type == device
 
 
 @pytest.mark.long
