@@ -84,7 +84,7 @@ scores; the tokens and their log-probabilities."""
 @pytest.mark.parametrize(
     ("algorithm", "sections", "step"),
     and_long(
-        [],
+        [(DPOConfig, {}, "score")],
         [
             (DPOConfig, {"dpo": {"reference": "swap"}}, "train"),
             (SFTConfig, {}, "train"),
@@ -93,7 +93,6 @@ scores; the tokens and their log-probabilities."""
             (GRPOConfig, GRPO, "train"),
             (DPOConfig, {}, "evaluate"),
             (GRPOConfig, GRPO, "evaluate"),
-            (DPOConfig, {}, "score"),
             (GRPOConfig, GRPO, "generate"),
         ],
     ),
