@@ -22,6 +22,7 @@ FUNCTIONS |= {"fused_topk_with_score_function", "fused_compute_score_for_moe_aux
 METHODS = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "GroupedLinear"), ("__init__", "forward")),
     **dict.fromkeys(("LayerNorm", "RMSNorm", "FusedSGD"), ("__init__",)),
+    "TransformerEngineBaseModule": ("set_activation_dtype",),
     "DotProductAttention": ("__init__", "forward", "set_context_parallel_group"),
     "FusedAdam": ("__init__", "step", "state_dict"),
     "CudaRNGStatesTracker": ("__init__", "reset", "get_states", "set_states", "add", "fork"),

@@ -128,6 +128,23 @@ def test_training_equals_local_layers(name, model_of, reference_of, tmp_path):
     assert_attention_is_chosen(family, layout, calls)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3", {"lora": LORA}), ("qwen3_moe", {"model": GROUPED, "lora": EXPERTS})]
+)
+def test_adapters_in_float32_beside_weights_in_bfloat16(family, changes, model_of, tmp_path):
+    """Transformer Engine refuses parameters of another precision than the input's, unless it is told otherwise."""
+    model = {**changes.get("model", {}), "dtype": "bfloat16"}
+    losses = []
+    for local in (True, False):
+        config = te_config(
+            model_of(family), ONE, model, lora=changes["lora"], directory=tmp_path / str(local), local=local
+        )
+        (result, calls) = run_processes(counted_result, config, make_data(), world_size=1)[0]
+        losses.append(result.metrics["loss"])
+        assert local or calls["Linear"]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 def assert_attention_is_chosen(family, layout, calls):
     """Every layer runs Transformer Engine's attention, except on packs and in layers that it does not support."""
     if family in ("windows", "gemma3", "olmo3", "gpt_oss") or layout.prefix:

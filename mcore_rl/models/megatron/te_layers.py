@@ -46,12 +46,23 @@ def te_config(config: TransformerConfig) -> TransformerConfig:
     return built
 
 
-class TEConfigMixin:
-    """A module that is built with `te_config`."""
+class TELinearMixin:
+    """A linear layer of Transformer Engine that is built with `te_config` and may have adapters.
+
+    adapter: the adapter, or the adapters of several experts; None or empty if there are none.
+    """
+
+    adapter: Any
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=te_config(config), **kwargs)  # type: ignore[call-arg]
         self.config = config
+
+    def set_activation_dtype(self, inp: Tensor) -> None:
+        """Check the precision of the parameters; called before each product."""
+        # Adapters are in float32 beside weights in bfloat16. Transformer Engine would refuse them.
+        self.allow_different_data_and_param_types = bool(self.adapter)
+        super().set_activation_dtype(inp)  # type: ignore[misc]
 
 
 class TERMSNorm:
@@ -61,7 +72,7 @@ class TERMSNorm:
         return TENorm(te_config(config), hidden_size, eps)
 
 
-class TEColumnLinear(LoRALinearMixin, TEConfigMixin, TEColumnParallelLinear):
+class TEColumnLinear(LoRALinearMixin, TELinearMixin, TEColumnParallelLinear):
     """A linear layer whose weight is sharded by rows over tensor-parallel ranks."""
 
     is_column = True
@@ -71,7 +82,7 @@ class TEColumnLinear(LoRALinearMixin, TEConfigMixin, TEColumnParallelLinear):
         return self._with_adapter(input_, output), bias
 
 
-class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TEConfigMixin, TERowParallelLinear):
+class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TELinearMixin, TERowParallelLinear):
     """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
 
     is_column = False
@@ -128,7 +139,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         return out
 
 
-class TEGroupedLinearMixin(TEConfigMixin):
+class TEGroupedLinearMixin(TELinearMixin):
     """The linear layers of all of a rank's experts in one call, which may have adapters.
 
     adapter: the experts' adapters in order, or none.

@@ -110,6 +110,7 @@ class Linear(TransformerEngineBaseModule):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        self.prepare_forward(inp)
         adds_bias = self.use_bias and not self.return_bias
         if self.parallel_mode == "column":
             inp = enter_column(inp, self.tp_group, self.sequence_parallel)
@@ -206,6 +207,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def forward(self, inp, m_splits, is_first_microbatch=None):
         if not isinstance(m_splits, list) or len(m_splits) != self.num_gemms:
             raise AssertionError("m_splits must be a list with one number per group")
+        self.prepare_forward(inp)
         rows = inp.reshape(-1, inp.shape[-1])
         if sum(m_splits) != len(rows):
             raise AssertionError("the groups must cover all rows")

@@ -55,6 +55,20 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
         self.tp_group, self.tp_size, self.sequence_parallel = None, 1, False
+        self.activation_dtype = None
+
+    def prepare_forward(self, inp):
+        """Check an input, as TE does before each product."""
+        self.allow_different_data_and_param_types = False
+        self.set_activation_dtype(inp)
+
+    def set_activation_dtype(self, inp):
+        if self.activation_dtype == inp.dtype:
+            return
+        if not self.allow_different_data_and_param_types:
+            for name, param in self.named_parameters():
+                assert param.dtype == inp.dtype, f"{name} in {param.dtype} with an input in {inp.dtype}"
+        self.activation_dtype = inp.dtype
 
     def set_tensor_parallel_group(self, tp_group):
         self.tp_group = tp_group
