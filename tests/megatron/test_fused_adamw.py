@@ -28,7 +28,7 @@ def trained(config, directory, load, fused):
 
     kernel, calls = torch._fused_adamw_, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "FUSED_ON", ("cpu",) if fused else ("cuda",))
+        patch.setattr(optimizer, "FUSED_ON", (("cpu", torch.float32),) if fused else ())
         patch.setattr(
             torch, "_fused_adamw_", lambda *tensors, **options: (calls.append(1), kernel(*tensors, **options))
         )
