@@ -2,11 +2,12 @@
 
     python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
 
-Each part is a separate program with a limit of ten minutes. It writes PART.json (command, device, versions, how it
+The check ends after 20 minutes (--seconds) and says how it goes on. Each part is a separate program with a limit of ten
+minutes. It writes PART.json (command, device, versions, how it
 ended, the end of its output), PART.log, and the table and picture of a benchmark. After each part, results.json holds
 the results of all parts so far, and results.md is one page with the same figures, to be pasted into an issue. A part
 that has succeeded with the same code on the same device is not run again, so an interrupted check can be continued.
-Exits with 1 if a part failed, and with 3 if --seconds elapsed before the last part. --rehearse: toy sizes on the CPU.
+Exits with 1 if a part failed, and with 3 if the time was over before the last part. --rehearse: toy sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
     parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--again", action="store_true", help="run parts that have succeeded again")
-    parser.add_argument("--seconds", type=count, help="start no part after this many seconds")
+    parser.add_argument("--seconds", type=count, default=1200, help="end after this many seconds (default: 1200)")
     parser.add_argument("--rehearse", action="store_true", help="run toy sizes on the CPU")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
@@ -123,17 +124,17 @@ def digest_of_code() -> str:
 
 def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments: Any) -> int:
     """Run the parts and return the exit status. Parts without a result run before those that have failed earlier."""
-    started, failed, status = time.monotonic(), list[str](), 0
+    deadline, failed, status = time.monotonic() + arguments.seconds, list[str](), 0
     before = {part.name: earlier(output / f"{part.name}.json", here) for part in parts}
     for part in sorted(parts, key=lambda part: before[part.name] is not None):
         if not arguments.again and before[part.name] == ENDED_WELL:
             print(f"{part.name}: ended well before, {output / part.name}.json", flush=True)
             continue
-        if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
+        if time.monotonic() > deadline:
             print(f"{part.name}: not begun, {arguments.seconds} s are over; the same command goes on with it")
             status = NOT_ALL
             break
-        result = run(part, output, here, arguments.rehearse)
+        result = run(part, output, here, arguments.rehearse, deadline)
         summarize(dict.fromkeys(one.name for one in (*PARTS, *parts)), output, here)
         print(f"{part.name}: {result['ended']} after {result['seconds']:.0f} s, {output / part.name}.log", flush=True)
         if result["ended"] != ENDED_WELL:
@@ -175,19 +176,23 @@ def earlier(path: Path, here: dict[str, str]) -> str | None:
     return None if result is None else result["ended"]
 
 
-def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict[str, Any]:
-    """Run a part and return its result. The result is written at the end, so an interrupted part has none."""
+def run(part: Part, output: Path, here: dict[str, str], rehearses: bool, deadline: float) -> dict[str, Any]:
+    """Run a part until the deadline at most, and return its result.
+
+    The result is written at the end, so an interrupted part has none.
+    """
     command = [word.format(output=output) for word in (part.rehearsal if rehearses else part.command)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ""} if rehearses else {})}
     (output / f"{part.name}.json").unlink(missing_ok=True)
     started, log = time.monotonic(), output / f"{part.name}.log"
+    limit = max(1, min(SECONDS, round(deadline - started)))
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
-            while process.poll() is None and time.monotonic() - started < SECONDS and not told_to_end.wait(0.2):
+            while process.poll() is None and time.monotonic() - started < limit and not told_to_end.wait(0.2):
                 pass
         finally:
             if (status := process.poll()) is None:
@@ -200,7 +205,7 @@ def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict
         "command": " ".join(["python", *command]),
         **here,
         "status": status,
-        "ended": f"cut off after {SECONDS} s" if status is None else ENDED_WELL if not status else f"status {status}",
+        "ended": f"cut off after {limit} s" if status is None else ENDED_WELL if not status else f"status {status}",
         "seconds": round(time.monotonic() - started, 1),
         "output": log.read_text(errors="replace").splitlines()[-LINES_KEPT:],
     }

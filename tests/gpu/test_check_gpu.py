@@ -18,7 +18,7 @@ HERE = {"device": "none", "code": "abc"}
 
 
 def options(**changes):
-    return Namespace(**{"again": False, "seconds": None, "rehearse": False, **changes})
+    return Namespace(**{"again": False, "seconds": 100, "rehearse": False, **changes})
 
 
 def part(name, program):
@@ -58,17 +58,20 @@ def test_a_part_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypatch
 
 
 def test_the_time_that_is_given_is_kept(tmp_path, capsys):
-    parts = [part("first", "import time; time.sleep(1.5)"), part("second", "")]
-    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == NOT_ALL
-    assert "second: not begun" in capsys.readouterr().out
-    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 0
+    """A part that takes longer is cut off, and the next time those come first that have not begun."""
+    parts = [part("first", "import time; time.sleep(60)"), part("second", "")]
+    assert run_all(parts, tmp_path, HERE, options(seconds=2)) == NOT_ALL
+    printed = capsys.readouterr().out
+    assert "first: cut off after 2 s" in printed and "second: not begun" in printed
+    assert run_all(parts, tmp_path, HERE, options(seconds=4)) == 1
+    assert "second: ended well" in capsys.readouterr().out
 
 
 def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
-    parts = [part("bad", "import sys, time; time.sleep(1.5); sys.exit(5)"), part("good", "")]
-    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == NOT_ALL
-    assert "did not end well: bad" in capsys.readouterr().out
-    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 1
+    parts = [part("bad", "import sys; sys.exit(5)"), part("slow", "import time; time.sleep(60)"), part("good", "")]
+    assert run_all(parts, tmp_path, HERE, options(seconds=3)) == NOT_ALL
+    assert "did not end well: bad, slow" in capsys.readouterr().out
+    assert run_all(parts, tmp_path, HERE, options(seconds=5)) == 1
     assert json.loads((tmp_path / "good.json").read_text())["ended"] == "ended well"
     assert json.loads((tmp_path / "bad.json").read_text())["ended"] == "status 5"
     assert "\n| bad | status 5 | " in (tmp_path / "results.md").read_text()
