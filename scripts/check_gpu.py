@@ -130,7 +130,7 @@ def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments
         if not arguments.again and before[part.name] == ENDED_WELL:
             print(f"{part.name}: ended well before, {output / part.name}.json", flush=True)
             continue
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             print(f"{part.name}: not begun, {arguments.seconds} s are over; the same command goes on with it")
             status = NOT_ALL
             break
@@ -185,7 +185,7 @@ def run(part: Part, output: Path, here: dict[str, str], rehearses: bool, deadlin
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ""} if rehearses else {})}
     (output / f"{part.name}.json").unlink(missing_ok=True)
     started, log = time.monotonic(), output / f"{part.name}.log"
-    limit = max(1, min(SECONDS, round(deadline - started)))
+    limit = min(SECONDS, deadline - started)
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
@@ -205,7 +205,7 @@ def run(part: Part, output: Path, here: dict[str, str], rehearses: bool, deadlin
         "command": " ".join(["python", *command]),
         **here,
         "status": status,
-        "ended": f"cut off after {limit} s" if status is None else ENDED_WELL if not status else f"status {status}",
+        "ended": f"cut off after {limit:.0f} s" if status is None else ENDED_WELL if not status else f"status {status}",
         "seconds": round(time.monotonic() - started, 1),
         "output": log.read_text(errors="replace").splitlines()[-LINES_KEPT:],
     }
