@@ -120,7 +120,10 @@ class JudgeProcesses:
         for worker in self._workers:
             worker.end()  # the worker's thread then reads the end of its output
         for thread in getattr(self, "_threads", ()):
-            thread.join()
+            while thread.is_alive():
+                thread.join(0.5)
+                for worker in self._workers:
+                    worker.end()  # its thread may have started it again meanwhile
         for worker in self._workers:
             worker.kill()
 

@@ -1,7 +1,9 @@
 """Tests of judging processes: judges, and samples whose judge raises, hangs or dies."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from programs import SUPPORT
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judge_processes import JudgeProcesses, probe
+from mcore_rl.environments.judge_processes import JudgeProcesses, _Worker, probe
 from mcore_rl.environments.judges import ExactMatch, MathVerify, RetryExactMatch
 from mcore_rl.errors import UserError, WorkerError
 
@@ -104,6 +106,29 @@ def test_probe_ends_at_first_success_or_time_limit(monkeypatch):
     ):
         probe(config, prompts_of(*[hang] * 4), seconds=1)
     assert time.monotonic() - started < 50
+
+
+def test_closing_ends_a_process_that_starts_again_meanwhile(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    config = EnvironmentConfig(
+        name="function", function="judge_functions:misbehave", time_limit_seconds=100, num_workers=1
+    )
+    environment, restart, waits = JudgeProcesses(config), _Worker.restart_if_gone, threading.Event()
+
+    def restart_after_the_end(worker):
+        waits.set()
+        while worker.process.poll() is None:
+            time.sleep(0.01)
+        restart(worker)
+
+    monkeypatch.setattr(_Worker, "restart_if_gone", restart_after_the_end)
+    (hang,) = prompts_of({"scale": 1, "answer": "hang"})
+    answer = {"role": "assistant", "content": "hang"}
+    environment.submit(replace(hang, message_log=[*hang.message_log, answer]))
+    assert waits.wait(10)
+    started = time.monotonic()
+    environment.close()
+    assert time.monotonic() - started < 30
 
 
 class Slow:
