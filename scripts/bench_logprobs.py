@@ -26,6 +26,7 @@ from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 
 KEPT = (20, 256, 1024)
 """Numbers of tokens that a sampler keeps at each position."""
+KEPT_FLOOR_MB = 60
 
 
 def main() -> int:
@@ -54,9 +55,8 @@ def main() -> int:
     of_whole = rows[-2].ratio
     for kept in KEPT:
         peak = peak_megabytes(sizes.tokens, sizes, kept)
-        rows.append(
-            Row.figure(f"fused, {kept} kept tokens, peak at {sizes.tokens:,} tokens", peak, "MB", at_most=of_whole)
-        )
+        name = f"fused, {kept} kept tokens, peak at {sizes.tokens:,} tokens"
+        rows.append(Row.figure(name, peak, "MB", at_most=of_whole, floor=KEPT_FLOOR_MB))
     sized = f"{sizes.tokens:,} tokens, hidden {sizes.hidden}, vocabulary {sizes.vocabulary:,}"
     columns = ("s", "beside, s", "ratio, or figure")
     is_whole = sizes == parser.parse_args([])
