@@ -333,8 +333,9 @@ def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
 
     Its packs hold the longest record, which may be longer or more padded than the trained model's.
     """
-    parallel = config.parallel.model_copy(update={} if own is None else own.model_dump())
-    longest = -(-config.data.max_sequence_length // parallel.sequence_multiple) * parallel.sequence_multiple
-    width = config.batch.tokens_per_pack
-    batch = config.batch.model_copy(update={"tokens_per_pack": None if width is None else max(width, longest)})
-    return config.model_copy(update={"parallel": parallel, "batch": batch})
+    if own is not None:
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update=own.model_dump())})
+    if (width := config.batch.tokens_per_pack) is None:
+        return config
+    batch = config.batch.model_copy(update={"tokens_per_pack": max(width, config.longest_record(rows_per_unit=1))})
+    return config.model_copy(update={"batch": batch})

@@ -611,15 +611,18 @@ class TrainingConfig(Section):
     def check_steps(self, steps: int) -> None:
         """Raise UserError if a run of so few steps would never train what it is meant to train."""
 
+    def longest_record(self, rows_per_unit: int) -> int:
+        """Return the padded tokens of the longest record of `rows_per_unit` sequences."""
+        multiple = self.parallel.sequence_multiple
+        return rows_per_unit * -(-self.data.max_sequence_length // multiple) * multiple
+
     def pack_width(self, rows_per_unit: int) -> int:
         """Return the tokens of a pack, which holds the longest record of `rows_per_unit` sequences.
 
         Raises:
             UserError: batch.tokens_per_pack is less.
         """
-        longest = rows_per_unit * -(-self.data.max_sequence_length // self.parallel.sequence_multiple)
-        longest *= self.parallel.sequence_multiple
-        width = self.batch.tokens_per_pack
+        width, longest = self.batch.tokens_per_pack, self.longest_record(rows_per_unit)
         if width is not None and width < longest:
             raise UserError(
                 f"batch.tokens_per_pack={width}: must hold the longest record, {longest} tokens "

@@ -227,7 +227,7 @@ class MLflow:
         self._mlflow.log_metrics({n.replace("@", "_at_"): float(value) for n, value in metrics.items()}, step=step)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        # One table a step: MLflow would read a growing one and write it again at each step.
+        # Each step has a table of its own, because MLflow extends a table by reading and writing all of it.
         rows = text_rows(samples)
         table = {name: [row[column] for row in rows] for column, name in enumerate(SAMPLE_COLUMNS)}
         self._mlflow.log_table(table, f"samples/step_{step:06d}.json")

@@ -194,7 +194,7 @@ def test_a_wrong_layout_of_teachers_is_refused(layout, more, said, files):
 
 
 def test_a_resumed_run_tells_changes_of_options_of_teachers(files):
-    """Whose keys begin with that of the teacher's directory, which is compared by content."""
+    """Their keys begin with the key of the teacher's directory, which is compared by content."""
     values = yaml.safe_load((files / "distill.yaml").read_text())
     identities = []
     for prompt, size in (("{prompt}", 1), ("{prompt} ", 2)):

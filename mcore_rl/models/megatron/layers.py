@@ -201,7 +201,8 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
-        # One kernel on GPUs, which keeps as little as `_Normed`. On the CPU it rounds otherwise and keeps more.
+        # On GPUs torch's norm is one kernel, which keeps as little as `_Normed`. On the CPU it rounds otherwise and
+        # keeps more.
         is_fused = x.is_cuda and weight.dtype == x.dtype and hasattr(torch.ops.aten, "_fused_rms_norm")
         if is_fused or (self.in_generation and x.dtype == torch.float32):
             return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -242,7 +243,8 @@ class HeadRMSNorm(RMSNorm):
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        # As a view of the projection, k would keep the storage of q, k and v for the backward pass.
+        # k is a view of the projection: if it were saved as it is, it would keep the storage of q, k and v until the
+        # backward pass.
         return super().forward(x.contiguous())
 
 
