@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -265,24 +266,23 @@ def delta_step(
     return out.squeeze(-2).to(value.dtype), state
 
 
-@cache
 def rule_kernel() -> Callable[..., Any] | None:
     """Return the function of `fla` for the rule; None if there is no GPU or the package is missing."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
-    return chunk_gated_delta_rule if platform.has_gpu() else None
+    return _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+
+def convolution_kernel() -> Callable[..., Any] | None:
+    """Return the function of `causal_conv1d`; None if there is no GPU or the package is missing."""
+    return _kernel("causal_conv1d", "causal_conv1d_fn")
 
 
 @cache
-def convolution_kernel() -> Callable[..., Any] | None:
-    """Return the function of `causal_conv1d`; None if there is no GPU or the package is missing."""
+def _kernel(module: str, name: str) -> Callable[..., Any] | None:
     try:
-        from causal_conv1d import causal_conv1d_fn
+        kernel: Callable[..., Any] = getattr(import_module(module), name)
     except ImportError:
         return None
-    return causal_conv1d_fn if platform.has_gpu() else None
+    return kernel if platform.has_gpu() else None
 
 
 def describe_kernels() -> str:
