@@ -195,15 +195,13 @@ def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tenso
     return out
 
 
-def fetch_rows(
-    held: Shaped[Tensor, "held *rest"], numbers: Sequence[int], wanted: Sequence[int]
-) -> Shaped[Tensor, "wanted *rest"]:
-    """Return rows, by their numbers, of a tensor whose rows are distributed over all processes. Collective over them.
+def fetch_rows(held: Mapping[str, Tensor], numbers: Sequence[int], wanted: Sequence[int]) -> dict[str, Tensor]:
+    """Return rows, by their numbers, of tensors whose rows are distributed over all processes. Collective over them.
 
     A row is sent only to processes that want it and do not hold it. No gradient.
 
     Args:
-        held: this process's rows, of which other processes may hold some too.
+        held: this process's rows of each tensor, of which other processes may hold some too.
         numbers: numbers of the rows that this process holds.
         wanted: numbers of the rows that this process gets; each is held by some process.
     """
@@ -220,16 +218,17 @@ def fetch_rows(
     place = {number: row for row, number in enumerate(numbers)}
     sent = [[place[n] for n in wants if source(n, to) == rank] for to, (_, wants) in enumerate(everyone)]
     sources = [source(number, rank) for number in wanted]
-    sizes = [sources.count(holder) for holder in range(len(everyone))]
-    rows = held.to(platform.device())[[row for rows in sent for row in rows]].contiguous()
-    received = rows.new_empty(len(sources), *rows.shape[1:])
-    torch.distributed.all_to_all_single(
-        received, rows, output_split_sizes=sizes, input_split_sizes=list(map(len, sent))
-    )
-    order = sorted(range(len(sources)), key=lambda place: sources[place])  # received rows stand by their source
-    result = torch.empty_like(received)
-    result[order] = received
-    return result.to(held.device)
+    sizes_in, sizes_out = [sources.count(holder) for holder in range(len(everyone))], list(map(len, sent))
+    order = sorted(range(len(sources)), key=lambda place: sources[place])  # the received rows are sorted by source
+    found = {}
+    for name, values in held.items():
+        rows = values.to(platform.device())[[row for rows in sent for row in rows]].contiguous()
+        received = rows.new_empty(len(sources), *rows.shape[1:])
+        torch.distributed.all_to_all_single(received, rows, output_split_sizes=sizes_in, input_split_sizes=sizes_out)
+        result = torch.empty_like(received)
+        result[order] = received
+        found[name] = result.to(values.device)
+    return found
 
 
 def all_reduce(

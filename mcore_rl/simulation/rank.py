@@ -237,9 +237,9 @@ def rows_of_all(data: Any, *keys: str) -> Any:
     return data.select_indices([row % data.size for row in range(data.share.total)])
 
 
-def rows_from_others(held: Tensor, numbers: Any, wanted: Any) -> Tensor:
+def rows_from_others(held: Mapping[str, Tensor], numbers: Any, wanted: Any) -> dict[str, Tensor]:
     """Replace `fetch_rows`; a transfer between layouts is not counted."""
-    return held.new_zeros(len(wanted), *held.shape[1:])
+    return {name: values.new_zeros(len(wanted), *values.shape[1:]) for name, values in held.items()}
 
 
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -69,7 +69,7 @@ def rows_of_other_layouts():
     values = torch.tensor(held, dtype=torch.bfloat16)[:, None].expand(-1, 2)
     return (
         own.all_rows("input_ids", "sample_mask"),
-        collectives.fetch_rows(values, held, wanted),
+        collectives.fetch_rows({"values": values}, held, wanted)["values"],
         collectives.broadcast_from_holder(None if rank == 0 else torch.full((2, 1), rank, dtype=torch.bfloat16)),
     )  # fmt: skip
 

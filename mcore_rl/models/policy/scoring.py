@@ -372,7 +372,7 @@ class ScoringModel:
             found = self._map_microbatches(purpose, own, zeros, compute, model_head, micro_batch_size)
             held, width = own.share.indices, data["input_ids"].shape[1]
             wanted = data.share.indices if is_needed else ()
-            return {name: fetch_rows(values, held, wanted)[:, :width] for name, values in found.items()}
+            return {name: values[:, :width] for name, values in fetch_rows(found, held, wanted).items()}
         rows = zeros(data)
         microbatches = self._microbatches(data, micro_batch_size)
         # Indexing with a list of the host would copy it and wait, for every microbatch.
