@@ -7,9 +7,10 @@ one process, this package with one and with two (data-parallel). Each side is a 
 The programs take turns, and the medians of the steps' speeds are compared.
 
 The benchmark also reports the rate of operations of this package's training (without the operations of scoring by a
-swapped reference, but with its time), relative to the rate of plain matrix products measured right after it, which is
-the maximum that a program can reach. It shows whether a changed ratio to TRL is due to the machine. TRL comes from
-this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a bound is missed.
+swapped reference, but with its time), relative to two rates that are measured right after it: of torch's own matrix
+products, which TRL uses, and of oneDNN's, which this package uses. They show whether a changed ratio to TRL is due to
+the machine. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a
+bound is missed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8, 4, 2
 MODES = ("swapped", "precomputed")
 BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
 FLOOR = 3.0
-OF_PRODUCTS, FLOOR_OF_PRODUCTS = 0.55, 0.45
+OF_PRODUCTS = {"torch": (0.55, 0.45), "oneDNN": (None, None)}
+"""Bound and floor of the part that is reached of the rate of each library's matrix products."""
 
 
 def main() -> int:
@@ -50,7 +52,7 @@ def main() -> int:
     if arguments.side == "trl":
         train_with_trl(arguments.directory, arguments.mode)
         return 0
-    speed, memory, of_products = measure(arguments.steps, arguments.rounds)
+    speed, memory, reached = measure(arguments.steps, arguments.rounds)
     rows = [
         Row(
             f"reference {mode}, {processes} process{'es'[: 2 * processes - 2]}",
@@ -63,11 +65,10 @@ def main() -> int:
         for (mode, processes), bound in BOUNDS.items()
         for ours, trl in [(speed[mode, processes], speed[mode, 0])]
     ]
-    rows.append(
-        Row.figure(
-            "of the rate of matrix products, 1 process", of_products, "reached", OF_PRODUCTS, None, FLOOR_OF_PRODUCTS
-        )
-    )
+    rows += [
+        Row.figure(f"of the rate of {name}'s products, 1 process", reached[name], "reached", bound, None, floor)
+        for name, (bound, floor) in OF_PRODUCTS.items()
+    ]
     heavier = [
         Row(f"memory, reference {mode}", memory[mode, 1], memory[mode, 0], memory[mode, 1] / memory[mode, 0], None, 0.6)
         for mode in MODES
@@ -79,11 +80,13 @@ def main() -> int:
     return missed | finish("dpo_memory", "DPO: most resident memory, one process", columns, heavier, whole)
 
 
-def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
-    """Return median tokens per second and megabytes by mode, and the fraction of the rate of products that one process
-    of this package reaches."""
+def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]]:
+    """Return median tokens per second and megabytes by mode, and the fractions of the rates of products that one
+    process of this package reaches."""
+    from mcore_rl.platform import cpu_products
+
     python = python_with_trl()
-    reached: list[float] = []
+    reached: dict[str, list[float]] = {name: [] for name in OF_PRODUCTS}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
@@ -94,11 +97,14 @@ def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
                 return run_trl(python, directory, mode)
             lines, most = run_ours(directory, mode, processes)
             if processes == 1:
-                rate = product_rate(threads=2)
-                reached.extend(line["tflops_per_second"] / rate for line in lines)
+                with cpu_products.kernel_of_torch():
+                    rates = {"torch": product_rate(threads=2)}
+                rates["oneDNN"] = product_rate(threads=2)
+                for name, rate in rates.items():
+                    reached[name] += (line["tflops_per_second"] / rate for line in lines)
             return [line["tokens_per_second"] for line in lines], most
 
-        return *taking_turns(MODES, rounds, run_side), statistics.median(reached)
+        return *taking_turns(MODES, rounds, run_side), {name: statistics.median(reached[name]) for name in reached}
 
 
 def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.platform import cuda_stand_ins
+from mcore_rl.platform import cpu_products, cuda_stand_ins
 from mcore_rl.utils import torchrun
 
 _installed = False
@@ -283,6 +283,7 @@ def initialize_platform(simulate: bool = False) -> None:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
         cuda_stand_ins.install(device())
+        cpu_products.install()
     _installed = True
 
 
