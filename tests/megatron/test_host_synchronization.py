@@ -144,6 +144,8 @@ def test_mixtures_wait_once_per_layer_and_pass(step, recompute, passes, model_of
     assert len(fewer[0]) == len(more[0]) <= BLOCKING_COPIES[step] + 1, more[0]  # the numbers of sequences and tokens
     assert len(more[1]) - len(fewer[1]) <= 3 * microbatches, more[1]
     assert sum(more[3].values()) - sum(fewer[3].values()) == 3 * passes * microbatches, more[3]
+    of_step = sum(more[3].values()) - 3 * passes * more[2]
+    assert of_step <= READS[step] + 2, more[3]  # the number of tokens, and the metrics of routing
 
 
 def index_with_a_list(config):

@@ -444,14 +444,18 @@ class StepRouterStatistics:
 
     def metrics(self) -> dict[str, float]:
         """Return per layer maximum over mean expert load, dropped choices and entropy, and the summed losses."""
-        fullest = (self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)).tolist()
-        entropy, balance, z = self.means.unbind(1)
+        fullest = self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)
+        values = torch.stack((fullest, self.dropped, *self.means.unbind(1)))  # the host waits for the device once
+        load, dropped, entropy, balance, z = values.tolist()
+        of_layers = {"moe_load": load, "moe_dropped": dropped, "moe_entropy": entropy}
         return {
-            **{f"moe_load/layer_{layer}": x for layer, x in zip(self.layers, fullest, strict=True)},
-            **{f"moe_dropped/layer_{layer}": x for layer, x in zip(self.layers, self.dropped.tolist(), strict=True)},
-            **{f"moe_entropy/layer_{layer}": x for layer, x in zip(self.layers, entropy.tolist(), strict=True)},
-            **({"moe_aux_loss": float(balance.sum())} if self.balances else {}),
-            "moe_z_loss": float(z.sum()),
+            **{
+                f"{name}/layer_{at}": x
+                for name, all_ in of_layers.items()
+                for at, x in zip(self.layers, all_, strict=True)
+            },
+            **({"moe_aux_loss": sum(balance)} if self.balances else {}),
+            "moe_z_loss": sum(z),
         }
 
     def update_biases(self, model: ModelShard, rate: float) -> None:
