@@ -21,8 +21,6 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from make_drawings import COLORS, PADDING, text
-
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 BAR, LEFT, WIDTH = 22, 250, 360
 LETTER = 6.5  # average width of a letter of a name
@@ -164,6 +162,8 @@ def machine() -> str:
 
 def picture(title: str, run: dict[str, str], columns: Sequence[str], rows: Sequence[Row]) -> str:
     """Draw a bar for each row's ratio and a line for its bound; rows of the same unit share a scale."""
+    from make_drawings import COLORS, PADDING, text  # imports this package, which TRL's environment does not have
+
     longest: dict[str, float] = {}
     for row in rows:
         of_row = row.ratio, row.at_least or 0, row.at_most or 0, row.floor or 0

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import bench_growth
@@ -101,3 +103,11 @@ def test_kept_curves_are_shown(path):
 
 def test_every_picture_has_its_table():
     assert {path.stem for path in RESULTS.glob("*.svg")} == {path.stem for path in RESULTS.glob("*.json")}
+
+
+def test_benchmarks_beside_trl_start_without_this_package():
+    """TRL's own environment runs their other side."""
+    code = "import sys; sys.modules['mcore_rl'] = None; import bench_bf16, bench_dpo, bench_grpo"
+    scripts = RESULTS.parents[1] / "scripts"
+    done = subprocess.run([sys.executable, "-c", code], cwd=scripts, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
