@@ -1,5 +1,7 @@
 """Tests of decode steps: cache blocks, delayed checks for finished sequences, and memory that is released meanwhile."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from generation_cases import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
@@ -10,7 +12,7 @@ from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.models.generation.decoder import Blocks
+from mcore_rl.models.generation.decoder import Blocks, Decoder
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.processes import run_processes
 
@@ -132,6 +134,19 @@ def test_the_samples_of_a_group_share_their_prompt(model_path):
     assert needed == group * 77
     assert held <= 1.25 * (70 + group * (8 + 3 * BLOCK)) < needed / 2
     assert left == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_not_rounded_to_the_precision_of_the_weights(dtype):
+    """The trainer's logits are in fp32, too."""
+    torch.manual_seed(0)
+    states, head = (torch.randn(rows, 64).to(dtype) for rows in (5, 9000))
+    model = SimpleNamespace(chunks=[SimpleNamespace(lm_head_weight=lambda: head)], vocab_size=8990)
+    topology = SimpleNamespace(tensor=SimpleNamespace(rank=0))
+    logits = Decoder.logits(SimpleNamespace(model=model, topology=topology), states)
+    exact = states.double() @ head.double().T
+    torch.testing.assert_close(logits[:, :8990].double(), exact[:, :8990], rtol=1e-6, atol=2e-5)
+    assert (logits[:, 8990:] == -torch.inf).all()
 
 
 def test_blocks_are_free_when_nobody_has_them():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
+from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
@@ -528,6 +528,13 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """Map final states [n, hidden] to logits [n, Vp] in fp32; −inf in the vocabulary's padding."""
-        logits = linear(x, self.model.chunks[-1].lm_head_weight()).float()
+        head = self.model.chunks[-1].lm_head_weight()
+        if x.dtype == torch.float32:
+            logits = linear(x, head)
+        else:  # as the trainer's: rounded to bfloat16, a logit of 16 may change by 0.06
+            tiles = Tiles(x, head, len(head), 1.0)
+            logits = x.new_empty(len(x), len(head), dtype=tiles.dtype)
+            for columns in [slice(0, len(head))] if tiles.is_half else tiles.column_tiles():
+                logits[:, columns] = tiles.product(slice(None), columns)
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
         return logits
