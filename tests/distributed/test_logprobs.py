@@ -168,6 +168,18 @@ def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main
         assert (ours.double() - theirs).norm() <= 4e-3 * theirs.norm()  # a rounding of each factor to 8 bits
 
 
+def test_gradient_of_the_head_is_summed_in_fp32_over_microbatches():
+    """Compare with fp64 of the same bfloat16 numbers: a sum in bfloat16 would no longer grow after 256 equal ones."""
+    torch.manual_seed(0)
+    states, head = torch.randn(3, 8).bfloat16(), torch.nn.Parameter(torch.randn(10, 8).bfloat16())
+    targets, head.main_grad = torch.randint(0, 10, (3,)), torch.zeros(10, 8)
+    for _ in range(600):
+        linear_logprobs(states, head, targets)[0].sum().backward()
+    exact = head.detach().double().requires_grad_()
+    F.log_softmax(states.double() @ exact.T, -1).gather(1, targets[:, None]).sum().backward()
+    torch.testing.assert_close(head.main_grad.double(), 600 * exact.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_products_leave_their_sums_in_fp32_on_a_device():
     """Run the operator on shapes: its arguments are those of this torch version."""
     assert module.WIDENING_PRODUCTS
