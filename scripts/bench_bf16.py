@@ -1,4 +1,4 @@
-"""Benchmark training in bfloat16: how far losses and gradient norms are from float32's, by layout and beside TRL.
+"""Benchmark bfloat16: the distances of training from float32, by layout and with TRL, and of sampler and trainer.
 
     python scripts/bench_bf16.py [--steps 30] [--seeds 3]
 
@@ -6,7 +6,13 @@ Trains SFT and DPO of a small Llama and of a small mixture of experts, with the 
 in bfloat16 with one process and under several layouts. The distance of a run is the root mean square, over steps and
 seeds, of its difference from the float32 run of the same seed. No layout may be farther than 1.3 times one process.
 TRL's distances, with autocast and with bfloat16 weights, are from TRL's own float32 run of the first seed. TRL is taken
-from this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a bound is missed.
+from this interpreter's environment, or from `.venv-trl`, which is created.
+
+The sampler's log-probabilities of its tokens are compared with the trainer's. The models are the same, but their heads
+are separate, and their logits are as large as those of trained models. The divergence is the mean over the tokens of
+e^d − 1 − d, where d is the trainer's log-probability minus the sampler's (http://joschu.net/blog/kl-approx.html). It
+and the largest |d| may be no larger than those between the trainer in bfloat16 and in float32. Exits with 1 if a bound
+is missed.
 """
 
 from __future__ import annotations
@@ -38,6 +44,12 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "EP 2": {"expert_model_parallel_size": 2},
     },
 }
+SAMPLER_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "one process": ({}, 1),
+    "TP 2": ({"tensor_model_parallel_size": 2}, 2),
+}
+"""Layout and number of processes."""
+PROMPTS, NEW_TOKENS, SAMPLER_LIMIT = 32, 64, 1.0
 TRL_MODES = {"float32": "float32", "autocast": "float32", "bfloat16 weights": "bfloat16"}
 """Precision of the weights by mode of TRL."""
 Curve = list[tuple[float, float]]
@@ -58,6 +70,7 @@ def main() -> int:
             for seed, directory in enumerate(inputs):
                 make_inputs(directory, family, seed, AT_ONCE * arguments.steps)
             rows += compared(family, inputs)
+            rows += sampler_rows(family, inputs)
     columns = ("distance", "one process's", "ratio")
     is_whole = arguments.steps >= 30 and arguments.seeds >= 3
     return finish("bf16", "bfloat16: distances from float32", columns, rows, is_whole)
@@ -155,9 +168,17 @@ def curve_of(algorithm: str, directory: Path, dtype: str, layout: dict[str, Any]
     import os
     from importlib import import_module
 
+    config = config_of(algorithm, directory, dtype, layout)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        getattr(import_module(f"mcore_rl.algorithms.{algorithm}"), f"train_{algorithm}")(config)
+    lines = map(json.loads, (directory / "ours" / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def config_of(algorithm: str, directory: Path, dtype: str, layout: dict[str, Any]) -> Any:
     from mcore_rl.cli.train import PROGRAMS
 
-    config = PROGRAMS[algorithm].config.model_validate(
+    return PROGRAMS[algorithm].config.model_validate(
         {
             "output_dir": directory / "ours",
             "model": {"path": directory / "model", "dtype": dtype},
@@ -169,10 +190,107 @@ def curve_of(algorithm: str, directory: Path, dtype: str, layout: dict[str, Any]
             "parallel": layout,
         }
     )
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        getattr(import_module(f"mcore_rl.algorithms.{algorithm}"), f"train_{algorithm}")(config)
-    lines = map(json.loads, (directory / "ours" / "metrics.jsonl").read_text().splitlines())
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+# ------------------------------------------------------------ sampler and trainer
+
+SAMPLER_KINDS = ("divergence", "largest difference")
+
+
+def sampler_rows(family: str, inputs: Sequence[Path]) -> list[Row]:
+    """Return the rows of a model. They compare the sampler with the trainer in each layout. The column of one process
+    compares the trainer in bfloat16 with float32."""
+    from bench_bf16 import sampled, scored  # processes import them by these names
+
+    from mcore_rl.testing.processes import run_cases
+
+    def of_inputs(function: Any, arguments: Iterable[tuple[Any, ...]], processes: int) -> list[Any]:
+        cases = [(function, directory, *more) for directory, more in zip(inputs, arguments, strict=True)]
+        return [ranks[0] for ranks in run_cases(cases, world_size=processes, timeout=LIMIT_SECONDS)]
+
+    for seed, directory in enumerate(inputs):
+        give_large_logits(directory / "model", seed)
+    found = {
+        name: of_inputs(sampled, [(seed, layout) for seed in range(len(inputs))], processes)
+        for name, (layout, processes) in SAMPLER_LAYOUTS.items()
+    }
+    one = found["one process"]
+    exact = of_inputs(scored, [(output, "float32", {}) for output, _, _ in one], 1)
+    expected = differences((trainer for _, _, trainer in one), exact)
+    rows = []
+    for name, results in found.items():
+        apart = differences(*zip(*((sampler, trainer) for _, sampler, trainer in results), strict=True))
+        for what, ours, peer in zip(SAMPLER_KINDS, apart, expected, strict=True):
+            title = f"Sampler and trainer, {family}, {name}: {what}"
+            rows.append(Row(title, ours, peer, ours / peer, at_most=SAMPLER_LIMIT))
+            print(f"{title}: {ours:.2e}, of the trainer from float32 {peer:.2e}", flush=True)
+    return rows
+
+
+def differences(ours: Iterable[Sequence[float]], theirs: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Return the mean of e^d − 1 − d, and the largest |d|, of the differences d = theirs − ours."""
+    pairs = zip(ours, theirs, strict=True)
+    apart = [their - our for one, other in pairs for our, their in zip(one, other, strict=True)]
+    return sum(math.expm1(d) - d for d in apart) / len(apart), max(map(abs, apart))
+
+
+def give_large_logits(directory: Path, seed: int) -> None:
+    """Give the model a separate LM head with large weights: the entropy of most tokens is then a few nats."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.bfloat16)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=3 / math.sqrt(config.hidden_size))
+    model.save_pretrained(directory)
+
+
+def sampled(directory: Path, seed: int, layout: dict[str, Any]) -> tuple[Any, list[float], list[float]]:
+    """Return the sampler's output, and the log-probabilities of its tokens by sampler and trainer, in bfloat16."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.sampling import SamplingParams
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    config = config_of("sft", directory, "bfloat16", layout)
+    policy = MegatronPolicy(config)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(2, VOCABULARY, (PROMPTS, 32), generator=generator)
+    lengths = torch.randint(1, 33, (PROMPTS,), generator=generator)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    params = SamplingParams(NEW_TOKENS, seed=seed)
+    generation = MegatronGeneration(policy.model, params, config.data.max_sequence_length, tokenizer)
+    output = dict(generation.generate(BatchedDataDict(input_ids=prompts, input_lengths=lengths)))
+    by_trainer = scored(directory, output, "bfloat16", layout, policy)
+    return output, output["logprobs"][of_response(output)].tolist(), by_trainer
+
+
+def scored(directory: Path, output: Any, dtype: str, layout: dict[str, Any], policy: Any = None) -> list[float]:
+    """Return the log-probabilities of the sampled tokens by the trainer, `policy` or a new one."""
+    import torch
+
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = policy or MegatronPolicy(config_of("sft", directory, dtype, layout))
+    ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
+    data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
+    logprobs: list[float] = policy.get_logprobs(data)["logprobs"][of_response(output)].tolist()
+    policy.shutdown()
+    return logprobs
+
+
+def of_response(output: Any) -> Any:
+    """Return the mask of the sampled tokens."""
+    import torch
+
+    column, ends = torch.arange(output["output_ids"].shape[1]), output["unpadded_sequence_lengths"]
+    return (column >= (ends - output["generation_lengths"])[:, None]) & (column < ends[:, None])
 
 
 # ------------------------------------------------------------ TRL

@@ -15,7 +15,7 @@ platform.initialize_platform()
 from mcore_rl.models.megatron.layers import RMSNorm
 from mcore_rl.models.megatron.moe import Router
 
-ROWS = 4
+ROWS = 2
 
 
 def whole_and_parts(config):
