@@ -73,7 +73,7 @@ def main() -> int:
             rows += sampler_rows(family, inputs)
     columns = ("distance", "one process's", "ratio")
     is_whole = arguments.steps >= 30 and arguments.seeds >= 3
-    return finish("bf16", "bfloat16: distances from float32", columns, rows, is_whole)
+    return finish("bf16", "bfloat16: distances from float32, and of sampler and trainer", columns, rows, is_whole)
 
 
 def compared(family: str, inputs: Sequence[Path]) -> list[Row]:
