@@ -44,11 +44,16 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "EP 2": {"expert_model_parallel_size": 2},
     },
 }
-SAMPLER_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "one process": ({}, 1),
-    "TP 2": ({"tensor_model_parallel_size": 2}, 2),
+TP2 = {"tensor_model_parallel_size": 2}
+SAMPLERS: dict[str, dict[str, tuple[dict[str, Any], int, bool]]] = {
+    "llama": {"one process": ({}, 1, False), "TP 2": (TP2, 2, False)},
+    "mixture": {
+        "one process": ({}, 1, False),
+        "TP 2": (TP2, 2, False),
+        "one process, replayed experts": ({}, 1, True),
+    },
 }
-"""Layout and number of processes."""
+"""Layout, number of processes, and whether the trainer uses the sampler's experts."""
 PROMPTS, NEW_TOKENS, SAMPLER_LIMIT = 32, 64, 1.0
 TRL_MODES = {"float32": "float32", "autocast": "float32", "bfloat16 weights": "bfloat16"}
 """Precision of the weights by mode of TRL."""
@@ -211,8 +216,8 @@ def sampler_rows(family: str, inputs: Sequence[Path]) -> list[Row]:
     for seed, directory in enumerate(inputs):
         give_large_logits(directory / "model", seed)
     found = {
-        name: of_inputs(sampled, [(seed, layout) for seed in range(len(inputs))], processes)
-        for name, (layout, processes) in SAMPLER_LAYOUTS.items()
+        name: of_inputs(sampled, [(seed, layout, replays) for seed in range(len(inputs))], processes)
+        for name, (layout, processes, replays) in SAMPLERS[family].items()
     }
     one = found["one process"]
     exact = of_inputs(scored, [(output, "float32", {}) for output, _, _ in one], 1)
@@ -247,7 +252,7 @@ def give_large_logits(directory: Path, seed: int) -> None:
     model.save_pretrained(directory)
 
 
-def sampled(directory: Path, seed: int, layout: dict[str, Any]) -> tuple[Any, list[float], list[float]]:
+def sampled(directory: Path, seed: int, layout: dict[str, Any], replays: bool) -> tuple[Any, list[float], list[float]]:
     """Return the sampler's output, and the log-probabilities of its tokens by sampler and trainer, in bfloat16."""
     import torch
     from transformers import AutoTokenizer
@@ -264,7 +269,8 @@ def sampled(directory: Path, seed: int, layout: dict[str, Any]) -> tuple[Any, li
     lengths = torch.randint(1, 33, (PROMPTS,), generator=generator)
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     params = SamplingParams(NEW_TOKENS, seed=seed)
-    generation = MegatronGeneration(policy.model, params, config.data.max_sequence_length, tokenizer)
+    longest = config.data.max_sequence_length
+    generation = MegatronGeneration(policy.model, params, longest, tokenizer, record_experts=replays)
     output = dict(generation.generate(BatchedDataDict(input_ids=prompts, input_lengths=lengths)))
     by_trainer = scored(directory, output, "bfloat16", layout, policy)
     return output, output["logprobs"][of_response(output)].tolist(), by_trainer
@@ -280,6 +286,8 @@ def scored(directory: Path, output: Any, dtype: str, layout: dict[str, Any], pol
     policy = policy or MegatronPolicy(config_of("sft", directory, dtype, layout))
     ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
     data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
+    if "routed_experts" in output:
+        data["routed_experts"] = output["routed_experts"]
     logprobs: list[float] = policy.get_logprobs(data)["logprobs"][of_response(output)].tolist()
     policy.shutdown()
     return logprobs
