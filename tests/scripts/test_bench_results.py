@@ -101,6 +101,18 @@ def test_kept_curves_are_shown(path):
     assert f"](benchmarks/growth/{path.stem}.svg)" in (RESULTS.parent / "benchmarks.md").read_text()
 
 
+def test_the_tables_of_bfloat16_are_those_of_its_run():
+    cells = {}
+    for row in kept(RESULTS / "bf16.json")[3]:
+        kind, case = row.name.rsplit(":", 1)[0].split(", ", 1)
+        is_sampler = kind.startswith("Sampler")
+        shown = f"{row.ours:.2g} ({row.shown})" if is_sampler else row.shown
+        cells.setdefault((is_sampler, case), []).append(shown)
+    lines = (RESULTS.parent / "benchmarks.md").read_text().splitlines()
+    for (_, case), shown in cells.items():
+        assert f"| {case} | {' | '.join(shown)} |" in lines
+
+
 def test_every_picture_has_its_table():
     assert {path.stem for path in RESULTS.glob("*.svg")} == {path.stem for path in RESULTS.glob("*.json")}
 
