@@ -26,6 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mcore_rl import platform
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
+STAND_INS = "cuda_stand_ins.py"
+"""File of functions that replace those of `torch.cuda`: a value that they read is read by their caller."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
 """Kinds of storages: weights, gradients and optimizer state; tensors computed from hidden states and the LM head;
@@ -309,7 +311,7 @@ class HostReads:
         where = "elsewhere"
         for frame in reversed(traceback.extract_stack()):
             file = Path(frame.filename)
-            if PACKAGE in file.parents and SIMULATION not in file.parents:
+            if PACKAGE in file.parents and SIMULATION not in file.parents and file.name != STAND_INS:
                 where = f"{file.name}:{frame.lineno}"
                 break
         self.places[self.phase, where] += 1
