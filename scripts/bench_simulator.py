@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from bench_results import Row, finish
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.config import SFTConfig
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.search import simulate
-from mcore_rl.simulation.step import RankReport, Sequences
+from mcore_rl.simulation.search import Assumptions, simulate
+from mcore_rl.simulation.step import Implementation, Sequences
 
+TE = Implementation(transformer_engine=True)
 SECONDS, MEMORY = (0.85, 1.15), (0.9, 1.1)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("Qwen3Config", {
@@ -65,8 +66,7 @@ class Published:
     packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
     parts: the lengths of a pack's sequences, as divisors of `tokens`.
     trained: fraction of the tokens that the loss counts.
-    gradients, moments: precision of gradients, between ranks too, and of AdamW's moments. Runs of this package always
-        have gradients in float32.
+    implementation: kernels and precisions of the measured run that differ from the package's own layers.
     floor: the smallest ratio, or its inverse, with which the benchmark succeeds.
     seconds, gigabytes: time of a step, and peak memory of the rank with the most, or of the last one if `is_last`;
         None if not published.
@@ -83,8 +83,7 @@ class Published:
     hardware: str = "h100"
     parts: tuple[int, ...] = (1,)
     trained: float = 1.0
-    gradients: str = "float32"
-    moments: str = "float32"
+    implementation: Implementation = TE
     floor: float = 0.85
 
     @property
@@ -103,8 +102,25 @@ def of_utilization(flops_per_token: float, tokens: int, gpus: int, rate: float) 
 
 
 ROWS = [
-    Published("Qwen3-8B", 16, (1, 1, 1, 1), 1024, 4096, seconds=25.07, gradients="bfloat16"),
-    Published("Qwen3-30B-A3B", 16, (1, 1, 1, 16), 1024, 4096, seconds=45.65, gigabytes=61.35, gradients="bfloat16"),
+    Published(
+        "Qwen3-8B",
+        16,
+        (1, 1, 1, 1),
+        1024,
+        4096,
+        seconds=25.07,
+        implementation=Implementation(True, gradients="bfloat16"),
+    ),
+    Published(
+        "Qwen3-30B-A3B",
+        16,
+        (1, 1, 1, 16),
+        1024,
+        4096,
+        seconds=45.65,
+        gigabytes=61.35,
+        implementation=Implementation(True, gradients="bfloat16"),
+    ),
     Published(
         "Moonlight-16B-A3B",
         8,
@@ -113,8 +129,7 @@ ROWS = [
         4096,
         seconds=0.457,
         gigabytes=36.6,
-        gradients="bfloat16",
-        moments="bfloat16",
+        implementation=Implementation(True, gradients="bfloat16", moments="bfloat16"),
         floor=0.15,
     ),
     Published(
@@ -159,9 +174,8 @@ def compared(published: Published, workers: int) -> list[Row]:
         trained = tuple(int(length * published.trained) for length in lengths)
         of_stage = published.gpus // pp
         ranks = [stage * of_stage for stage in ([0] if pp == 1 else [0, pp - 1])]
-        reports = simulate(config, published.gpus, ranks, Sequences(lengths, trained), workers)
-        if published.gradients == "bfloat16":
-            reports = list(map(with_half_gradients, reports))
+        assumed = Assumptions(published.implementation)
+        reports = simulate(config, published.gpus, ranks, Sequences(lengths, trained), workers, assumed)
     found = []
     if published.seconds is not None:
         seconds = gpu.step_seconds(reports, "bfloat16", pp, chunks)
@@ -175,17 +189,6 @@ def compared(published: Published, workers: int) -> list[Row]:
         Row(f"{published.name}: {what}", one, two, one / two, *bounds, floor=published.floor)
         for what, one, two, bounds in found
     ]
-
-
-def with_half_gradients(report: RankReport) -> RankReport:
-    """Return the report of a rank whose gradients, also between ranks, have two bytes instead of four."""
-    memory = {kind: size // 2 if kind == "gradients" else size for kind, size in report.memory.items()}
-    reduces = ("reduce_scatter", "all_reduce")
-    traffic = {
-        kind: size // 2 if kind.of_state and kind.operation in reduces else size
-        for kind, size in report.traffic.items()
-    }
-    return replace(report, memory=memory, traffic=traffic)
 
 
 def write_model(name: str, directory: Path) -> Path:
@@ -213,7 +216,7 @@ def config_of(published: Published, model: Path) -> SFTConfig:
             "model": {"path": model, "dtype": "bfloat16", "moe_grouped_gemm": ep > 1},
             "data": {"train": "unused", "max_sequence_length": published.tokens},
             "batch": {"global_batch_size": len(published.lengths), "tokens_per_pack": published.tokens},
-            "optimizer": {"lr": 1e-5, "adam_beta2": 0.95, "moments_dtype": published.moments},
+            "optimizer": {"lr": 1e-5, "adam_beta2": 0.95},
             "trainer": {"max_steps": 1000},
             "parallel": parallel,
         }

@@ -11,6 +11,7 @@ Lengths are those of the data, or of --lengths. With --load-from the ranks first
 import argparse
 import sys
 from argparse import Namespace
+from functools import partial
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error, with_local_models
 from mcore_rl.cli.train import PROGRAMS, load_for
@@ -33,6 +34,17 @@ def main() -> None:
     parser.add_argument("--lengths", help="lengths of the sequences in tokens: 2048,512,…")
     parser.add_argument("--response-part", type=float, help="with --lengths, fraction of response tokens (default 0.5)")
     parser.add_argument("--ranks", help="ranks: distinct (default), first, last, stages, or numbers")
+    parser.add_argument(
+        "--expert-imbalance", type=float, default=1.0, metavar="F",
+        help="the simulated ranks' experts get F times the mean of tokens (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transformer-engine", action="store_true", help="estimate with Transformer Engine's products, not with copies"
+    )
+    parser.add_argument(
+        "--products", choices=["fp8", "mxfp8"], default="", help="estimate with linear layers in this precision"
+    )
+    parser.add_argument("--gradients", choices=["bfloat16"], default="", help="estimate with gradients in bfloat16")
     parser.add_argument("--search", action="store_true", help="search layouts; ignore the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="number of ranks that wrote a checkpoint")
     parser.add_argument("--workers", type=count, default=1, help="number of processes to simulate with")
@@ -65,6 +77,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
     """Simulate and print the results."""
     from mcore_rl.simulation.search import (
         GENERATION,
+        Assumptions,
         chosen_ranks,
         describe,
         describe_loading,
@@ -73,21 +86,24 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
         simulate_loadings,
         table,
     )
+    from mcore_rl.simulation.step import Implementation
 
     size = arguments.world_size
+    implementation = Implementation(arguments.transformer_engine, arguments.products, arguments.gradients)
+    assumed = Assumptions(implementation, arguments.expert_imbalance)
     if config.max_answer_length is not None:
         print(GENERATION)
     if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
         print("assumed: the reference is computed before training (dpo.reference=auto)")
     if arguments.search:
-        found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
-        print("\n".join(table(found)))
+        found = search(config, size, sequences, gpu, arguments.workers, partial(print, file=sys.stderr), assumed)
+        print("\n".join(table(found, assumed)))
         return
     ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
     rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
     print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
-    reports = simulate(config, size, ranks, sequences, arguments.workers)
-    print("\n".join(describe(config, size, reports, gpu)))
+    reports = simulate(config, size, ranks, sequences, arguments.workers, assumed)
+    print("\n".join(describe(config, size, reports, gpu, assumed)))
     if arguments.load_from:
         loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers)
         print("\n".join(describe_loading(loadings, arguments.load_from)))
@@ -99,6 +115,16 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
 
     if config.model.dtype not in gpu.flops_per_second:
         raise UserError(f"--hardware {arguments.hardware}: has no peak for model.dtype={config.model.dtype}")
+    if arguments.products and not (config.model.dtype == "bfloat16" and "float8" in gpu.flops_per_second):
+        raise UserError(
+            f"--products {arguments.products}: needs model.dtype=bfloat16, and hardware with a peak of float8"
+        )
+    factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size
+    if not (1 <= factor <= ranks or (arguments.search and factor >= 1)):
+        raise UserError(
+            f"--expert-imbalance {factor:g}: must be 1 to parallel.expert_model_parallel_size={ranks}; a rank with all "
+            "tokens has this many times the mean"
+        )
     for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
         if arguments.search and given is not None:
             raise UserError(f"{option}: is of one layout; leave out --search")

@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from mcore_rl import platform
 
@@ -119,6 +119,12 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
     _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
 
+PRODUCTS = {*flop_registry, *_LEFT_OUT}
+"""Functions that compute matrix products."""
+ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+"""Those that add the product to their first argument."""
+
+
 class _Tracker(contextlib.nullcontext[None]):
     """Replacement of torch's module tracker: operations count under "Global" and under the current part.
 
@@ -135,21 +141,201 @@ class _Tracker(contextlib.nullcontext[None]):
         return {"Global", self._now()}
 
 
-class ProductCounter(FlopCounterMode):
-    """Counter of the operations of matrix products while the mode is active.
+class Product(NamedTuple):
+    """Kind of a matrix product, on whose shape its rate depends.
 
-    Args:
-        now: function that returns the current part; each part has its own count.
+    dtype: precision of the factors, as torch names it.
+    narrow: the smaller of the result's two dimensions; of a grouped product, of one expert with the mean of rows.
+    inner: dimension that is summed over.
     """
 
-    def __init__(self, now: Callable[[], Hashable]) -> None:
+    phase: str
+    part: str
+    dtype: str
+    narrow: int
+    inner: int
+
+    @classmethod
+    def of(cls, phase: str, part: str, a: Tensor, b: Tensor, ends: Tensor | None) -> Product:
+        """Return the kind of a × b.
+
+        Args:
+            ends: ends of the experts' parts of a grouped product.
+        """
+        rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+        if ends is not None and b.ndim == 3:
+            rows = max(rows // len(ends), 1)
+        elif ends is not None:
+            inner = max(inner // len(ends), 1)
+        return cls(phase, part, str(a.dtype).removeprefix("torch."), min(rows, columns), inner)
+
+
+class ProductCounter(FlopCounterMode):
+    """Counter of the operations of matrix products while the mode is active, in `counts` by kind.
+
+    operands: number of elements, by phase and part, of factors that are not weights.
+
+    Args:
+        now: function that returns the current phase and part.
+        is_state: function that returns whether a tensor is a weight.
+    """
+
+    def __init__(self, now: Callable[[], tuple[str, str]], is_state: Callable[[Tensor], bool]) -> None:
         super().__init__(display=False, custom_mapping=_LEFT_OUT)
         self.mod_tracker = _Tracker(now)  # type: ignore[assignment]
+        self.counts = Counter[Product]()
+        self.operands = Counter[tuple[str, str]]()
+        self._now, self._is_state = now, is_state
 
-    @property
-    def counts(self) -> dict[Any, int]:
-        """Number of operations by part."""
-        return {name: sum(of.values()) for name, of in self.flop_counts.items() if name != "Global"}
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if func_packet in self.flop_registry:
+            a, b, *more = args[int(func_packet in ADDED_PRODUCTS) :]
+            is_grouped = func_packet in _LEFT_OUT and func_packet not in ADDED_PRODUCTS
+            ends = kwargs.get("offs", more[0] if more else None) if is_grouped else None
+            kind = Product.of(*self._now(), a, b, ends)
+            self.counts[kind] += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+            self.operands[kind.phase, kind.part] += sum(x.numel() for x in (a, b) if not self._is_state(x))
+        return super()._count_flops(func_packet, out, args, kwargs)
+
+
+ALLOCATES = ("empty", "new_empty", "resize_", "set_")
+FILLS = ("zero", "ones", "full", "fill", "new_", "arange", "copy")
+SELECTS = ("index_select", "embedding", "gather", "index")
+ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
+"""Beginnings of names of functions that touch no memory, or write without reading what they write to; names of
+functions that read a part of their first tensor, or change a part of it."""
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory; an expanded dimension is stored once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+class _OneKernel:
+    """The memory that a kernel reads and writes while it computes the results of several operations."""
+
+    def __init__(self) -> None:
+        self.made = set[int]()
+        self.read: dict[int, dict[int, int]] = {}
+        self.changed: dict[int, dict[int, int]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def note(self, tensor: Tensor, of: dict[int, dict[int, int]]) -> None:
+        """Note that a tensor from outside is read or changed. Several views of the same elements count once."""
+        key = platform.storage_id(tensor)
+        if key in self.made:
+            return
+        self._sizes[key] = tensor.untyped_storage().nbytes()
+        places, start = of.setdefault(key, {}), int(tensor.storage_offset()) * tensor.element_size()
+        places[start] = max(places.get(start, 0), touched_bytes(tensor))
+
+    def bytes(self, results: Any) -> int:
+        """Return the bytes that were read and written, with the results that stay."""
+        outside = sum(
+            min(sum(places.values()), self._sizes[key])
+            for of in (self.read, self.changed)
+            for key, places in of.items()
+        )
+        tensors = [x for x in _tensors(results) if platform.storage_id(x) in self.made]
+        return outside + sum({platform.storage_id(x): touched_bytes(x) for x in tensors}.values())
+
+
+class Kernels(TorchDispatchMode):
+    """Counter of kernels on these device types while the mode is active: `launches` by phase, and the `bytes` that they
+    read and write in memory, by phase and part.
+
+    Every operation that computes is a kernel, which reads its inputs and writes its results, except inside of functions
+    that are marked as `fused`. Of a matrix product only a result counts that is wider than its factors, and what is
+    added to it: the rate of products includes all else.
+
+    of_weights: the part of the bytes that copies of weights take.
+    of_gradients: the part of the bytes, by phase, that fp32 sums of gradients take where gradients are added to them.
+
+    Args:
+        now: function that returns the current phase and part.
+        is_state: function that returns whether a tensor is a weight, a gradient or part of an optimizer's state.
+    """
+
+    def __init__(
+        self, *devices: str, now: Callable[[], tuple[str, str]], is_state: Callable[[Tensor], bool] = lambda _: False
+    ) -> None:
+        super().__init__()
+        self.devices, self._now, self._is_state = devices, now, is_state
+        self.bytes = Counter[tuple[str, str]]()
+        self.of_weights = Counter[tuple[str, str]]()
+        self.launches, self.of_gradients = Counter[str](), Counter[str]()
+        self._kernel: _OneKernel | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        rest = [kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]]
+        given = zip(func._schema.arguments, [*args, *rest], strict=True)
+        changed = _tensors([value for x, value in given if x.alias_info is not None and x.alias_info.is_write])
+        if any(x.device.type in self.devices for x in [*_tensors(out), *changed]):
+            read = _tensors((args, [value for name, value in kwargs.items() if name != "out"]))
+            self._see(func.overloadpacket, args, read, changed, _tensors(out))
+        return out
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, counted as one kernel: it reads each outer tensor once, and writes only what stays."""
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if self._kernel is not None:
+                return function(*args, **kwargs)
+            counted = self._kernel = _OneKernel()
+            try:
+                results = function(*args, **kwargs)
+            finally:
+                self._kernel = None
+            self._add(counted.bytes(results))
+            return results
+
+        return kernel
+
+    def _see(
+        self, packet: Any, args: Any, inputs: Sequence[Tensor], changed: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        name, own = packet.__name__, {platform.storage_id(x) for x in [*inputs, *changed]}
+        made = [x for x in results if platform.storage_id(x) not in own]
+        if self._kernel is not None:
+            self._kernel.made.update(map(platform.storage_id, made))
+        if not (made or changed) or name.startswith(ALLOCATES):  # a view, or memory alone
+            return
+        if packet in PRODUCTS:
+            first = int(packet in ADDED_PRODUCTS)
+            is_wider = results[0].element_size() > args[first].element_size()
+            self._add(sum(map(touched_bytes, [results[0], *args[:first]])) if is_wider else 0)
+            return
+        read = list(inputs)
+        if name.startswith(FILLS):
+            read = [x for x in inputs if changed and all(x is not y for y in changed)]
+        if self._kernel is not None:
+            for of, tensors in ((self._kernel.read, read), (self._kernel.changed, changed)):
+                for tensor in tensors:
+                    self._kernel.note(tensor, of)
+            return
+        sizes, written = [touched_bytes(x) for x in read], sum(map(touched_bytes, [*made, *changed]))
+        if name in SELECTS:  # no more than what is selected
+            sizes[0] = min(sizes[0], written)
+        if name in ADDS_TO_PARTS:
+            sizes[0] = written = min(sizes[0], max(sizes[1:], default=0))
+        self._add(sum(sizes) + written)
+        if made and read and all(map(self._is_state, read)):
+            self.of_weights[self._now()] += sum(sizes) + written
+        if changed and changed[0].dtype == torch.float32 and self._is_state(changed[0]):
+            self.of_gradients[self._now()[0]] += written + (sizes[0] if read and read[0] is changed[0] else 0)
+
+    def _add(self, size: int) -> None:
+        phase, part = self._now()
+        self.bytes[phase, part] += size
+        self.launches[phase] += 1
 
 
 Tensors = Tensor | Sequence[Tensor]
@@ -179,8 +365,8 @@ class _Done:
 class Traffic:
     """Bytes and calls of every kind of transfer.
 
-    The bytes of a gather or scatter are those of the whole (all ranks' parts); those of an all-reduce, broadcast or
-    message are those of the tensor.
+    The bytes of a gather or scatter are those of the whole (all ranks' parts), and of an all-to-all those of all parts
+    sent or received, whichever are more; those of an all-reduce, broadcast or message are those of the tensor.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
@@ -194,7 +380,8 @@ class Traffic:
             return
         of_state = self.memory is not None and all(map(self.memory.is_state, _each(whole)))
         kind = Transfer(operation, ranks, self.phase, of_state)
-        self.bytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in _each(whole))
+        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in _each(one)) for one in (whole, received)]
+        self.bytes[kind] += max(sizes) if operation == "all_to_all" else sizes[0]
         self.calls[kind] += 1
         if self.memory is not None:
             for tensor in _each(received):
@@ -385,6 +572,11 @@ OF_MODULES = {
     "output_layer": "reward head",
 }
 """Parts by the names of modules in a layer or a model; the innermost of nested modules counts."""
+
+
+def part_of(name: str) -> str:
+    """Return the part of a module or parameter with this name in the model."""
+    return next((OF_MODULES[one] for one in reversed(name.split(".")) if one in OF_MODULES), OTHER)
 
 
 class Parts:

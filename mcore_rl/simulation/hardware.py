@@ -1,30 +1,51 @@
-"""A model of the time that a rank's operations and transfers take, with one efficiency for each kind of work."""
+"""A model of the time that a rank's kernels and transfers take, with one efficiency for each kind of work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import Transfer
-from mcore_rl.simulation.rank import CRITIC_TRAINING, TRAINING, UPDATE
+from mcore_rl.simulation.rank import CRITIC_TRAINING, CRITIC_UPDATE, PHASES, TRAINING, UPDATE
 from mcore_rl.simulation.step import RankReport
 
 Efficiency = Annotated[float, Field(gt=0, le=1)]
+ByInner = Annotated[dict[PositiveInt, Efficiency], Field(min_length=1)]
 PUBLISHED = Path(__file__).parent / "hardware.yaml"
+UPDATES = (CRITIC_UPDATE, UPDATE)
+OF_PACKS = tuple(phase for phase in PHASES if phase not in UPDATES)
+MESSAGES = ("send", "recv")
+
+
+def interpolated(table: Mapping[int, float], at: float) -> float:
+    """Return the value of a table at a size, linear in the logarithm of the size; outside, the first or last value."""
+    sizes = sorted(table)
+    for low, high in itertools.pairwise(sizes):
+        if low <= at <= high:
+            part = math.log(at / low) / math.log(high / low)
+            return table[low] + part * (table[high] - table[low])
+    return table[sizes[0] if at < sizes[0] else sizes[-1]]
 
 
 class Hardware(BaseModel):
     """A kind of GPU and its nodes.
 
-    flops_per_second: peak of dense products, by dtype.
+    memory_bytes, memory_bytes_per_second: size and bandwidth of the GPU's memory.
+    flops_per_second: peak of dense products, by dtype; float8 is that of FP8 and MXFP8.
     node_bytes_per_second, network_bytes_per_second: bandwidth of a GPU in one direction, inside its node and across
         nodes.
     host_bytes_per_second: bandwidth between a GPU and its host.
+    launch_seconds: time of the host for each kernel that it launches.
+    shape_efficiency: efficiency of products relative to large ones, by the smaller dimension of the result and by the
+        dimension that is summed over; of a grouped product, by those of one expert.
 
     Efficiencies are relative to these peaks.
     """
@@ -32,13 +53,17 @@ class Hardware(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     memory_bytes: PositiveFloat
+    memory_bytes_per_second: PositiveFloat
     flops_per_second: dict[str, PositiveFloat]
     gpus_per_node: PositiveInt
     node_bytes_per_second: PositiveFloat
     network_bytes_per_second: PositiveFloat
     host_bytes_per_second: PositiveFloat = 32.0e9  # PCIe 4 × 16, the slowest of the published kinds
+    launch_seconds: NonNegativeFloat
     product_efficiency: Efficiency
+    shape_efficiency: Annotated[dict[PositiveInt, ByInner], Field(min_length=1)]
     attention_efficiency: Efficiency
+    memory_efficiency: Efficiency
     transfer_efficiency: Efficiency
 
     @classmethod
@@ -62,34 +87,77 @@ class Hardware(BaseModel):
             raise UserError(f"--hardware {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
     def crosses_nodes(self, transfer: Transfer) -> bool:
-        return len({rank // self.gpus_per_node for rank in transfer.ranks}) > 1
+        return len(self._ranks_of_nodes(transfer)) > 1
 
-    def transfer_seconds(self, transfer: Transfer, size: int) -> float:
-        """Return the seconds of a transfer by rings.
+    def _ranks_of_nodes(self, transfer: Transfer) -> Counter[int]:
+        return Counter(rank // self.gpus_per_node for rank in transfer.ranks)
 
-        With n ranks, a gather or scatter sends (n − 1)/n of the bytes, an all-reduce twice that, and a message all
-        bytes once.
+    def within_and_across(self, transfer: Transfer, size: int) -> tuple[float, float]:
+        """Return the bytes that a rank sends inside its node and across nodes.
+
+        With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice that, and a message
+        all bytes once. They go across nodes if the group does. In an all-to-all a rank sends an equal part to each
+        other one; it has the fewest peers in its own node that any rank has.
         """
         parts = len(transfer.ranks)
-        share = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
+        if transfer.operation == "all_to_all":
+            peers = min(self._ranks_of_nodes(transfer).values()) - 1
+            return size * peers / parts, size * (parts - 1 - peers) / parts
+        share = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
         sent = size * share[transfer.operation] * (parts - 1) / parts if transfer.operation in share else size
-        link = self.network_bytes_per_second if self.crosses_nodes(transfer) else self.node_bytes_per_second
-        return sent / (link * self.transfer_efficiency)
+        return (0.0, sent) if self.crosses_nodes(transfer) else (sent, 0.0)
+
+    def transfer_seconds(self, transfer: Transfer, size: int) -> float:
+        """Return the seconds of a transfer. The parts of an all-to-all inside a node and across nodes take different
+        links at the same time."""
+        within, across = self.within_and_across(transfer, size)
+        seconds = max(within / self.node_bytes_per_second, across / self.network_bytes_per_second)
+        return seconds / self.transfer_efficiency
+
+    def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
+        """Return the seconds of the device's kernels in these phases: products, attention, all others at the rate of
+        memory."""
+        products = sum(
+            operations / self._product_rate(kind.dtype if kind.dtype in self.flops_per_second else dtype, *kind[-2:])
+            for kind, operations in report.shapes.items()
+            if kind.phase in phases
+        )
+        attention = sum(report.attention.get(phase, 0) for phase in phases)
+        moved = sum(size for (phase, _), size in report.kernel_bytes.items() if phase in phases)
+        return (
+            products
+            + attention / (self.flops_per_second[dtype] * self.attention_efficiency)
+            + moved / (self.memory_bytes_per_second * self.memory_efficiency)
+        )
+
+    def _product_rate(self, dtype: str, narrow: int, inner: int) -> float:
+        """Return the operations per second of products of this shape."""
+        at_inner = {size: interpolated(of, inner) for size, of in self.shape_efficiency.items()}
+        return self.flops_per_second[dtype] * self.product_efficiency * interpolated(at_inner, narrow)
+
+    def launch_seconds_of(self, report: RankReport, *phases: str) -> float:
+        """Return the seconds in which the host launches the kernels of these phases."""
+        return self.launch_seconds * sum(report.launches.get(phase, 0) for phase in phases)
 
     def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds of computation in these phases, or in the whole step."""
-        peak, chosen = self.flops_per_second[dtype], phases or report.products.keys() | report.attention.keys()
-        products, attention = (sum(of.get(name, 0) for name in chosen) for of in (report.products, report.attention))
-        return products / (peak * self.product_efficiency) + attention / (peak * self.attention_efficiency)
+        """Return the seconds of computation in these phases, or in the whole step. In each phase the host launches
+        kernels while the device computes, and the slower of both counts."""
+        return sum(
+            max(self.device_seconds(report, dtype, phase), self.launch_seconds_of(report, phase))
+            for phase in phases or PHASES
+        )
 
     def communication_seconds(self, report: RankReport) -> float:
         """Return the seconds of all transfers between ranks, one after the other."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
-    def exposed_seconds(self, report: RankReport, dtype: str) -> float:
+    def exposed_seconds(self, report: RankReport, dtype: str, chunks: int = 1) -> float:
         """Return the seconds of transfers between ranks that computation does not hide.
 
-        Two kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
+        With several `chunks` for each stage of a pipeline, messages between stages overlap with the computation of
+        another chunk, at most for the time of it; `step_seconds` adds those of the bubble.
+
+        Two more kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
         (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, two thirds of a pack's time.
         The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first pack, one third
         of a pack's time, unless the policy generates or scores before training, which needs the weights.
@@ -98,7 +166,7 @@ class Hardware(BaseModel):
         weights that are needed first. All other transfers are exposed, including a critic's weights, because the critic
         computes values before it is trained.
         """
-        hidden = 0.0
+        hidden = self._hidden_messages(report, dtype, chunks)
         for operation, phases, part in (
             ("reduce_scatter", (TRAINING,), 2 / 3),
             ("reduce_scatter", (CRITIC_TRAINING,), 2 / 3),
@@ -108,6 +176,13 @@ class Hardware(BaseModel):
                 room = part * self.compute_seconds(report, dtype, phases[0]) / report.packs
                 hidden += min(self._but_one_bucket(report, operation, phases), room)
         return self.communication_seconds(report) - hidden
+
+    def _hidden_messages(self, report: RankReport, dtype: str, chunks: int) -> float:
+        """Return the seconds of messages between stages that computation hides."""
+        if chunks == 1:
+            return 0.0
+        sent = sum(self.transfer_seconds(t, size) for t, size in report.traffic.items() if t.operation in MESSAGES)
+        return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
         """Return the seconds of an operation on weights or gradients, without one of its buckets in every update."""
@@ -124,21 +199,27 @@ class Hardware(BaseModel):
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
         """Return the seconds of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
 
-        The bubble is (stages − 1) / (packs × chunks) of the time spent on packs. All replicas wait for the replica with
-        the most work; the computation time of the simulated replica is scaled accordingly.
+        The bubble is (stages − 1) / (packs × chunks) of the time spent on packs, in which messages between stages are
+        not hidden. All replicas wait for the replica with the most work; the computation time of the simulated replica
+        is scaled accordingly.
 
         Args:
             reports: reports of ranks that have rows of the batch.
         """
         bubble = (stages - 1) / (max(report.packs for report in reports) * chunks)
-        return max(self._rank_seconds(report, dtype, bubble) for report in reports)
+        return max(self._rank_seconds(report, dtype, bubble, chunks) for report in reports)
 
-    def _rank_seconds(self, report: RankReport, dtype: str, bubble: float) -> float:
+    def _rank_seconds(self, report: RankReport, dtype: str, bubble: float, chunks: int) -> float:
         own, most = report.work
         transfers = sum(self.transfer_seconds(kind, size) for kind, size in report.traffic.items() if not kind.of_state)
-        of_packs = most / own * self.compute_seconds(report, dtype) + transfers
-        once = self.exposed_seconds(report, dtype) - transfers + self.host_seconds(report)
-        return of_packs * (1 + bubble) + once
+        hidden = self._hidden_messages(report, dtype, chunks)
+        of_packs = max(
+            most / own * self.device_seconds(report, dtype, *OF_PACKS) + transfers - hidden,
+            most / own * self.launch_seconds_of(report, *OF_PACKS),
+        )
+        of_state = self.exposed_seconds(report, dtype) - transfers
+        once = of_state + self.compute_seconds(report, dtype, *UPDATES) + self.host_seconds(report)
+        return of_packs + bubble * (of_packs + hidden) + once
 
     def utilization(self, model_flops: float, seconds: float, world_size: int, dtype: str) -> float:
         """Return the model FLOPs of training (without recomputation and scoring) as a fraction of the peak of all

@@ -262,11 +262,14 @@ class Seen:
 
 
 @contextmanager
-def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda") -> Iterator[Seen]:
+def simulated_process(
+    config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda", imbalance: float = 1.0
+) -> Iterator[Seen]:
     """Make this process a simulated rank of the run. The process cannot be used for anything else afterwards.
 
     Args:
         tiles_of: device type whose tile sizes are used.
+        imbalance: see `simulate_rank`.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -280,7 +283,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     import torch
 
     from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import attention_kernels, weights
+    from mcore_rl.models.megatron import attention_kernels, moe, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
@@ -305,6 +308,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
         replaced(batched_data_dict.LocalBatch, "all_rows", rows_of_all),
         replaced(scoring, "fetch_rows", rows_from_others),
+        replaced(moe.BalancedDispatcher, "imbalance", imbalance),
     ):
         yield seen
 

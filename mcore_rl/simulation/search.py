@@ -19,7 +19,16 @@ from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.step import LoadingReport, RankReport, Sequences, simulate_loading, simulate_rank
+from mcore_rl.simulation.rank import PHASES
+from mcore_rl.simulation.step import (
+    LOCAL,
+    Implementation,
+    LoadingReport,
+    RankReport,
+    Sequences,
+    simulate_loading,
+    simulate_rank,
+)
 from mcore_rl.utils.console import quiet_libraries
 
 T = TypeVar("T")
@@ -52,8 +61,31 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     return sorted(set(ranks))
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """Assumptions of an estimate that the configuration does not determine.
+
+    imbalance: tokens of the simulated rank's experts, relative to the mean of the ranks that share experts.
+    """
+
+    implementation: Implementation = LOCAL
+    imbalance: float = 1.0
+
+    def imbalance_of(self, config: TrainingConfig) -> float:
+        """Return the imbalance in a layout: a rank receives all tokens at most."""
+        return min(self.imbalance, config.parallel.expert_model_parallel_size)
+
+
+BALANCED_LOCAL = Assumptions()
+
+
 def simulate(
-    config: TrainingConfig, world_size: int, ranks: Sequence[int], sequences: Sequences, workers: int = 1
+    config: TrainingConfig,
+    world_size: int,
+    ranks: Sequence[int],
+    sequences: Sequences,
+    workers: int = 1,
+    assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[RankReport]:
     """Simulate a step on these ranks; return their reports in order.
 
@@ -65,7 +97,9 @@ def simulate(
             f"{config.algorithm}.train_global_batch_size: minibatches are not simulated; leave it out, and multiply "
             "the optimizer's part of the time by the number of minibatches"
         )
-    return _each(workers, simulate_rank, [(config, rank, world_size, sequences) for rank in ranks])
+    imbalance = assumed.imbalance_of(config)
+    calls = [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]
+    return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls)]
 
 
 def simulate_loadings(
@@ -181,6 +215,7 @@ def search(
     gpu: Hardware,
     workers: int,
     say: Callable[[str], None],
+    assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[Candidate]:
     """Simulate all layouts. Return first those that fit, by estimated time, then the others with the reason."""
     found: list[Candidate] = []
@@ -195,10 +230,14 @@ def search(
             except UserError as error:
                 found.append(Candidate(text, overrides, reason=str(error)))
                 continue
-            jobs = [pool.submit(_apart, simulate_rank, layout, rank, world_size, sequences) for rank in ranks]
+            imbalance = assumed.imbalance_of(layout)
+            jobs = [
+                pool.submit(_apart, simulate_rank, layout, rank, world_size, sequences, "cuda", imbalance)
+                for rank in ranks
+            ]
             waiting.append((Candidate(text, overrides), layout, jobs))
         for done, (candidate, layout, jobs) in enumerate(waiting, start=1):
-            candidate = _simulated(candidate, layout, jobs, world_size, gpu)
+            candidate = _simulated(candidate, layout, jobs, world_size, gpu, assumed.implementation)
             came_out = candidate.reason or f"{candidate.seconds:.3g} s"
             say(f"{done} of {len(waiting)} layouts: {candidate.text}: {came_out}")
             found.append(candidate)
@@ -213,10 +252,15 @@ def overrides_of(config: TrainingConfig, values: dict[str, Any]) -> tuple[str, .
 
 
 def _simulated(
-    candidate: Candidate, config: TrainingConfig, jobs: Sequence[Future[RankReport]], world_size: int, gpu: Hardware
+    candidate: Candidate,
+    config: TrainingConfig,
+    jobs: Sequence[Future[RankReport]],
+    world_size: int,
+    gpu: Hardware,
+    implementation: Implementation,
 ) -> Candidate:
     try:
-        reports = [job.result() for job in jobs]
+        reports = [implementation.of(job.result()) for job in jobs]
     except (UserError, ContractError) as error:
         return replace(candidate, reason=str(error))
     peak, dtype = max(report.peak for report in reports), config.model.dtype
@@ -230,6 +274,7 @@ def _simulated(
 
 GENERATION = "not simulated: generation, and environments other than a reward model"
 BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
+IMBALANCED = "assumed: experts of the simulated ranks get {:g} times as many tokens as the mean, or all if that is less"
 
 LAYOUTS = "each with sequence parallelism where tp > 1, experts whole where ep > 1, even stages, no virtual ones"
 
@@ -243,12 +288,18 @@ def shown(number: float) -> str:
     return f"{number:.0f} "
 
 
-def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankReport], gpu: Hardware) -> Iterator[str]:
+def describe(
+    config: TrainingConfig,
+    world_size: int,
+    reports: Sequence[RankReport],
+    gpu: Hardware,
+    assumed: Assumptions = BALANCED_LOCAL,
+) -> Iterator[str]:
     """Yield the lines of a report."""
     for report in reports:
         yield from _rank(report, gpu)
     if reports[0].is_mixture:
-        yield BALANCED
+        yield _routing(assumed)
     reports = [report for report in reports if report.work[0]]
     if not reports:
         yield "no estimate: these ranks' replicas have no rows of the batch; --ranks names others"
@@ -260,10 +311,15 @@ def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankRepo
     yield (
         f"estimate: {seconds:.3g} s a step, MFU {gpu.utilization(flops, seconds, world_size, dtype):.1%}, "
         f"communication {max(map(gpu.communication_seconds, reports)):.3g} s, "
-        f"of which {max(gpu.exposed_seconds(report, dtype) for report in reports):.3g} s exposed"
+        f"of which {max(gpu.exposed_seconds(report, dtype, chunks) for report in reports):.3g} s exposed"
+        + f", launches {max(gpu.launch_seconds_of(report, *PHASES) for report in reports):.3g} s"
         + (f", host {max(map(gpu.host_seconds, reports)):.3g} s" if reports[0].host_bytes else "")
         + (f", pipeline bubble {(stages - 1) / (reports[0].packs * chunks):.0%}" if stages > 1 else "")
     )
+
+
+def _routing(assumed: Assumptions) -> str:
+    return BALANCED if assumed.imbalance == 1 else IMBALANCED.format(assumed.imbalance)
 
 
 def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
@@ -278,10 +334,14 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
     yield f"  memory: {shown(report.peak)}B at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
     for kind, size in report.memory.items():
         yield f"    {kind:<24}{shown(size):>10}B"
-    for phase in report.products | report.attention:
+    for phase in PHASES:
         products, attention = report.products.get(phase, 0), report.attention.get(phase, 0)
-        if products or attention:
-            yield f"  {phase}: {shown(products)}FLOP in matrix products, {shown(attention)}FLOP in attention"
+        moved = sum(size for (at, _), size in report.kernel_bytes.items() if at == phase)
+        if products or attention or moved:
+            yield (
+                f"  {phase}: {shown(products)}FLOP in matrix products, {shown(attention)}FLOP in attention, "
+                f"{shown(moved)}B of memory in other kernels, {report.launches.get(phase, 0):,} launches"
+            )
             for part, operations in Counter(
                 {of: n for (at, of), n in report.parts.items() if at == phase}
             ).most_common():
@@ -308,13 +368,19 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
+    """Return bytes by operation, number of ranks, and whether they cross nodes; an all-to-all has both parts."""
     rows = Counter[tuple[str, int, bool]]()
     for transfer, size in report.traffic.items():
-        rows[transfer.operation, len(transfer.ranks), gpu.crosses_nodes(transfer)] += size
+        parts: tuple[float, float] = (0, size) if gpu.crosses_nodes(transfer) else (size, 0)
+        if transfer.operation == "all_to_all":
+            parts = gpu.within_and_across(transfer, size)
+        for crosses, part in enumerate(parts):
+            if part:
+                rows[transfer.operation, len(transfer.ranks), bool(crosses)] += round(part)
     return rows.most_common()
 
 
-def table(found: Sequence[Candidate]) -> Iterator[str]:
+def table(found: Sequence[Candidate], assumed: Assumptions = BALANCED_LOCAL) -> Iterator[str]:
     """Yield the lines of a table of layouts: first those that fit, fastest first, then the others with the reason."""
     yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
     for one in found:
@@ -326,4 +392,4 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
     if found and not found[0].reason:
         yield f"for the first: {' '.join(found[0].overrides) or 'the configuration as it is'}"
     if any(one.is_mixture for one in found):
-        yield BALANCED
+        yield _routing(assumed)

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,21 +23,26 @@ from mcore_rl.simulation.counters import (
     COMMUNICATION,
     LM_HEAD,
     LOGITS,
+    OTHER,
     STATE,
     AttentionFlops,
     HostReads,
+    Kernels,
     LiveBytes,
     Parts,
+    Product,
     ProductCounter,
     Traffic,
     Transfer,
     bytes_of,
+    part_of,
     replaced,
 )
 from mcore_rl.simulation.rank import (
     CRITIC_TRAINING,
     CRITIC_UPDATE,
     PHASES,
+    SCORING,
     TRAINING,
     UPDATE,
     Models,
@@ -71,7 +76,8 @@ class Watch:
     def __init__(self, traffic: Traffic, reads: HostReads, attention: AttentionFlops, devices: Sequence[str]) -> None:
         self.traffic, self.reads, self.attention, self.parts = traffic, reads, attention, Parts()
         self.live = traffic.memory = LiveBytes(*devices, kind_now=self._kind_now)
-        self.products = ProductCounter(lambda: (self.live.phase, self.parts.now()))
+        self.products = ProductCounter(self._now, self.live.is_state)
+        self.kernels = Kernels(*devices, now=self._now, is_state=self.live.is_state)
         self.attention_by_phase = Counter[str]()
         self.layouts: list[PackLayout] = []
         self.swapped = 0
@@ -100,10 +106,31 @@ class Watch:
             replaced(megatron_policy, "update_weights", self._update(megatron_policy.update_weights)),
             replaced(reference, "swap_tensors", self._swap(reference.swap_tensors)),
             self.parts.of_lm_head(),
+            self._fused(),
             self.live,
+            self.kernels,
             self.products,
         ):
             self.enter(BUILDING)
+            yield
+
+    def _now(self) -> tuple[str, str]:
+        return self.live.phase, self.parts.now()
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Count as one kernel inside the block what is one on a GPU with Triton: a norm, a gated activation, a
+        rotation, and the reduction of a tile of logits, each in forward and backward."""
+        from mcore_rl.distributed import logprobs
+        from mcore_rl.models.megatron import layers
+
+        fused, steps = self.kernels.fused, logprobs.TORCH_STEPS
+        tiles = logprobs.TileSteps(fused(steps.add), fused(steps.gradient))
+        with ExitStack() as stack:
+            for function in (layers._Normed, layers._Gated, layers._Rotated):
+                for name in ("forward", "backward"):
+                    stack.enter_context(replaced(function, name, staticmethod(fused(getattr(function, name)))))
+            stack.enter_context(replaced(logprobs, "tile_steps", lambda *_: tiles))
             yield
 
     def _kind_now(self) -> str:
@@ -148,8 +175,10 @@ class Watch:
         # Not by live memory: a thread of gloo frees its copies of gradients some time after it has reduced them.
         def update(optimizer: Any) -> Any:
             before = bytes_of(optimizer_tensors(optimizer, ()))
-            update_weights(optimizer)
-            self._made += bytes_of(optimizer_tensors(optimizer, ())) - before
+            self.kernels.fused(update_weights)(optimizer)
+            made = bytes_of(optimizer_tensors(optimizer, ())) - before
+            self._made += made
+            self.kernels.bytes[self._now()] += 2 * made  # a later step reads and writes it
 
         return update
 
@@ -171,7 +200,13 @@ class RankReport:
         from step to step. Logits include all tensors computed from hidden states and the LM head. Communication
         buffers receive values of other ranks. The rest is activations and workspace.
     attention: floating-point operations of attention, by phase.
-    parts: floating-point operations of matrix products, by phase and part of the model.
+    shapes: floating-point operations of matrix products, by their kind.
+    kernel_bytes: bytes that the other kernels read and write in memory, by phase and part of the model.
+    copied_weights: the part of these bytes that copies of weights take.
+    gradient_bytes: the part of these bytes, by phase, that fp32 sums take where gradients are added to them.
+    operands: number of elements of the products' factors that are not weights, by phase and part.
+    launches: number of kernels that the host launches, by phase.
+    linear_weights: number of weights of the linear layers, except of routers and LM heads.
     traffic, calls: bytes and calls of every kind of transfer.
     overlapped: operations on weights and gradients that overlap with computation.
     host_bytes: bytes of optimizer states, a critic and a reference between host and device, in both directions.
@@ -190,7 +225,13 @@ class RankReport:
     memory: dict[str, int]
     peak_phase: str
     attention: dict[str, int]
-    parts: dict[tuple[str, str], int]
+    shapes: dict[Product, int]
+    kernel_bytes: dict[tuple[str, str], int]
+    copied_weights: dict[tuple[str, str], int]
+    gradient_bytes: dict[str, int]
+    operands: dict[tuple[str, str], int]
+    launches: dict[str, int]
+    linear_weights: int
     traffic: dict[Transfer, int]
     calls: dict[Transfer, int]
     overlapped: frozenset[str]
@@ -205,6 +246,14 @@ class RankReport:
     is_mixture: bool
 
     @property
+    def parts(self) -> dict[tuple[str, str], int]:
+        """Floating-point operations of matrix products, by phase and part of the model."""
+        found = Counter[tuple[str, str]]()
+        for product, operations in self.shapes.items():
+            found[product.phase, product.part] += operations
+        return dict(found)
+
+    @property
     def products(self) -> dict[str, int]:
         """Floating-point operations of matrix products, by phase."""
         found = Counter[str]()
@@ -217,18 +266,105 @@ class RankReport:
         return sum(self.memory.values())
 
 
+CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
+"""By precision of products: bytes that a cast of an element moves, and bytes of the two copies that it writes.
+
+A tensor is used as it is and transposed, so it is cast twice, from one reading (2 bytes). FP8 with the current scale
+reads it once more before, for its largest value. MXFP8 has a scale of one byte for 32 elements.
+"""
+LINEAR = ("projections", "MLP", "experts")
+"""Parts whose products are in FP8: Transformer Engine leaves the router and the LM head in the model's precision."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Kernels and precisions of an estimate that differ from the package's own layers, which are simulated.
+
+    transformer_engine: Transformer Engine's products add gradients of weights to the sums themselves, and read the
+        weights of all experts where they are.
+    products: "fp8" (with the current scale) or "mxfp8" for the linear layers; "" for the model's precision. The FP8
+        copies of weights are cast in each update and kept. Kept activations stay in the model's precision.
+    gradients, moments: "bfloat16", or "" for float32; of gradients, also between ranks.
+    """
+
+    transformer_engine: bool = False
+    products: str = ""
+    gradients: str = ""
+    moments: str = ""
+
+    def of(self, report: RankReport) -> RankReport:
+        """Return the report of a rank with these kernels and precisions."""
+        if self.transformer_engine:
+            report = _without_copies(report)
+        if self.products:
+            report = _with_casts(report, *CASTS[self.products])
+        if self.gradients:
+            report = _with_half_gradients(report)
+        if self.moments:
+            # Of AdamW's state the weights' fp32 copy stays, and its two moments are halved; each is read and written.
+            saved = report.memory["optimizer"] // 3
+            memory = {**report.memory, "optimizer": report.memory["optimizer"] - saved}
+            moved = Counter(report.kernel_bytes)
+            moved[UPDATE, OTHER] -= 2 * saved * report.updates
+            report = replace(report, memory=memory, kernel_bytes=dict(moved))
+        return report
+
+
+LOCAL = Implementation()
+
+
+def _without_copies(report: RankReport) -> RankReport:
+    moved = Counter(report.kernel_bytes)
+    moved.subtract(report.copied_weights)
+    for phase, size in report.gradient_bytes.items():
+        moved[phase, OTHER] -= size // 4  # where 8 bytes of a sum are read and written, 2 of the product are read
+    return replace(report, kernel_bytes=dict(moved))
+
+
+def _with_casts(report: RankReport, moved_by_cast: float, copies: float) -> RankReport:
+    shapes, moved = Counter[Product](), Counter(report.kernel_bytes)
+    for kind, operations in report.shapes.items():
+        in_fp8 = kind.part in LINEAR and kind.dtype == "bfloat16"
+        shapes[kind._replace(dtype="float8") if in_fp8 else kind] += operations
+    for (phase, part), elements in report.operands.items():
+        if part in LINEAR:  # in training, a factor is cast once for two products
+            moved[phase, part] += int(elements * moved_by_cast / (1 if phase == SCORING else 2))
+    moved[UPDATE, OTHER] += int(report.linear_weights * moved_by_cast * report.updates)
+    memory = {**report.memory, "weights": report.memory["weights"] + int(report.linear_weights * copies)}
+    return replace(report, shapes=dict(shapes), kernel_bytes=dict(moved), memory=memory)
+
+
+def _with_half_gradients(report: RankReport) -> RankReport:
+    memory = {kind: size // 2 if kind == "gradients" else size for kind, size in report.memory.items()}
+    reduces = ("reduce_scatter", "all_reduce")
+    traffic = {
+        kind: size // 2 if kind.of_state and kind.operation in reduces else size
+        for kind, size in report.traffic.items()
+    }
+    moved = Counter(report.kernel_bytes)
+    for phase, size in report.gradient_bytes.items():
+        moved[phase, OTHER] -= size // 2
+    return replace(report, memory=memory, traffic=traffic, kernel_bytes=dict(moved))
+
+
 def simulate_rank(
-    config: TrainingConfig, rank: int, world_size: int, sequences: Sequences, tiles_of: str = "cuda"
+    config: TrainingConfig,
+    rank: int,
+    world_size: int,
+    sequences: Sequences,
+    tiles_of: str = "cuda",
+    imbalance: float = 1.0,
 ) -> RankReport:
     """Simulate a step of a rank in this process, which cannot be used for anything else afterwards.
 
     Args:
         tiles_of: device type whose tile sizes are used. With "cpu", tensors on the host count as well.
+        imbalance: tokens of this rank's experts, relative to the mean of the ranks that share experts.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
     """
-    with simulated_process(config, rank, world_size, tiles_of) as seen:
+    with simulated_process(config, rank, world_size, tiles_of, imbalance) as seen:
         from mcore_rl.models.policy import megatron_policy
 
         # The results of all ranks; their division into microbatches does not matter here.
@@ -276,7 +412,13 @@ def measure_step(
         memory=memory,
         peak_phase=peak_phase,
         attention=dict(watch.attention_by_phase),
-        parts=watch.products.counts,
+        shapes=dict(watch.products.counts),
+        kernel_bytes=dict(watch.kernels.bytes),
+        copied_weights=dict(watch.kernels.of_weights),
+        gradient_bytes=dict(watch.kernels.of_gradients),
+        operands=dict(watch.products.operands),
+        launches=dict(watch.kernels.launches),
+        linear_weights=linear_weights(models.chunks),
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
         overlapped=overlapped(config, waits=config.max_answer_length is not None or policy.reference is not None),
@@ -290,6 +432,12 @@ def measure_step(
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
+
+
+def linear_weights(chunks: Sequence[Any]) -> int:
+    """Return the number of weights of the linear layers of attention, MLPs and experts."""
+    named = [named for chunk in chunks for named in chunk.named_parameters()]
+    return sum(p.numel() for name, p in named if p.ndim > 1 and part_of(name) in LINEAR)
 
 
 def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from simulated_cases import MIXTURE, config_of, in_processes, memory_of_offloaded_critic
-from simulated_report import REPORT
+from simulated_report import HEAD, MLP, REPORT
 from small_models import and_long, make_config, make_model
 
 from mcore_rl.cli.dry_run import first_batch
@@ -19,10 +19,10 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.simulation import counters
-from mcore_rl.simulation.counters import HostReads, LiveBytes
+from mcore_rl.simulation.counters import HostReads, Kernels, LiveBytes, Product, ProductCounter, Transfer
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import describe
-from mcore_rl.simulation.step import Sequences, sequences_of, simulate_rank
+from mcore_rl.simulation.step import Implementation, Sequences, sequences_of, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
@@ -123,8 +123,9 @@ def test_work_of_replicas_counts_squares():
 
 
 GPU = Hardware(
-    memory_bytes=1e9, flops_per_second={"float32": 100.0}, gpus_per_node=2, node_bytes_per_second=10.0,
-    network_bytes_per_second=1.0, host_bytes_per_second=4.0, product_efficiency=0.5, attention_efficiency=0.25,
+    memory_bytes=1e9, memory_bytes_per_second=20.0, flops_per_second={"float32": 100.0}, gpus_per_node=2,
+    node_bytes_per_second=10.0, network_bytes_per_second=1.0, host_bytes_per_second=4.0, launch_seconds=0.5,
+    product_efficiency=0.5, shape_efficiency={64: {64: 1.0}}, attention_efficiency=0.25, memory_efficiency=0.5,
     transfer_efficiency=0.5,
 )  # fmt: skip
 BOTH = frozenset({"reduce_scatter", "all_gather"})
@@ -144,7 +145,7 @@ def test_hidden_communication():
 
 def test_hidden_communication_is_no_longer_than_what_hides_it():
     """A pack of 1.5 s: 1 s of its backward pass hides gradients, 0.5 s of its forward pass weights."""
-    quick = dataclasses.replace(REPORT, overlapped=BOTH, parts={("training", "MLP"): 150}, attention={})
+    quick = dataclasses.replace(REPORT, overlapped=BOTH, shapes={MLP: 150}, attention={})
     assert GPU.exposed_seconds(quick, "float32") == pytest.approx(12 - 1 - 0.5)
 
 
@@ -156,10 +157,162 @@ def test_the_replica_with_most_work_is_waited_for_and_so_is_the_host():
 
 
 def test_the_bubble_is_of_what_is_done_with_packs():
-    """With four stages and three packs of two chunks each, the bubble is half of the 100 s of computation and of the 6
-    s of the message; weights and gradients are sent once."""
+    """With four stages and three packs, the bubble is as long as the 100 s of computation and the 6 s of the message;
+    weights and gradients are sent once."""
     packs = dataclasses.replace(REPORT, packs=3)
-    assert GPU.step_seconds([packs], "float32", 4, 2) == pytest.approx(1.5 * (100 + 6) + 4 + 2)
+    assert GPU.step_seconds([packs], "float32", 4, 1) == pytest.approx(2 * (100 + 6) + 4 + 2)
+
+
+def test_messages_are_hidden_by_another_chunk():
+    """The 6 s of the message are hidden in packs that take longer, but not in the bubble, here half of them."""
+    packs = dataclasses.replace(REPORT, packs=3)
+    assert GPU.exposed_seconds(packs, "float32", chunks=2) == pytest.approx(4 + 2)
+    assert GPU.step_seconds([packs], "float32", 4, 2) == pytest.approx(100 + 0.5 * (100 + 6) + 4 + 2)
+    quick = dataclasses.replace(packs, shapes={MLP: 100}, attention={})
+    assert GPU.step_seconds([quick], "float32", 4, 2) == pytest.approx(2 + 4 + 0.5 * (2 + 6) + 4 + 2)
+
+
+def test_kernels_take_the_time_of_memory():
+    """Of the packs 300 bytes at 10 bytes a second, which are in the bubble as well; of the update 50, which are not."""
+    moved = {("training", "MLP"): 300, ("update", "other"): 50, ("building", "other"): 9999}
+    report = dataclasses.replace(REPORT, kernel_bytes=moved, packs=3)
+    assert GPU.device_seconds(report, "float32", "training") == pytest.approx(80 + 30)
+    assert GPU.step_seconds([report], "float32", 4, 1) == pytest.approx(2 * (100 + 30 + 6) + 5 + 4 + 2)
+
+
+def test_the_host_may_be_slower_than_the_device():
+    """300 launches of 0.5 s take longer than the 106 s of the packs, 20 of the update longer than its 5 s."""
+    moved = {("update", "other"): 50}
+    report = dataclasses.replace(REPORT, launches={"training": 200, "update": 8, "building": 999}, kernel_bytes=moved)
+    assert GPU.step_seconds([report], "float32", 1, 1) == pytest.approx(106 + 5 + 4 + 2)
+    report = dataclasses.replace(report, launches={"training": 280, "scoring": 20, "update": 20})
+    assert GPU.step_seconds([report], "float32", 1, 1) == pytest.approx(150 + 10 + 4 + 2)
+
+
+def test_parts_of_an_all_to_all():
+    """Of four ranks on nodes of two, one peer is in the same node and two are in another one; both links work at once.
+    Of three, the rank alone in its node sends all across."""
+    exchange = Transfer("all_to_all", (0, 1, 2, 3), "training")
+    assert GPU.within_and_across(exchange, 80) == (20, 40)
+    assert GPU.transfer_seconds(exchange, 80) == pytest.approx(40 / 0.5)
+    assert GPU.within_and_across(exchange._replace(ranks=(0, 1, 2)), 90) == (0, 60)
+    assert GPU.within_and_across(exchange._replace(ranks=(0, 1)), 80) == (40, 0)
+    near = GPU.model_copy(update={"node_bytes_per_second": 0.1})
+    assert near.transfer_seconds(exchange, 80) == pytest.approx(20 / 0.1 / 0.5)
+    report = dataclasses.replace(REPORT, traffic={exchange: 80}, calls={exchange: 1}, memory={"weights": 8})
+    lines = [line.split() for line in describe(config_of("unused"), 4, [report], GPU) if "all_to_all" in line]
+    assert [line[1:-1] for line in lines] == [
+        ["over", "4", "ranks,", "across", "nodes", "40"],
+        ["over", "4", "ranks", "20"],
+    ]
+
+
+def test_rates_of_products_by_shape():
+    """Half way between 256 and 1,024, by the logarithm, is 512."""
+    table = {64: {256: 0.2, 1024: 0.4}, 256: {256: 0.6, 1024: 1.0}}
+    gpu = GPU.model_copy(update={"shape_efficiency": table, "flops_per_second": {"float32": 100.0, "float8": 400.0}})
+    for narrow, inner, rate in ((64, 256, 10), (1, 1, 10), (256, 512, 40), (128, 512, 27.5), (999, 9999, 50)):
+        of_shape = Product("training", "MLP", "float32", narrow, inner)
+        report = dataclasses.replace(
+            REPORT, shapes={of_shape: 100, of_shape._replace(dtype="float8"): 400}, attention={}
+        )
+        assert gpu.device_seconds(report, "float32", "training") == pytest.approx(2 * 100 / rate)
+
+
+def test_kernels_read_and_write():
+    """Bytes of 4 × 8 numbers of 4 bytes: 128."""
+    a, b, state = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8)
+    rows, place = torch.tensor([2, 0]), ("training", "MLP")
+    counter = Kernels("cpu", now=lambda: place, is_state=lambda x: x.data_ptr() == state.data_ptr())
+
+    def chain(x):
+        halves = x.exp().sin().chunk(2, dim=1)
+        state.add_(x)
+        return halves[0] * b[:, :4]
+
+    for run, moved in (
+        (lambda: a.view(32).unsqueeze(0), 0),
+        (lambda: torch.empty(8), 0),
+        (lambda: torch.zeros(4, 8), 128),
+        (lambda: a + b, 384),
+        (lambda: a + torch.ones(1).expand(4, 8), 4 + 256 + 4),
+        (lambda: a.sum(), 128 + 4),
+        (lambda: a.copy_(b), 256),
+        (lambda: a.add_(b), 384),
+        (lambda: a.index_select(0, rows), 16 + 128 // 2 * 2),
+        (lambda: a.index_add_(0, rows, b[:2]), 16 + 3 * 64),
+        (lambda: torch._foreach_mul_([a, b], 2.0), 512),
+        (lambda: torch.add(a, 1, out=b), 256),
+        (lambda: a @ b.T, 0),
+        (lambda: state.clone(), 256),
+        (lambda: counter.fused(chain)(a), 128 + 2 * 128 + 64 + 64),  # a; state, twice; a half of b; the result
+    ):
+        before = counter.bytes[place]
+        with counter:
+            run()
+        assert counter.bytes[place] - before == moved, moved
+    assert counter.of_weights == {place: 256}
+    assert counter.of_gradients["training"] == 0  # inside of a marked function nothing is told apart
+    with counter:
+        state.add_(a)
+    assert counter.of_gradients["training"] == 256
+    assert counter.launches["training"] == 15  # without views and empty tensors; the expanded number is written first
+
+
+def test_kinds_of_products():
+    """Of three experts with 12 rows in all, each has 4; their weights' gradients sum over 4 rows."""
+    a, ends = torch.ones(12, 16, dtype=torch.bfloat16), torch.tensor([4, 8, 12], dtype=torch.int32)
+    weights = torch.ones(3, 16, 32, dtype=torch.bfloat16)
+    counter = ProductCounter(lambda: ("training", "MLP"), lambda x: x.ndim == 3)
+    with counter:
+        torch.addmm(torch.ones(12, 8), torch.ones(12, 16), torch.ones(16, 8))
+        if hasattr(torch.ops.aten, "_grouped_mm"):
+            torch._grouped_mm(a, weights, offs=ends)
+    expected = {("float32", 8, 16): 2 * 12 * 16 * 8}
+    if hasattr(torch.ops.aten, "_grouped_mm"):
+        expected["bfloat16", 4, 16] = 2 * 12 * 16 * 32
+        assert Product.of("", "", a.T, torch.ones(12, 32), ends)[-2:] == (16, 4)
+        assert counter.operands == {("training", "MLP"): 12 * 16 + 16 * 8 + 12 * 16}
+    assert {kind[2:]: n for kind, n in counter.counts.items()} == expected
+
+
+HALF = {"weights": 200, "gradients": 400, "optimizer": 1200}
+
+
+def test_precisions_of_an_estimate():
+    """AdamW's state has a copy of the weights and two moments of the same size; a moment in bfloat16 is half of it."""
+    adam = dataclasses.replace(REPORT, memory=HALF, kernel_bytes={("update", "other"): 5000})
+    report = Implementation(moments="bfloat16").of(adam)
+    assert report.memory == {**HALF, "optimizer": 800}
+    assert report.kernel_bytes == {("update", "other"): 5000 - 2 * 400}
+
+    moved = {("training", "other"): 1000}
+    summed = dataclasses.replace(adam, kernel_bytes=moved, gradient_bytes={"training": 800})
+    report = Implementation(gradients="bfloat16").of(summed)
+    assert report.memory == {**HALF, "gradients": 200}
+    assert report.kernel_bytes == {("training", "other"): 600}
+    reduced = {kind: size for kind, size in REPORT.traffic.items() if kind.operation == "reduce_scatter"}
+    assert report.traffic == {**REPORT.traffic, **{kind: size // 2 for kind, size in reduced.items()}}
+
+    copies = {("training", "other"): 150}
+    report = Implementation(transformer_engine=True).of(dataclasses.replace(summed, copied_weights=copies))
+    assert report.kernel_bytes == {("training", "other"): 1000 - 150 - 200}
+
+
+@pytest.mark.parametrize(("products", "cast", "copies"), [("fp8", 6, 2), ("mxfp8", 4 + 1 / 16, 2 + 1 / 16)])
+def test_products_in_fp8(products, cast, copies):
+    """Only linear layers are in FP8. Their factors are cast, in training once for two products, and their weights in
+    each update."""
+    operands = {("training", "MLP"): 3200, ("training", "LM head"): 999, ("scoring", "MLP"): 320}
+    plain = dataclasses.replace(REPORT, memory=HALF, operands=operands, linear_weights=64, updates=2)
+    report = Implementation(products=products).of(plain)
+    assert report.memory == {**HALF, "weights": 200 + 64 * copies}
+    in_fp8 = MLP._replace(dtype="float8")
+    assert report.shapes == {in_fp8: 2000, HEAD: 1000, in_fp8._replace(phase="scoring"): 1000}
+    assert report.kernel_bytes == {
+        ("training", "MLP"): 1600 * cast, ("scoring", "MLP"): 320 * cast, ("update", "other"): 2 * 64 * cast,
+    }  # fmt: skip
+    assert report.parts == REPORT.parts
 
 
 def test_a_replica_without_rows_gives_no_estimate():

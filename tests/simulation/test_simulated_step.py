@@ -213,6 +213,24 @@ def test_balanced_routing(tmp_path):
 
 
 @pytest.mark.long
+def test_imbalanced_routing(tmp_path):
+    """A rank whose experts get 1.5 times the mean exchanges and multiplies as much more, and keeps more."""
+    sizes = {**MIXTURE, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": []}
+    make_config("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    config = ParallelLayout(dp=4, ep=4).apply(config_of(tmp_path))
+    even, full = in_processes(
+        simulate_rank, (config, 1, 4, EQUAL, "cuda"), (config, 1, 4, EQUAL, "cuda", 1.5)
+    )  # fmt: skip
+    exchange = Transfer("all_to_all", (0, 1, 2, 3), "training")
+    assert full.traffic[exchange] == 1.5 * even.traffic[exchange]
+    assert full.parts["training", "experts"] == 1.5 * even.parts["training", "experts"]
+    others = {place: n for place, n in even.parts.items() if place[1] != "experts"}
+    assert others == {place: n for place, n in full.parts.items() if place[1] != "experts"}
+    assert full.peak > even.peak
+    assert full.kernel_bytes["training", "experts"] > 1.3 * even.kernel_bytes["training", "experts"]
+
+
+@pytest.mark.long
 def test_grouped_products_are_as_many_as_single_ones(tmp_path):
     """Which torch counts itself."""
     make_config("qwen3_moe", **{**MIXTURE, "num_experts_per_tok": 2}).save_pretrained(tmp_path)
@@ -417,6 +435,11 @@ WRONG = and_long(
             ["--lengths", "99", "data.max_sequence_length=9999", "batch.tokens_per_pack=30000"],
             "error: data.max_sequence_length=9999: the model has 1024 positions",
         ),
+        (
+            ["--lengths", "99", "--expert-imbalance", "2"],
+            "error: --expert-imbalance 2: must be 1 to parallel.expert_mod",
+        ),
+        (["--lengths", "99", "--products", "fp8"], "error: --products fp8: needs model.dtype=bfloat16"),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
     ],

@@ -500,18 +500,23 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class BalancedDispatcher(Dispatcher):
-    """Dispatcher of a simulation, with an equal number of tokens for each expert (up to one, because of rounding).
+    """Dispatcher of a simulation, with an equal number of tokens for each expert of a rank (up to one, because of
+    rounding).
 
     It does not depend on the router's choices, which have no values. It assumes that ranks that share experts have as
     many tokens as this rank.
+
+    imbalance: number of tokens that this rank's experts receive, relative to the mean of all ranks.
     """
+
+    imbalance = 1.0
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Map [T, experts] to [this rank's experts], the tokens per expert from all ranks; counts are on the host."""
         super().preprocess(routing_map).cpu()  # Megatron counts, ranks exchange counts, and the host waits
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size
         shares = (torch.arange(self.num_experts + 1, device="cpu") * choices // self.num_experts).diff()
-        own = shares[self.local_expert_indices]
+        own = (shares[self.local_expert_indices] * self.imbalance).long()
         self.num_out_tokens = choices
         self.input_splits = shares.view(self.ep_size, -1).sum(1)
         self.output_splits = own.sum().expand(self.ep_size)
