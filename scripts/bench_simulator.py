@@ -1,18 +1,18 @@
-"""Compare the simulator with published steps on H100s and with steps that were measured on an H200.
+"""Compare the simulator with published steps on NVIDIA's GPUs and with a step that was measured on an H200.
 
     python scripts/bench_simulator.py [--rows TEXT …] [--workers 2]
 
 The expected agreement is 15 % for seconds and 10 % for memory. Exits with 1 if a row is far from it. Published rows
-were measured with Megatron's layers of Transformer Engine. Sources: cards and recipes of Megatron-Bridge (Qwen3,
-Moonlight; their gradients are in bfloat16), arXiv:2504.14960 (Mixtral 8x22B), golden values of Megatron-LM's functional
-tests (Mixtral 8x7B).
+were measured with Megatron's layers of Transformer Engine. `source` names where each was published. No efficiency of
+simulation/hardware.yaml was chosen by a row.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from bench_results import Row, finish
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.config import SFTConfig
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.search import Assumptions, simulate
-from mcore_rl.simulation.step import Implementation, Sequences
+from mcore_rl.simulation.search import simulate
+from mcore_rl.simulation.step import Implementation, RankReport, Sequences
 
 TE = Implementation(transformer_engine=True)
 SECONDS, MEMORY = (0.85, 1.15), (0.9, 1.1)
@@ -51,6 +51,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "vocab_size": 163_840,
     }),
+    "Llama-3-8B": ("LlamaConfig", {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    }),
+    "Llama-3-70B": ("LlamaConfig", {
+        "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    }),
     "Llama-8B, 8 layers": ("LlamaConfig", {
         "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
@@ -62,10 +70,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Published:
     """A measured step of supervised training.
 
-    layout: sizes of TP, PP, virtual chunks and EP.
+    layout: sizes of TP, PP, virtual chunks and EP; `context` is that of CP.
     packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
     parts: the lengths of a pack's sequences, as divisors of `tokens`.
     trained: fraction of the tokens that the loss counts.
+    source: where the figures were published.
     implementation: kernels and precisions of the measured run that differ from the package's own layers.
     floor: the smallest ratio, or its inverse, with which the benchmark succeeds.
     seconds, gigabytes: time of a step, and peak memory of the rank with the most, or of the last one if `is_last`;
@@ -77,10 +86,12 @@ class Published:
     layout: tuple[int, int, int, int]
     packs: int
     tokens: int
+    source: str
     seconds: float | None = None
     gigabytes: float | None = None
     is_last: bool = False
     hardware: str = "h100"
+    context: int = 1
     parts: tuple[int, ...] = (1,)
     trained: float = 1.0
     implementation: Implementation = TE
@@ -92,8 +103,11 @@ class Published:
 
     @property
     def name(self) -> str:
-        tp, pp, _, ep = self.layout
-        return f"{self.model}, {self.gpus} GPUs, TP {tp}, PP {pp}, EP {ep}"
+        tp, pp, chunks, ep = self.layout
+        sizes = {"TP": tp, "PP": pp, "VP": chunks, "CP": self.context, "EP": ep}
+        layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        of = self.implementation.products.upper()
+        return " ".join(filter(None, (f"{self.model}, {self.gpus} {self.hardware.upper()}", layout, of)))
 
 
 def of_utilization(flops_per_token: float, tokens: int, gpus: int, rate: float) -> float:
@@ -101,54 +115,53 @@ def of_utilization(flops_per_token: float, tokens: int, gpus: int, rate: float) 
     return flops_per_token * tokens / (gpus * rate)
 
 
+CARDS = "Megatron-Bridge, model_verification_cards"
+SUMMARY = "Megatron-Bridge, docs/performance-summary.md, 25.11"
+FOLDING = "arXiv:2504.14960"
+IN_BFLOAT16 = Implementation(True, gradients="bfloat16")
+MXFP8 = Implementation(True, products="mxfp8", gradients="bfloat16")
 ROWS = [
+    Published("Qwen3-8B", 16, (1, 1, 1, 1), 1024, 4096, CARDS, 25.07, implementation=IN_BFLOAT16),
+    Published("Qwen3-30B-A3B", 16, (1, 1, 1, 16), 1024, 4096, CARDS, 45.65, 61.35, implementation=IN_BFLOAT16),
     Published(
-        "Qwen3-8B",
-        16,
-        (1, 1, 1, 1),
-        1024,
-        4096,
-        seconds=25.07,
-        implementation=Implementation(True, gradients="bfloat16"),
-    ),
-    Published(
-        "Qwen3-30B-A3B",
-        16,
-        (1, 1, 1, 16),
-        1024,
-        4096,
-        seconds=45.65,
-        gigabytes=61.35,
-        implementation=Implementation(True, gradients="bfloat16"),
-    ),
-    Published(
-        "Moonlight-16B-A3B",
-        8,
-        (2, 1, 1, 8),
-        4,
-        4096,
-        seconds=0.457,
-        gigabytes=36.6,
+        "Moonlight-16B-A3B", 8, (2, 1, 1, 8), 4, 4096, CARDS, 0.457, 36.6,
         implementation=Implementation(True, gradients="bfloat16", moments="bfloat16"),
-        floor=0.15,
     ),
     Published(
-        "Mixtral-8x22B", 128, (2, 8, 1, 8), 256, 4096, seconds=of_utilization(243.7e9, 256 * 4096, 128, 487.7e12)
+        "Mixtral-8x22B", 128, (2, 8, 1, 8), 256, 4096, FOLDING,
+        seconds=of_utilization(243.7e9, 256 * 4096, 128, 487.7e12),
     ),
-    Published("Mixtral-8x7B", 64, (2, 4, 8, 8), 256, 4096, gigabytes=35.506, is_last=True),
     Published(
-        "Llama-8B, 8 layers",
-        1,
-        (1, 1, 1, 1),
-        4,
-        8192,
-        seconds=0.777,
-        gigabytes=60.53,
-        hardware="h200",
-        parts=(2, 4, 8, 16, 32, 32),
-        trained=1 / 3,
+        "Mixtral-8x22B", 512, (4, 8, 1, 8), 256, 65_536, FOLDING, context=8,
+        seconds=of_utilization(370.6e9, 256 * 65_536, 512, 0.445 * 989e12),
     ),
-]
+    Published(
+        "Mixtral-8x7B", 64, (2, 4, 8, 8), 256, 4096, "Megatron-LM, golden values of tests/functional_tests",
+        gigabytes=35.506, is_last=True,
+    ),
+    Published(
+        "Llama-3-70B", 64, (4, 8, 5, 1), 128, 8192, SUMMARY, seconds=128 * 8192 / (64 * 1602),
+        implementation=Implementation(True, products="fp8", gradients="bfloat16"),
+    ),
+    *(
+        Published(
+            "Llama-3-8B", 8, (1, 1, 1, 1), 64, 16_384, SUMMARY, seconds=128 * 8192 / (8 * rate), hardware=hardware,
+            parts=(2, 2), implementation=MXFP8,
+        )
+        for hardware, rate in (("b200", 29_521), ("gb200", 29_789), ("gb300", 36_108))
+    ),
+    *(
+        Published(
+            "Qwen3-30B-A3B", 8, (1, 1, 1, 8), 128, 16_384, SUMMARY, seconds=512 * 4096 / (8 * rate), hardware=hardware,
+            parts=(4, 4, 4, 4), implementation=MXFP8,
+        )
+        for hardware, rate in (("gb200", 23_766), ("gb300", 28_934))
+    ),
+    Published(
+        "Llama-8B, 8 layers", 1, (1, 1, 1, 1), 4, 8192, "docs/benchmarks.md, Measured on an H200", 0.777, 60.53,
+        hardware="h200", parts=(2, 4, 8, 16, 32, 32), trained=1 / 3,
+    ),
+]  # fmt: skip
 
 
 def main() -> int:
@@ -165,17 +178,54 @@ def main() -> int:
     return finish("simulator", "Simulated and published steps", columns, rows, keep=len(chosen) == len(ROWS))
 
 
+@functools.cache
+def reports_of(published: Published, workers: int) -> list[RankReport]:
+    """Return the reports of a rank of the first and one of the last stage, with the package's own layers.
+
+    All packs are alike, and all that is counted is linear in their number once a pipeline is full. Of many packs, as
+    many as a pipeline has stages are simulated, and twice as many.
+    """
+    tp, stages, _, _ = published.layout
+    replicas = published.gpus // (tp * stages * published.context)
+    packs = published.packs // replicas
+    if packs <= 2 * stages:
+        return simulated(published, workers)
+    sizes = (stages * replicas, 2 * stages * replicas)
+    few, more = (simulated(replace(published, packs=size), workers) for size in sizes)
+    return [with_packs(packs, one, two) for one, two in zip(few, more, strict=True)]
+
+
+def simulated(published: Published, workers: int) -> list[RankReport]:
+    stages, lengths = published.layout[1], published.lengths
+    sequences = Sequences(lengths, tuple(int(length * published.trained) for length in lengths))
+    of_stage = published.gpus // stages
+    with tempfile.TemporaryDirectory() as name:
+        config = config_of(published, write_model(published.model, Path(name)))
+        return simulate(config, published.gpus, sorted({0, (stages - 1) * of_stage}), sequences, workers)
+
+
+LINEAR_IN_PACKS = (
+    "attention", "shapes", "kernel_bytes", "copied_weights", "gradient_bytes", "operands", "launches", "traffic",
+    "calls",
+)  # fmt: skip
+
+
+def with_packs(packs: int, few: RankReport, more: RankReport) -> RankReport:
+    """Return the report of a rank with this number of packs, on the line through two reports."""
+    part = (packs - few.packs) / (more.packs - few.packs)
+    values = {}
+    for name in LINEAR_IN_PACKS:
+        one, two = getattr(few, name), getattr(more, name)
+        values[name] = {kind: one.get(kind, 0) + round(part * (n - one.get(kind, 0))) for kind, n in two.items()}
+    return replace(more, packs=packs, **values)
+
+
 def compared(published: Published, workers: int) -> list[Row]:
     gpu = Hardware.load(published.hardware)
     _, pp, chunks, _ = published.layout
-    with tempfile.TemporaryDirectory() as name:
-        config = config_of(published, write_model(published.model, Path(name)))
-        lengths = published.lengths
-        trained = tuple(int(length * published.trained) for length in lengths)
-        of_stage = published.gpus // pp
-        ranks = [stage * of_stage for stage in ([0] if pp == 1 else [0, pp - 1])]
-        assumed = Assumptions(published.implementation)
-        reports = simulate(config, published.gpus, ranks, Sequences(lengths, trained), workers, assumed)
+    # Rows that differ only in hardware and implementation share a simulation.
+    same = replace(published, source="", seconds=None, gigabytes=None, hardware="", implementation=TE)
+    reports = [published.implementation.of(report) for report in reports_of(same, workers)]
     found = []
     if published.seconds is not None:
         seconds = gpu.step_seconds(reports, "bfloat16", pp, chunks)
@@ -205,7 +255,7 @@ def config_of(published: Published, model: Path) -> SFTConfig:
     tp, pp, chunks, ep = published.layout
     parallel: dict[str, Any] = {
         "tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1 if ep > 1 else None,
         "overlap_grad_reduce": True, "overlap_param_gather": True,
     }  # fmt: skip
     if chunks > 1:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_simulator import LINEAR_IN_PACKS, with_packs
 from simulated_cases import MIXTURE, config_of, in_processes, memory_of_offloaded_critic
 from simulated_report import HEAD, MLP, REPORT
 from small_models import and_long, make_config, make_model
@@ -274,6 +275,22 @@ def test_kinds_of_products():
         assert Product.of("", "", a.T, torch.ones(12, 32), ends)[-2:] == (16, 4)
         assert counter.operands == {("training", "MLP"): 12 * 16 + 16 * 8 + 12 * 16}
     assert {kind[2:]: n for kind, n in counter.counts.items()} == expected
+
+
+@pytest.mark.long
+def test_counts_are_linear_in_packs(tmp_path):
+    """The benchmark of published steps relies on it, also with a pipeline."""
+    make_config("llama", **SIZES).save_pretrained(tmp_path)
+    calls = []
+    for packs in (2, 4, 7):
+        batch = {"global_batch_size": packs, "tokens_per_pack": LENGTH}
+        config = ParallelLayout(pp=2, tokens_per_pack=LENGTH).apply(config_of(tmp_path, batch=batch))
+        calls.append((config, 1, 2, Sequences((LENGTH,) * packs, (RESPONSE,) * packs)))
+    few, more, most = in_processes(simulate_rank, *calls)
+    expected = with_packs(7, few, more)
+    for name in LINEAR_IN_PACKS:
+        assert getattr(expected, name) == getattr(most, name), name
+    assert expected.packs == most.packs == 7 and expected.memory == most.memory
 
 
 HALF = {"weights": 200, "gradients": 400, "optimizer": 1200}
