@@ -122,7 +122,7 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 PRODUCTS = {*flop_registry, *_LEFT_OUT}
 """Functions that compute matrix products."""
 ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-"""Those that add the product to their first argument."""
+"""Functions that add the product to their first argument."""
 
 
 class _Tracker(contextlib.nullcontext[None]):
@@ -250,8 +250,8 @@ class Kernels(TorchDispatchMode):
     read and write in memory, by phase and part.
 
     Every operation that computes is a kernel, which reads its inputs and writes its results, except inside of functions
-    that are marked as `fused`. Of a matrix product only a result counts that is wider than its factors, and what is
-    added to it: the rate of products includes all else.
+    that are marked as `fused`. The bytes of a matrix product count only for a result that is
+    wider than its factors: the rate of products includes all others.
 
     of_weights: the part of the bytes that copies of weights take.
     of_gradients: the part of the bytes, by phase, that fp32 sums of gradients take where gradients are added to them.

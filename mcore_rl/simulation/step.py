@@ -301,7 +301,7 @@ class Implementation:
         if self.gradients:
             report = _with_half_gradients(report)
         if self.moments:
-            # Of AdamW's state the weights' fp32 copy stays, and its two moments are halved; each is read and written.
+            # AdamW keeps an fp32 copy of the weights and two moments; an update reads and writes each of them.
             saved = report.memory["optimizer"] // 3
             memory = {**report.memory, "optimizer": report.memory["optimizer"] - saved}
             moved = Counter(report.kernel_bytes)
