@@ -431,8 +431,7 @@ def linear_topk(
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
 
-    Dense equivalent: `(hidden @ weight.T).topk(k)`, with the product in the precision of its factors and results in
-    fp32. Two all-gathers of k numbers per token.
+    Dense equivalent: `(hidden @ weight.T).topk(k)`, accumulated in fp32. Two all-gathers of k numbers per token.
 
     Args:
         hidden: [T, H], the same on all ranks of `group`.
@@ -444,14 +443,13 @@ def linear_topk(
         ContractError: k is not between 1 and the vocabulary's size.
     """
     check_topk(k, weight.shape[0], group, vocab_size)
-    rows_of_vocabulary = weight[: valid_columns(weight.shape[0], group_rank(group), vocab_size)]
-    if chunk_size is None:  # the logits, and a copy of them in the accumulation type
-        row_bytes = max(len(rows_of_vocabulary), 1) * (hidden.itemsize + accumulation_dtype(hidden.dtype).itemsize)
-        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // row_bytes)
-    values = hidden.new_empty((len(hidden), k), dtype=accumulation_dtype(hidden.dtype))
+    tiles = Tiles(hidden, weight, valid_columns(weight.shape[0], group_rank(group), vocab_size), 1.0)
+    if chunk_size is None:
+        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // (max(tiles.columns, 1) * tiles.dtype.itemsize))
+    values = hidden.new_empty((len(hidden), k), dtype=tiles.dtype)
     columns = hidden.new_empty((len(hidden), k), dtype=torch.long)
     for rows in slices(len(hidden), chunk_size):
-        values[rows], columns[rows] = shard_topk(F.linear(hidden[rows], rows_of_vocabulary), k)
+        values[rows], columns[rows] = shard_topk(tiles.all_columns(rows), k)
     return combine_topk(values, columns, k, weight.shape[0], group)
 
 
@@ -659,6 +657,12 @@ class Tiles:
     def product(self, rows: slice, columns: slice | Tensor) -> Tensor:
         """Return a tile of hidden × weightᵀ, not divided by the temperature."""
         return self.multiply(self.hidden(rows), self.weight(columns).T)
+
+    def all_columns(self, rows: slice) -> Tensor:
+        """Return rows of hidden × weightᵀ. A weight that is multiplied in another type is converted in tiles."""
+        if self.factor_dtype == self._weight.dtype:
+            return self.product(rows, slice(0, self.columns))
+        return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         return self.tempered(self.product(rows, columns))

@@ -276,6 +276,16 @@ def test_topk_straight_from_hidden_states(k):
             assert largest <= max(2 * PADDED // 2, 11 * 2 * k), "all tokens' logits exist at once"
 
 
+@pytest.mark.parametrize("tile", [4, 4096])
+def test_topk_of_half_precision_states_is_not_rounded(tile, monkeypatch):
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (512, tile))
+    hidden, weight = (x.bfloat16() for x in a_linear_layer())
+    expected = (hidden.double() @ weight.double().T).topk(3)
+    values, indices = module.linear_topk(hidden, weight, 3, chunk_size=2)
+    torch.testing.assert_close(values.double(), expected.values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(indices, expected.indices)
+
+
 def test_bad_input():
     """Invalid calls of functions that users call directly give clear errors."""
     linear_logprobs, vocab_parallel_logprobs = map(

@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet, rule_inputs
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
-from mcore_rl.models.megatron.layers import GenerationFastPath, linear
+from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -529,12 +529,7 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Map final states [n, hidden] to logits [n, Vp] in fp32; −inf in the vocabulary's padding."""
         head = self.model.chunks[-1].lm_head_weight()
-        if x.dtype == torch.float32:
-            logits = linear(x, head)
-        else:  # as the trainer's: rounded to bfloat16, a logit of 16 may change by 0.06
-            tiles = Tiles(x, head, len(head), 1.0)
-            logits = x.new_empty(len(x), len(head), dtype=tiles.dtype)
-            for columns in [slice(0, len(head))] if tiles.is_half else tiles.column_tiles():
-                logits[:, columns] = tiles.product(slice(None), columns)
+        # As the trainer's: rounded to bfloat16, a logit of 16 may change by 0.06.
+        logits = Tiles(x, head, len(head), temperature=1.0).all_columns(slice(None))
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
         return logits
