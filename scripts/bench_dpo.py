@@ -83,7 +83,7 @@ def main() -> int:
 def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]]:
     """Return median tokens per second and megabytes by mode, and the fractions of the rates of products that one
     process of this package reaches."""
-    from mcore_rl.platform import cpu_products
+    from mcore_rl.platform import cpu
 
     python = python_with_trl()
     reached: dict[str, list[float]] = {name: [] for name in OF_PRODUCTS}
@@ -97,7 +97,7 @@ def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]
                 return run_trl(python, directory, mode)
             lines, most = run_ours(directory, mode, processes)
             if processes == 1:
-                with cpu_products.kernel_of_torch():
+                with cpu.kernel_of_torch():
                     rates = {"torch": product_rate(threads=2)}
                 rates["oneDNN"] = product_rate(threads=2)
                 for name, rate in rates.items():

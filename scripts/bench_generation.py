@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.platform import initialize_platform
-from mcore_rl.platform.cpu_products import kernel_of_torch
+from mcore_rl.platform.cpu import kernel_of_torch
 from mcore_rl.utils.console import quiet_libraries
 
 LONGEST_PROMPT = 512

@@ -25,7 +25,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.platform import initialize_platform
-from mcore_rl.platform.cpu_products import kernel_of_torch
+from mcore_rl.platform.cpu import kernel_of_torch
 
 KEPT = (20, 256, 1024)
 """Numbers of tokens that a sampler keeps at each position."""

@@ -678,7 +678,7 @@ class Tiles:
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Compute total += a · b."""
         if total.is_cpu:
-            total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu_products.py)
+            total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
         elif total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)  # torch's counter of operations ignores `addmm_`
         elif adds_widened(total.device):

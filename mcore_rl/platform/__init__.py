@@ -2,8 +2,8 @@
 
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
 program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU the call
-only selects the device. Without a GPU it installs the functions of `cuda_stand_ins`, which serve those calls on the
-CPU. No other file of the package uses `torch.cuda`.
+only selects the device. Without a GPU it installs the functions of `cpu.py`, which serve those calls. No other file of
+the package uses `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.platform import cpu_products, cuda_stand_ins
+from mcore_rl.platform import cpu
 from mcore_rl.utils import torchrun
 
 _installed = False
@@ -161,7 +161,7 @@ class Event(Protocol):
 
 def record_event() -> Event:
     """Record an event after all work submitted to the current stream; without a GPU it is complete at once."""
-    event: Any = torch.cuda.Event() if has_gpu() else cuda_stand_ins.Inert()
+    event: Any = torch.cuda.Event() if has_gpu() else cpu.Inert()
     event.record()
     recorded: Event = event
     return recorded
@@ -282,8 +282,8 @@ def initialize_platform(simulate: bool = False) -> None:
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
-        cuda_stand_ins.install(device())
-        cpu_products.install()
+        cpu.install_stand_ins(device())
+        cpu.install_products()
     _installed = True
 
 

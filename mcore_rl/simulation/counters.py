@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from mcore_rl import platform
+from mcore_rl.platform import cpu
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
-STAND_INS = "cuda_stand_ins.py"
+STAND_INS = Path(cpu.__file__)
 """File of functions that replace those of `torch.cuda`: a value that they read is read by their caller."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
@@ -498,7 +499,7 @@ class HostReads:
         where = "elsewhere"
         for frame in reversed(traceback.extract_stack()):
             file = Path(frame.filename)
-            if PACKAGE in file.parents and SIMULATION not in file.parents and file.name != STAND_INS:
+            if PACKAGE in file.parents and SIMULATION not in file.parents and file != STAND_INS:
                 where = f"{file.name}:{frame.lineno}"
                 break
         self.places[self.phase, where] += 1

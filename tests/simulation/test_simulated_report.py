@@ -372,7 +372,7 @@ def test_where_the_host_waits(monkeypatch):
     root, reads = counters.PACKAGE, HostReads("training")
     files = [
         root / "algorithms" / "grpo.py",
-        root / "platform" / "cuda_stand_ins.py",
+        root / "platform" / "cpu.py",
         root / "simulation" / "watch.py",
         root.parent / "megatron" / "optimizer.py",
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
-from mcore_rl.platform import cpu_products
+from mcore_rl.platform import cpu
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear` without gradient; in float32 on the CPU by oneDNN for any size."""
     if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return cpu_products.linear(x, weight, bias)
+        return cpu.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

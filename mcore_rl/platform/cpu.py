@@ -1,13 +1,23 @@
-"""Replacements for the functions of `torch.cuda` that Megatron-Core uses, for the CPU or a simulated device."""
+"""What processes without a GPU use: replacements for functions of `torch.cuda`, and products by oneDNN.
+
+Megatron-Core calls the functions of `torch.cuda`, on the CPU and on a simulated device.
+
+torch computes products of float32 matrices by MKL, which does not use AVX-512 on AMD's processors. oneDNN does, and
+takes 0.4 to 0.6 of the time there (docs/benchmarks.md). torch has no setting for it, so this module replaces the kernel
+of `aten::mm`, through which the linear layers, the LM head and their gradients go, for the whole process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._device import _device_constructors
 
 
@@ -45,11 +55,11 @@ def _is_cuda(value: object) -> bool:
     )
 
 
-def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `factory` with device="cuda" replaced by `device` and without page-locking."""
 
     @functools.wraps(factory)
-    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = device
@@ -63,7 +73,7 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     """Return an all-gather for parts of unequal sizes, which gloo's all-gather rejects."""
 
     @functools.wraps(all_gather)
-    def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    def wrapper(outputs: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
         if len({output.shape for output in outputs}) == 1:
             return all_gather(outputs, tensor, group=group, **kwargs)
         rank = torch.distributed.get_rank(group)
@@ -80,7 +90,7 @@ def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]
     """Return a reduce-scatter (sum) for parts of unequal sizes, which gloo rejects; Megatron uses only sums."""
 
     @functools.wraps(reduce_scatter)
-    def wrapper(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
         whole = torch.cat(inputs)
         torch.distributed.all_reduce(whole, group=group)
         output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
@@ -92,16 +102,16 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
     """Return an all-to-all that accepts tensors as split sizes: Megatron converts them to lists only on a GPU."""
 
     @functools.wraps(all_to_all_single)
-    def wrapper(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
+    def wrapper(output: Tensor, input: Tensor, **kwargs: Any) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
+            if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = kwargs[name].tolist()
         return all_to_all_single(output, input, **kwargs)
 
     return wrapper
 
 
-def install(device: torch.device) -> None:
+def install_stand_ins(device: torch.device) -> None:
     """Replace the CUDA functions that Megatron-Core uses by functions on `device`. A comment explains each group."""
     cuda: Any = torch.cuda
 
@@ -140,7 +150,7 @@ def install(device: torch.device) -> None:
     # The optimizers accept parameters only by the type names of CUDA tensors.
     type_of = tensor_class.type
 
-    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_name(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return type_of(self, dtype, *args, **kwargs)
         return f"torch.cuda.{type_of(self).rpartition('.')[2]}"
@@ -152,3 +162,44 @@ def install(device: torch.device) -> None:
     distributed.all_gather = _gather_of_uneven(distributed.all_gather)
     distributed.reduce_scatter = _scatter_of_uneven(distributed.reduce_scatter)
     distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)
+
+
+SMALLEST = 2**20
+"""The fewest multiplications for which oneDNN is called; below, the call itself takes longer than the product."""
+
+_kernels: list[torch.library.Library] = []
+
+
+def install_products() -> None:
+    """Use oneDNN for float32 products of this process, if torch has it. Idempotent."""
+    if _kernels or not torch.backends.mkldnn.is_available():
+        return
+    _kernels.append(torch.library.Library("aten", "IMPL"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
+        _kernels[0].impl("mm", _product, "CPU")
+
+
+@contextlib.contextmanager
+def kernel_of_torch() -> Iterator[None]:
+    """Compute products inside as programs without this package do, for comparisons."""
+    while _kernels:
+        _kernels.pop()._destroy()
+    try:
+        yield
+    finally:
+        install_products()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear` of float32 tensors by oneDNN, without gradient."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or y.dtype != torch.float32 or math.prod((*x.shape, y.shape[1])) < SMALLEST:
+        return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
+    if not x.is_contiguous() and x.numel() > y.numel():  # a left factor is copied: let it be the smaller one
+        return linear(y.t(), x).t().contiguous()
+    return linear(x, y.t())

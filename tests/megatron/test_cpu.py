@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mcore_rl.platform import cpu_products
+from mcore_rl.platform import cpu
 
 LARGE = 128
 """Products of square matrices of this size are computed by oneDNN."""
@@ -61,7 +61,7 @@ def test_other_products_are_torchs(size, dtype):
 
 def test_comparisons_can_use_the_kernel_of_torch():
     x = random(LARGE, LARGE)
-    with torch.autograd.profiler.profile() as profile, cpu_products.kernel_of_torch():
+    with torch.autograd.profiler.profile() as profile, cpu.kernel_of_torch():
         assert torch.equal(x @ x, torch.mm(x, x, out=torch.empty_like(x)))
     assert onednn_calls(profile) == 0
     with torch.autograd.profiler.profile() as profile:
