@@ -450,9 +450,9 @@ class StepRouterStatistics:
         of_layers = {"moe_load": load, "moe_dropped": dropped, "moe_entropy": entropy}
         return {
             **{
-                f"{name}/layer_{at}": x
-                for name, all_ in of_layers.items()
-                for at, x in zip(self.layers, all_, strict=True)
+                f"{name}/layer_{layer}": x
+                for name, column in of_layers.items()
+                for layer, x in zip(self.layers, column, strict=True)
             },
             **({"moe_aux_loss": sum(balance)} if self.balances else {}),
             "moe_z_loss": sum(z),
