@@ -1,4 +1,4 @@
-"""Errors that are told in one line. Everything else is a bug and keeps its traceback."""
+"""Errors that are reported in one line. Any other exception is a bug and keeps its traceback."""
 
 
 class UserError(ValueError):
@@ -12,7 +12,7 @@ class UserError(ValueError):
 class ContractError(ValueError, AssertionError):
     """A call that a public function refuses: where, what was found, what would be right.
 
-    Also an `AssertionError`, which is what code written for the reference catches.
+    It is also an `AssertionError`, because code that was written for NeMo RL catches this class.
     """
 
 
@@ -21,17 +21,17 @@ class TrainingError(RuntimeError):
 
 
 class NotFiniteError(TrainingError):
-    """A loss or a gradient is NaN or infinite. A run that starts again from the last checkpoint comes to the same."""
+    """A loss or a gradient is NaN or infinite. A run that restarts from the last checkpoint would fail again."""
 
 
 class WorkerError(RuntimeError):
-    """A rank failed, died or took too long; the message has its number and, if it could still tell, its traceback."""
+    """A rank failed, died or took too long; the message has the rank's number and, if available, its traceback."""
 
 
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
-"""What an error says that another rank's end has caused."""
+"""Parts of the messages of errors that the end of another rank causes."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error looks as if another rank had ended before."""
+    """Return whether an error looks as if another rank had ended before."""
     return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -1,7 +1,8 @@
 """Advantages from the rewards of a step's groups (P prompts, G responses each) and, with a critic, from values.
 
 Everything is computed in fp64, and equal rewards give exactly 0. In floating point, r − mean may differ from 0 for
-equal rewards such as 0.7; the division by an equally small deviation, and then Adam, would amplify this to a full step.
+equal rewards such as 0.7; the division by an equally small standard deviation, and then Adam, would amplify this to a
+full step.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def group_advantages(
     epsilon: float = 1e-4,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """Compute (r − baseline) / (deviation + ε), fp32 (fp64 for fp64 rewards).
+    """Compute (r − baseline) / (standard deviation + ε) in each group, fp32 (fp64 for fp64 rewards).
 
     The defaults are GRPO (arXiv:2402.03300, section 4.1.2). Without `normalize` it is Dr.GRPO (arXiv:2503.20783): easy
     and hard prompts have the same weight. With `leave_one_out` and without `normalize` it is RLOO (arXiv:2402.14740).
 
     Args:
-        leave_one_out: compute baseline and deviation of each response from the other responses of its group.
-        population: divide by n in the deviation, not by n − 1.
+        leave_one_out: compute baseline and standard deviation of each response from the other responses of its group.
+        population: divide by n in the standard deviation, not by n − 1.
         judged: False for responses without a reward. Their advantage is 0, and they do not affect other advantages.
             None if all responses have a reward.
     """
@@ -52,7 +53,7 @@ def group_advantages(
     if normalize:
         spread = r[:, None] - baseline[:, :, None]
         variance = (spread.square() * counted).sum(2) / (n if population else n - 1).clamp(min=1)
-        # If the other rewards of a group are all equal, their deviation is 0; the advantage is then not divided.
+        # If all rewards that count for a response are equal, their deviation is 0; do not divide its advantage.
         sharpens = differ(r[:, None], counted)
         advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
     return advantages.to(_result_type(rewards))
@@ -69,13 +70,13 @@ def maxrl_advantages(
         judged: see `group_advantages`.
 
     Raises:
-        TrainingError: a reward is negative. A negative mean would turn the advantages' signs around.
+        TrainingError: a reward is negative. A negative mean would reverse the signs of the advantages.
     """
     judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
     r = torch.where(judged, rewards.double(), 0)
     if bool((r < 0).any()):
         raise TrainingError(
-            f"grpo.advantage_estimator=maxrl divides by the mean reward, and needs rewards of at least 0; a sample has "
+            f"grpo.advantage_estimator=maxrl divides by the mean reward, so rewards must be at least 0; a sample has "
             f"{float(r.min()):g}"
         )
     mean = r.sum(1, keepdim=True) / judged.sum(1, keepdim=True).clamp(min=1)
@@ -91,10 +92,10 @@ def gdpo_advantages(
 ) -> Float[Tensor, "prompts group"]:
     """Compute GDPO (arXiv:2601.05242): GRPO's advantages of each reward, their weighted sum, whitened over all samples.
 
-    A rarely differing reward thus counts as much as one that always differs.
+    Thus a reward that rarely differs within a group counts as much as one that always differs.
 
     Args:
-        rewards: each reward by its name; NaN for samples to which it does not apply, which get 0 for it.
+        rewards: rewards of each name; NaN where a reward does not apply to a sample, whose advantage of it is then 0.
         judged: see `group_advantages`.
     """
     judged = torch.ones_like(rewards[0], dtype=torch.bool) if judged is None else judged
@@ -114,18 +115,18 @@ def optimal_token_baseline_advantages(
     groups: int,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute G_t − b_t with the baseline of least variance over a group's samples, b_t = Σ_i G_it·W_it / Σ_i W_it.
+    """Compute G_t − b_t; of all baselines, b_t = Σ_i G_it·W_it / Σ_i W_it over a group's samples i has least variance.
 
     t counts a sample's response tokens, G_t is the sum of their rewards from t on, and W_t is the sum up to t of
     ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π² (verl's optimal_token_baseline). b_t is 0 where only one sample of the group
-    still has tokens.
+    has a response token t.
 
     Args:
         token_rewards: reward of each token.
         score_norms: 1 − 2π + Σ π² of each token.
         token_mask: 1 for the tokens of responses of judged samples.
         group_of: number of each sample's group, from 0 to `groups` − 1.
-        share: the samples given here; by default, all samples. Collective.
+        share: which samples of the batch are given; by default, all samples. Collective.
 
     Returns:
         fp32, 0 outside of responses.
@@ -147,7 +148,7 @@ def optimal_token_baseline_advantages(
 
 
 def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
-    """Return the rewards [B, S] of tokens: `token_rewards` plus, at the last response token, `beyond`; minus `penalty`.
+    """Return each token's reward [B, S]: `token_rewards`, plus `beyond` at the last response token, minus `penalty`.
 
     Args:
         beyond: [B], the amount that shaping has added to each sample's reward.
@@ -174,7 +175,7 @@ def reinforce_plus_plus_advantages(
         token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
         penalty: β·KL of each token (nats), part of the reward of that token; None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
-        share: the samples in token_mask and penalty; by default, all samples. Collective.
+        share: which samples token_mask and penalty have; by default, all samples. Collective.
         judged: see `group_advantages`.
 
     Returns:
@@ -231,11 +232,13 @@ def whiten(
     epsilon: float = 1e-4,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute (x − mean) / (deviation + ε) over the masked values, fp64; 0 elsewhere, and if all values are equal.
+    """Compute (x − mean) / (standard deviation + ε) of the values x where `mask` is 1, fp64.
+
+    The result is 0 where `mask` is 0, and everywhere if all values are equal.
 
     Args:
-        share: the samples in `values`; mean and deviation are over all samples of the batch. By default, `values` has
-            all samples. Collective.
+        share: which samples `values` has; by default, all. Mean and standard deviation are over all samples of the
+            batch. Collective.
     """
     share = share or BatchShare.whole(len(values))
     mask = mask.double()
@@ -251,11 +254,11 @@ def whiten(
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """Inputs that only some estimators read, besides the rewards of samples.
+    """Inputs that only some estimators read, in addition to the rewards of samples.
 
     named_rewards: rewards by name [N, P, G], for gdpo; NaN where a reward does not apply.
     reward_weights: weights of these rewards [N], for gdpo.
-    token_rewards, score_norms: [B, S] each, of the share's samples, for optimal_token_baseline.
+    token_rewards, score_norms: [B, S] each, of the samples that `share` has, for optimal_token_baseline.
     """
 
     named_rewards: Tensor | None = None
@@ -277,7 +280,7 @@ def advantages_of(
 
     Args:
         rewards: rewards of all samples.
-        share: the samples in token_mask, penalty and the columns of `more`; by default, all samples. Collective.
+        share: which samples token_mask, penalty and the columns of `more` have; by default, all samples. Collective.
         judged: see `group_advantages`.
     """
     name, epsilon = config.advantage_estimator, config.advantage_epsilon
@@ -306,7 +309,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """Return the values of a share's samples as a column; those of all samples if `share` is None."""
+    """Return, as a column, the values of the samples that `share` has, or of all samples if `share` is None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

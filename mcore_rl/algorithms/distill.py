@@ -86,8 +86,8 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' top-k tokens, or log-probabilities of the rows' tokens. The former are k times as large
-        as the batch's tokens, too large to be stored."""
+        """Return the teachers' top-k tokens, or log-probabilities of the rows' tokens. Top-k
+        tokens take k times the memory of the batch's tokens, so they are computed in each step and not stored."""
         rows = batch.rows
         only = next(iter(self.teachers.items()))
         if self.options.topk is None:
@@ -112,7 +112,7 @@ class DistillationObjective(Objective):
         return {"values": best["topk_logits"], "indices": best["topk_indices"]}
 
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
-        """Return the columns of the teachers that each record names, which read the prompts that it has for them."""
+        """Return the teachers' columns where each record chooses its teachers, or has another prompt for them."""
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
         have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
         chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
@@ -142,7 +142,8 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return some rows as their teacher reads them, and by how many places their responses are shifted."""
+        """Return the rows `own` with the teacher's prompts, and the number of positions by which each response is
+        shifted."""
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:
             return LocalBatch(rows.data, share), [0] * len(own)

@@ -100,7 +100,7 @@ def check_inputs(
     elif torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
-    if record and torchrun.rank() == 0:  # which writes it; other ranks may see other files
+    if record and torchrun.rank() == 0:  # only rank 0 writes the file; other ranks may see other files
         begun = RunDirectory(config.output_dir).identity is not None  # also a run that was killed before its first save
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir) or begun
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
@@ -192,7 +192,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 SLOW_JUDGING = 0.25
-"""Part of a step from which on the console names the keys that shorten judging."""
+"""Fraction of a step's time; if judging takes more, the console names the keys that shorten it."""
 
 
 class GRPOTrainer(TrainingLoop[PromptDataset]):
@@ -232,7 +232,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.failed_steps = 0
         """Number of consecutive steps in which too many samples could not be judged."""
         self.judged_in_failed_steps = 0
-        """Number of samples of those steps that could be judged."""
+        """Number of samples that could be judged in the steps that `failed_steps` counts."""
         self.steps_before = 0
         """Number of steps of the run before this process resumed it."""
 
@@ -275,7 +275,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             self._skip_updates(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
 
-        # Share out: each replica receives the rows that it trains on, divided so that replicas have equal work.
+        # Divide the rows: each replica receives those that it trains on, so that all replicas have equal work.
         rows = self._share_out(step, rollouts)
         rows["sample_mask"] = rows.share.select(sample_mask(config.rollouts, outcomes))
 
@@ -318,7 +318,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Return metrics of the rewards of responses to a set's prompts, in batches as large as a step's rollouts.
+        """Return metrics of the rewards of responses to the prompts of a validation set. A batch is as large as a
+        step's rollouts.
 
         A single response to each prompt is greedy. Several are sampled, with the same random numbers in each
         validation.
@@ -338,7 +339,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
                 answers = answers_of(responses, self.worker.topology) if count > 1 else None
                 sums.add(responses.outcomes, answers)
         self.worker.finish()
-        return sums.metrics(if_none_judged=math.nan)  # which is never the best validation
+        return sums.metrics(if_none_judged=math.nan)  # NaN is never the best value
 
     def release_engines(self) -> None:
         self.worker.cancel()
@@ -392,7 +393,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _estimator_inputs(
         self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
     ) -> EstimatorInputs:
-        """Return the inputs of the configured estimator besides the samples' rewards [P, G]. Columns that only the
+        """Return what the configured estimator reads in addition to the samples' rewards [P, G]. Columns that only the
         estimator reads are removed from `rows`."""
         options = self.config.rollouts
         if options.compares_named_rewards:
@@ -443,7 +444,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             self.critic.model.advance_schedule(self.updates_per_step)
 
     def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
-        """Return the rows of each minibatch of a step: whole groups, drawn from seed and step only."""
+        """Return the rows of each minibatch of a step: whole groups, in an order that depends only on seed and step."""
         size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
         if size is None:
             return [list(range(count))]
@@ -469,7 +470,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
-        """Raise TrainingError after too many consecutive steps of whose samples too few could be judged."""
+        """Raise TrainingError after too many consecutive steps in which too few samples could be judged."""
         errors = [outcome.error for outcome in generated if outcome.error is not None]
         judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction
         if not _too_many_failed(len(errors), len(generated), fraction):
@@ -583,8 +584,8 @@ def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) 
 
 
 def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
-    """Return 1 for the samples that are trained on: the judged ones and, with `mask_truncated`, only untruncated
-    ones."""
+    """Return a mask that is 1 for samples to train on: those that were judged and, with `mask_truncated`, were not
+    truncated."""
     counted = are_judged(outcomes)
     if options.mask_truncated:
         counted &= ~torch.tensor([o.truncated for o in outcomes])
@@ -600,7 +601,7 @@ def nothing_to_learn(
     """Return why an update on these samples would learn nothing; None if it would learn.
 
     Args:
-        dropped: samples that were generated with them and are not trained on.
+        dropped: samples that were generated in the same step and are not trained on.
     """
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
@@ -644,7 +645,7 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add the entries for the likelihood terms of the loss: rewards, and numbers of tokens of the global batch.
+    """Add to `data` what the loss's likelihood terms read: rewards, and numbers of tokens in the global batch.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.
@@ -658,7 +659,7 @@ def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rew
 
 
 def _count_tokens(data: BatchedDataDict[Any]) -> None:
-    """Set the numbers of tokens that the batch has entries for. Collective."""
+    """Set those entries of the batch that are numbers of tokens in the global batch. Collective."""
     share = batch_share(data)
     if "num_positive_tokens" in data:
         positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)

@@ -131,7 +131,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchSha
     The explained variance is omitted if all returns are equal.
 
     Args:
-        share: the rows given here; the means are over the rows of all shares. By default, all rows. Collective.
+        share: which rows of the batch are given; by default, all. The means are over the whole batch. Collective.
     """
     share = share or BatchShare.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))

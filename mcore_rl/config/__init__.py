@@ -1,7 +1,7 @@
 """The configuration: frozen pydantic models, one per YAML section, and the loader.
 
 `load_config(DPOConfig, "configs/dpo_cpu.yaml", ["optimizer.lr=1e-4"])` reads a file, applies
-`section.key=value` overrides and answers anything wrong with one line that names the key.
+`section.key=value` overrides and reports every error in one line that names the key.
 """
 
 from mcore_rl.config.algorithms import (

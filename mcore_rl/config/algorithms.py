@@ -1,4 +1,4 @@
-"""Configurations of training on a fixed dataset, and of the models beside the policy (reference, teacher, …)."""
+"""Configurations of training on a fixed dataset, and of models other than the policy (reference, teacher, …)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class DPOAlgorithmConfig(DPOOptions):
     """Options of the loss, and the source of the reference log-probabilities."""
 
     reference: Literal["auto", "swap", "precompute"] = "auto"
-    """swap: compute them for each batch with the initial weights in the policy's place (LoRA: without the adapters), or
-    with `reference_model`. precompute: compute all before training and keep them in output_dir. auto: precompute if the
-    run goes over all training data at least once, does not start from a checkpoint, and has a fixed reference."""
+    """How the reference's log-probabilities are computed. swap: for each batch, with the initial weights in the
+    policy's place (LoRA: without the adapters), or with `reference_model`. precompute: all before training; they are
+    kept in output_dir. auto: precompute if the run goes over all training data at least once, does not start from a
+    checkpoint, and has a fixed reference; otherwise swap."""
     reference_model: str | None = None
     """A model directory to use as the reference instead of the initial policy; any size, same tokenizer."""
 
@@ -54,7 +55,8 @@ class DPOConfig(TrainingConfig):
     def _moves_a_copy(self) -> DPOConfig:
         if self.reference_sync is not None and (self.dpo.reference == "precompute" or not self.keeps_reference):
             raise ValueError(
-                "reference_sync: moves the policy's own reference: no dpo.reference=precompute, no reference_model"
+                "reference_sync: updates the policy's own reference; set neither dpo.reference=precompute nor "
+                "dpo.reference_model"
             )
         return self
 
@@ -106,14 +108,15 @@ class DistillationAlgorithmConfig(DistillationOptions):
     """Options of the loss, the teacher, and the responses that it teaches."""
 
     teacher: str | Mapping[str, str]
-    """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`, of which each
-    record's `teacher` column names one, or several as `{name: weight}`. `policy` is the student itself."""
+    """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`. Then the
+    `teacher` column of a record has one name, or several as `{name: weight}`. `policy` is the student itself."""
     teacher_parallel: LayoutConfig | None = None
-    """Parallel layout of the teachers, with the sizes of `parallel` and their defaults; null: the student's layout. It
-    uses the same processes."""
+    """Parallel layout of the teachers, with the keys and defaults of the sizes in `parallel`; null: the student's
+    layout. The teachers use the student's processes."""
     teacher_prompt: str | None = None
     """Prompt that the teacher reads instead of the record's, such as "{prompt}\n\nAn example:\n{demonstration}". Names
-    in braces are columns of the record, with strings. Of messages, the last one before the response is replaced."""
+    in braces stand for the texts of the record's columns. In a record of messages, it replaces only the last message
+    before the response."""
     form: Literal["divergence", "sampled"] = "divergence"
     """divergence: `kl_type` at each position. sampled: policy gradient of the reverse KL at the student's samples, from
     the log-probabilities of the sampled tokens alone; needs on_policy=true."""
@@ -142,7 +145,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
         )
         self.require(
             self.on_policy or (self.max_new_tokens, self.temperature) == (256, 1.0),
-            "max_new_tokens and temperature are of the student's own answers: set on_policy=true",
+            "max_new_tokens and temperature apply to the student's own answers: set on_policy=true",
         )
         self.require(
             self.topk is not None or not self.zero_outside_topk,
@@ -207,7 +210,7 @@ class DistillationConfig(TrainingConfig):
         if self.distillation.on_policy and self.distillation.max_new_tokens >= self.data.max_sequence_length:
             raise ValueError(
                 "distillation.max_new_tokens: must be less than data.max_sequence_length "
-                f"({self.data.max_sequence_length}), of which the prompt is a part"
+                f"({self.data.max_sequence_length}), which includes the prompt"
             )
         return self
 
@@ -252,7 +255,8 @@ class SFTConfig(TrainingConfig):
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 REFERENCE, TEACHER, CRITIC, JUDGE = "dpo.reference_model", "distillation.teacher", "critic.path", "environment.path"
-"""The keys that name them."""
+"""Keys of the models other than the policy: DPO's reference, the teacher, PPO's critic, and the judging reward
+model."""
 
 
 def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
@@ -271,11 +275,12 @@ def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
 
 
 TEACHER_LAYOUT, JUDGE_LAYOUT = "distillation.teacher_parallel", "environment.parallel"
-"""The keys of the parallel layouts of models that do not have the trained model's."""
+"""Keys that give the teachers and the judging reward model a parallel layout of their own."""
 
 
 def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
-    """Return the parallel layouts of models that do not have the trained model's, by key."""
+    """Return the parallel layouts of models that do not use the trained model's layout, by the key that sets the
+    layout."""
     found: dict[str, LayoutConfig | None] = {}
     if isinstance(config, DistillationConfig):
         found[TEACHER_LAYOUT] = config.distillation.teacher_parallel
@@ -285,7 +290,7 @@ def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
 
 
 def own_layout_key(config: TrainingConfig, key: str) -> str | None:
-    """Return the key of the own layout of the model with this key; None if it has the trained model's layout."""
+    """Return the key that sets the layout of the model named by `key`; None if it uses the trained model's layout."""
     layout = TEACHER_LAYOUT if key.startswith(TEACHER) else JUDGE_LAYOUT if key == JUDGE else None
     return layout if layout in own_layouts(config) else None
 
@@ -329,9 +334,10 @@ def judge_config(config: RLConfig) -> RLConfig:
 
 
 def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
-    """Return the configuration of a model that is not trained, in this layout or, if None, the trained model's.
+    """Return the configuration of a model that is not trained, with the parallel layout `own`.
 
-    Its packs hold the longest record, which may be longer or more padded than the trained model's.
+    If `own` is None, the model has the trained model's layout. If batch.tokens_per_pack is set, it is raised to the
+    longest record of this model, which may be longer or have more padding than the trained model's.
     """
     if own is not None:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update=own.model_dump())})

@@ -68,7 +68,7 @@ Columns = Annotated[
     Annotated[dict[Name, Name], Tag("(whole)")] | Annotated[dict[Name, dict[Name, Name]], Tag("(parts)")],
     Discriminator(_whose),
 ]
-"""Names of columns by those wanted; or these by source."""
+"""Names of columns by field, or such a mapping for each source."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,5 @@
-"""Reading of configuration files: YAML, bases, variables, overrides; and every error in one line that names the key."""
+"""Read configuration files: YAML, included files, variables and overrides. Errors have one line, which names the
+key."""
 
 from __future__ import annotations
 
@@ -24,17 +25,19 @@ BASE = "base"
 """Key by which a file names the file that it includes."""
 
 OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
-"""Keys of other programs: program, algorithm or nothing, its key, the key here, and the reason if there is none
-(scripts/make_config_reference.py)."""
+"""Table of the keys of other programs (from scripts/make_config_reference.py). Columns: program, algorithm or nothing,
+key there, key here or nothing, and the reason if there is no key here."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
-"""Keys whose variables are secrets. Only the judge that uses the value expands them, so that no file contains them."""
+"""Pattern of the keys whose variables are secrets. Only the judge replaces these variables, so that no file of a run
+contains the secrets."""
 
 
 @dataclass(frozen=True)
 class Unset:
-    """In the place of a value that names a variable which is not set: something may still be laid over it."""
+    """Placeholder of a value that names an environment variable which is not set. Another value may still replace
+    it."""
 
     message: str
 
@@ -43,7 +46,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the sections of a file as `read_overridable` does, with all variables set.
 
     Raises:
-        UserError: as `read_overridable`; or a variable is not set.
+        UserError: as in `read_overridable`, or a variable is not set.
     """
     values = read_overridable(path)
     refuse_unset(values)
@@ -51,14 +54,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_overridable(path: str | Path) -> dict[str, Any]:
-    """The sections of a configuration file, unchecked.
+    """Return the sections of a configuration file, unchecked.
 
-    With `base: OTHER.yaml` (relative to the file) they are laid over those of that file, key by key. `${NAME}` in a
-    value is the environment variable's text, `${NAME:-text}` that text where it is not set, `$${` a plain `${`. A value
-    with a variable that is not set is an `Unset`.
+    With `base: OTHER.yaml` (relative to the file), they are merged key by key into the sections of that file. In a
+    value, `${NAME}` is replaced by the environment variable, `${NAME:-text}` by `text` if the variable is not set, and
+    `$${` by `${`. A value that names a variable which is not set becomes an `Unset`.
 
     Raises:
-        UserError: a file cannot be read, does not hold sections, or builds on itself.
+        UserError: a file cannot be read, does not contain sections, or includes itself.
     """
     return _read(Path(path), ())
 
@@ -67,7 +70,7 @@ def parse_value(text: str, name: str = "") -> Any:
     """Return the value of an override of the key `name`, read as YAML, with its variables replaced.
 
     Raises:
-        ValueError: it is not YAML.
+        ValueError: `text` is not YAML.
         UserError: a variable is not set.
     """
     try:
@@ -79,7 +82,7 @@ def parse_value(text: str, name: str = "") -> Any:
 
 
 def expand_variables(value: Any, name: str, where: str = "") -> Any:
-    """`value` with the environment's variables in its texts; `name` is its key, `where` what precedes it in errors."""
+    """Return `value` with environment variables replaced in all texts; errors call it by `where` and its key `name`."""
     if isinstance(value, dict):
         return {
             key: expand_variables(part, f"{name}.{key}" if name else str(key), where) for key, part in value.items()
@@ -91,7 +94,7 @@ def expand_variables(value: Any, name: str, where: str = "") -> Any:
 
 
 def expand_text(text: str, name: str) -> str | Unset:
-    """`text` with the environment's variables; `name` is its key in errors, with what precedes it.
+    """Return `text` with environment variables replaced, or an `Unset` if one is not set; errors begin with `name`.
 
     Raises:
         UserError: `${…}` does not name a variable.
@@ -113,7 +116,7 @@ def expand_text(text: str, name: str) -> str | Unset:
 
 
 def expand_headers(headers: Mapping[str, str], key: str = "environment.headers") -> dict[str, str]:
-    """The headers `key` of a judge's requests, with the environment's variables.
+    """Return the headers of a judge's requests, from the configuration key `key`, with environment variables replaced.
 
     Raises:
         UserError: a variable is not set, or `${…}` does not name one.
@@ -124,12 +127,12 @@ def expand_headers(headers: Mapping[str, str], key: str = "environment.headers")
 
 
 def variables_in(text: str) -> list[str]:
-    """The names of the environment variables in a text."""
+    """Return the names of the environment variables in a text."""
     return [match[1].partition(":-")[0] for match in _VARIABLE.finditer(text) if not match[0].startswith("$$")]
 
 
 def refuse_unset(value: Any) -> None:
-    """Raises UserError for the first `Unset` in it."""
+    """Raise UserError for the first `Unset` in `value`."""
     if isinstance(value, Unset):
         raise UserError(value.message)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -137,7 +140,7 @@ def refuse_unset(value: Any) -> None:
 
 
 def without_variables(value: Any, name: str = "") -> Any:
-    """The inverse of `expand_variables`: what would be read as a variable is written as plain text."""
+    """Invert `expand_variables`: return `value` with `$` before each text that would be read as a variable."""
     if isinstance(value, dict):
         return {key: without_variables(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
     if isinstance(value, list):
@@ -167,12 +170,12 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: base: must be the path of a file, got {base!r}")
     chain = (*readers, path)
     if any((path.parent / base).resolve() == reader.resolve() for reader in chain):
-        raise UserError(f"{path}: base: {base} builds on this file itself")
+        raise UserError(f"{path}: base: {base} includes this file again")
     return laid_over(_read(path.parent / base, chain), values)
 
 
 def laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Sections are joined; all else is replaced."""
+    """Return `base` with `values` merged into it: sections are merged key by key, other values are replaced."""
     joined = dict(base)
     for key, value in values.items():
         both_sections = isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -181,7 +184,7 @@ def laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which lets a later key replace an earlier one without a word; this one refuses."""
+    """YAML's safe loader, except that it refuses a key that occurs twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -199,14 +202,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 FORM = re.compile(r"\(\w+\)|[\w-]+\[.*\]")
-"""Words that pydantic adds to the place of an error to name the form of a value that it tried; no part of a key."""
+"""Pattern of the words that pydantic inserts into an error's location to name the form of a value that it tried. They
+are not parts of the key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read `path` (YAML) and apply `section.key=value` overrides (values are YAML too).
+    """Read the YAML file `path` and apply overrides of the form `section.key=value`, whose values are also YAML.
 
     Raises:
-        UserError: the file is missing or not YAML, or a key or value is wrong; names file and key.
+        UserError: the file is missing or not YAML, or a key or value is wrong; the message names file and key.
     """
     return build_config(config_type, read_overridable(path), overrides, origin=str(path))
 
@@ -226,7 +230,7 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
 
 
 def resolved_yaml(config: Section) -> str:
-    """The whole configuration, defaults included, as YAML that `load_config` reads back."""
+    """Return the whole configuration, including defaults, as YAML that `load_config` can read."""
     return yaml.safe_dump(without_variables(config.model_dump(mode="json")), sort_keys=False)
 
 
@@ -245,7 +249,7 @@ def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _FlowDumper(yaml.SafeDumper):
-    """Writes a text with line breaks between double quotes, where they are `\\n`."""
+    """Writes a text that has line breaks in double quotes, with `\\n` for each line break."""
 
 
 def _flow_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -282,9 +286,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(config_type: type[Section], error: ValidationError) -> str:
-    """All problems in one line, unknown keys with the nearest known one.
+    """Return a description of all problems in one line; for an unknown key, it suggests the nearest known key.
 
-    Of a value of several possible forms, which pydantic tries one after the other, the form that went furthest counts.
+    If a value may have several forms, pydantic tries each of them. Only the problems of the form that matched the
+    longest part of the key are described.
     """
     furthest: dict[tuple[str, ...], tuple[list[str], Any]] = {}
     for problem in error.errors():
@@ -324,15 +329,17 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
 
 
 def _leaves(name: str, value: Any) -> list[str]:
-    """Return the names of all values below a key; its own name if it is a value."""
+    """Return the names of all values below the key `name`, or `[name]` if `value` is not a section."""
     if not isinstance(value, dict):
         return [name]
     return [leaf for key, part in value.items() for leaf in _leaves(f"{name}.{key}", part)]
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """Return the name here of a key of another program, or the reason why it has none. The whole key or its last parts
-    are looked up; None if neither is known, or if keys that share as many last parts have several names here."""
+    """Return a text that names the key here for a key of another program, or the reason why there is none.
+
+    The whole key is looked up in the table of other programs, or else its last parts. Return None if neither is known,
+    or if the best matches in the table have different keys here."""
     algorithm = getattr(config_type, "algorithm", "")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for line in OTHER_NAMES.read_text().splitlines():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
 LONGEST_LAYOUT = 10_000
-"""Letters and bars of a layout string without repetitions."""
+"""Largest number of letters and bars of a layout string after its repetitions are written out."""
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?:\*(?P<count>\d{1,4}))?")
 
 
@@ -42,8 +42,8 @@ class PipelineConfig(Section):
     """Count the LM head as a layer in an even split, so that its chunk has one layer less."""
     pipeline_model_parallel_layout: Name | None = None
     """Layers of each stage in Megatron's notation, instead of the four keys above: `E` is the embedding, `t` a layer,
-    `L` the LM head, `|` separates stages, `*3` repeats (`Et*3|(tt|)*2tL`). More stages than
-    `pipeline_model_parallel_size` are virtual stages, assigned in turn."""
+    `L` the LM head, `|` separates stages, `*3` repeats (`Et*3|(tt|)*2tL`). If the string has more
+    stages than `pipeline_model_parallel_size`, they are virtual stages, assigned to the pipeline stages in turn."""
 
     @model_validator(mode="after")
     def _one_way(self) -> PipelineConfig:
@@ -62,8 +62,8 @@ class PipelineConfig(Section):
                 raise ValueError(f"{keys} pipeline_model_parallel_size > 1")
         if self._ends and self._accounts:
             raise ValueError(
-                "account_for_embedding/loss_in_pipeline_split: is for layers that are shared out evenly; leave it or "
-                "num_layers_in_first/last_pipeline_stage out"
+                "account_for_embedding/loss_in_pipeline_split: is for layers that are divided evenly; leave it out, "
+                "or leave out num_layers_in_first/last_pipeline_stage"
             )
         if layout and (self._ends or self._accounts):
             raise ValueError(
@@ -100,16 +100,21 @@ class PipelineConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """Divisor of the number of microbatches: interleaved chunks run in rounds of all stages."""
+        """Number of which the number of microbatches must be a multiple: with interleaved chunks, the stages work in
+        rounds of one microbatch per stage."""
         return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 
     def layers_of_chunks(self, layers: int) -> list[int]:
         """Return the number of layers of each model chunk, in the order of the forward pass.
 
-        Chunk i is on pipeline stage i mod `pipeline_model_parallel_size`; each stage has one without virtual stages.
+        Chunk i is on pipeline stage i mod `pipeline_model_parallel_size`. Without virtual stages, each stage has one
+        chunk.
+
+        Args:
+            layers: number of layers of the model.
 
         Raises:
-            UserError: they cannot be shared out so.
+            UserError: the layers cannot be divided as configured.
         """
         size, chunks = self.pipeline_model_parallel_size, self.chunks_per_stage
         if layout := self.pipeline_model_parallel_layout:
@@ -124,10 +129,10 @@ class PipelineConfig(Section):
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         stages = _share_out(layers + embedding + loss, size, first, last)
         if stages is None:
-            given = f" beside the {(first or 0) + (last or 0)} of the first or last stage" if self._ends else ""
+            given = f" after the {(first or 0) + (last or 0)} of the first or last stage" if self._ends else ""
             given += f" with {embedding + loss} more for embedding or loss" if self._accounts else ""
             raise UserError(
-                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
+                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be divided "
                 f"evenly{given}; set num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
                 "pipeline_model_parallel_layout"
                 + (" and leave account_for_embedding/loss_in_pipeline_split out" if self._accounts else "")
@@ -146,7 +151,7 @@ class PipelineConfig(Section):
         """Return the number of layers of each pipeline stage, in all of its chunks.
 
         Raises:
-            UserError: they cannot be shared out so.
+            UserError: the layers cannot be divided as configured.
         """
         counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
         return [sum(counts[stage::size]) for stage in range(size)]
@@ -155,14 +160,15 @@ class PipelineConfig(Section):
         """Return the pipeline stage of each layer.
 
         Raises:
-            UserError: they cannot be shared out so.
+            UserError: the layers cannot be divided as configured.
         """
         counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
         return [chunk % size for chunk, count in enumerate(counts) for _ in range(count)]
 
     def distinct_stages(self) -> list[int]:
-        """Return the first and the last stage and, if the split is uneven, the first of the stages between them for
-        each number of layers: of equal stages it keeps the activations of the most microbatches."""
+        """Return the pipeline stages that can differ in cost: the first, the last and, if the split is uneven, one
+        stage between them for each number of layers. Of the stages with equal layers this is the earliest, which keeps
+        the activations of the most microbatches."""
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
             counts = layers_of_layout(layout)
@@ -177,7 +183,8 @@ def layers_of_layout(layout: str) -> list[int]:
     0.
 
     Raises:
-        ValueError: it cannot be read, has not one embedding and one loss at its ends, or a chunk of nothing.
+        ValueError: the string cannot be read, does not have one E (at its start) and one L (at its end), or has an
+            empty chunk.
     """
     chunks = _without_repetitions(layout.replace(",", "")).split("|")
     whole = "".join(chunks)
@@ -206,14 +213,14 @@ def _without_repetitions(text: str) -> str:
         out += part * times
     if end < len(text):
         raise ValueError(
-            f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; E, t, L, |, t*3 and (tt|)*3 can"
+            f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; use E, t, L, |, t*3 and (tt|)*3"
         )
     return out
 
 
 def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
-    """Return the layers of each stage: `first` and `last` if given, an even share for the others; None if
-    impossible."""
+    """Return the number of layers of each stage: `first` and `last` if given, an even share of the rest for the other
+    stages; None if an even share is impossible."""
     counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
     open_stages = counts.count(None)
     left = places - sum(count or 0 for count in counts)
@@ -260,10 +267,10 @@ class LayoutConfig(PipelineConfig):
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of tokens that the length of each packed sequence is padded to a multiple of.
+        """Multiple to which the length of each sequence is padded, in tokens.
 
-        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
-        into TP parts.
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts the
+        tokens of each context-parallel rank into TP parts.
         """
         zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
@@ -299,7 +306,7 @@ class ParallelConfig(LayoutConfig):
     """Reduce gradients bucket by bucket during the backward pass; results do not change. auto: true on GPUs."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
     """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
-    true on GPUs where overlap_grad_reduce is."""
+    true on GPUs if overlap_grad_reduce is true."""
     timeout_seconds: PositiveInt = 600
     """Time limit for a collective. The run ends if a collective takes longer."""
 
@@ -418,7 +425,7 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
     sp, packing and prefix (0 or 1); for pipelines also first, last (layers of these stages) and stages (as `E|t*4L`).
 
     Raises:
-        UserError: not of that form.
+        UserError: a choice does not have that form.
     """
     known = {*SIZES, "etp", *FLAGS, *SPLIT}
     values: dict[str, list[Any]] = {}
@@ -447,11 +454,11 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
 
 
 def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
-    """Return the configuration's own pipeline split of a model with `layers` layers; None if it has none, or an even
-    one.
+    """Return the configuration's own pipeline split of a model with `layers` layers; None if the split
+    is even.
 
     Raises:
-        UserError: its layers are others.
+        UserError: the configured split is not for `layers` layers.
     """
     parallel = config.parallel
     if not parallel.is_uneven:

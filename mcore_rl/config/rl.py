@@ -42,7 +42,7 @@ class JudgeOptions(Section):
 
     name: str
     pattern: str | None = None
-    """exact_match, try_again: a regular expression; the first group of its last match is the answer."""
+    """exact_match, try_again: a regular expression; the first group of its last match in the response is the answer."""
     function: str | None = None
     """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: a function with
     the signature of TRL's reward functions (docs/environments.md). Either may be a coroutine function (`async def`)."""
@@ -95,12 +95,12 @@ class JudgeOptions(Section):
 
 
 class RewardConfig(JudgeOptions):
-    """weighted: one of several judges."""
+    """One of the judges that `name: weighted` combines."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
     """Kind of judge; the other keys are those of `environment`."""
     weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
-    """Factor of this judge's rewards in the sum. Metrics have the rewards without it."""
+    """Factor of this judge's rewards in the sum. Metrics show the rewards without this factor."""
 
 
 class EnvironmentConfig(JudgeOptions):
@@ -111,24 +111,24 @@ class EnvironmentConfig(JudgeOptions):
     )
     """Kind of judge."""
     rewards: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardConfig] = Field(default={})
-    """weighted: judges by name. The reward is their weighted sum; the metrics have the mean of each judge as
-    `reward_NAME_mean`."""
+    """weighted: judges by name. The reward is their weighted sum; the metric `reward_NAME_mean` is the mean reward of
+    one judge."""
     path: Directory | None = None
     """reward_model: a directory that train_rm.py exported, or any sequence classifier with one label."""
     format: Literal["chat", "text"] = "chat"
     """reward_model: chat: the judge reads the conversation rendered by its own chat template. text: it reads the
     concatenated texts and an end token, for plain prompts and completions."""
     max_sequence_length: PositiveInt | None = None
-    """reward_model: maximum number of the judge's tokens in a conversation; longer ones fail. The default is twice
-    data.max_sequence_length."""
+    """reward_model: maximum length of a conversation in the judge's tokens; a longer conversation fails. The default is
+    twice data.max_sequence_length."""
     parallel: LayoutConfig | None = None
-    """reward_model: parallel layout of the judge, with the sizes of `parallel` and their defaults; null: the policy's
-    layout. It uses the same processes."""
+    """reward_model: parallel layout of the judge, with the keys and defaults of the sizes in `parallel`; null: the
+    policy's layout. The judge uses the policy's processes."""
     max_turns: PositiveInt = 1
     """Maximum number of responses in a conversation."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
-    """Time limit for judging a sample; a sample that takes longer fails. A batch of samples has this limit times its
-    size."""
+    """Time limit for judging a sample; a sample that takes longer fails. A batch of samples has this limit times the
+    number of its samples."""
     start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
     """Time limit for a judging process to import its judge and be ready."""
     environment_variables: list[Annotated[str, Field(pattern=r"^[\w*]+$")]] = Field(default=[])
@@ -138,28 +138,28 @@ class EnvironmentConfig(JudgeOptions):
     num_workers: PositiveInt = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
     batch_size: PositiveInt = 1
-    """Maximum number of waiting samples that a judging process gets in one call. A sample that makes the call fail is
-    then judged alone."""
+    """Maximum number of waiting samples that a judging process gets in one call. If the call
+    fails, each of its samples is judged alone."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
-    """Maximum fraction of a step's samples that could not be judged, of all that were generated; a step with more makes
-    no update. With fewer, the failed samples are left out of the loss and of the baselines."""
+    """Largest fraction of a step's generated samples that may fail to be judged. A step with more failed samples makes
+    no update. Otherwise the failed samples are left out of the loss and of the baselines."""
     max_failed_steps: PositiveInt = 3
-    """End the run after this many consecutive steps without an update because more than max_failed_fraction of the
-    samples, or all, could not be judged. The last step is saved."""
+    """End the run after this many consecutive steps in which more than max_failed_fraction of the samples, or all
+    samples, could not be judged. A checkpoint of the last step is saved."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:
         name, is_model = self.name, self.name == "reward_model"
         if is_model != (self.path is not None):
-            raise ValueError(f"path: requires name=reward_model, which needs it (name={name}, path={self.path})")
+            raise ValueError(f"path: must be set with name=reward_model, and only then (name={name}, path={self.path})")
         if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
-            raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {name}")
+            raise ValueError(f"max_sequence_length, format: require name=reward_model, not {name}")
         if not is_model and self.parallel is not None:
             raise ValueError(f"parallel: requires name=reward_model, not {name}")
         if is_model and self.batch_size > 1:
             raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
         if (name == "weighted") != bool(self.rewards):
-            raise ValueError("rewards: requires name=weighted, which needs at least one")
+            raise ValueError("rewards: must have a judge or more for name=weighted, and must be empty for other names")
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
             raise ValueError(f"max_turns: {name} ends every conversation after one response")
         return self
@@ -174,7 +174,7 @@ SERVER_LOGS = "vllm"
 
 
 class VLLMConfig(Section):
-    """vLLM's servers, which have an environment and processes of their own (docs/rollouts.md)."""
+    """vLLM's servers, which run in their own Python environment and processes (docs/rollouts.md)."""
 
     urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
     """URLs of servers that `scripts/serve_vllm.py` started, as http://HOST:PORT. Without any, the run starts servers on
@@ -184,7 +184,8 @@ class VLLMConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel processes of each server."""
     devices: tuple[Count, ...] = ()
-    """GPUs of the servers, one per process in this order; the default is the first visible ones."""
+    """Numbers of the GPUs on which the servers run, one for each process, in order; the default is the first visible
+    GPUs."""
     host: Name = "127.0.0.1"
     """Address that the servers listen on. Whoever can reach it can replace the weights and run code without a password,
     so use this machine only, or a network that you trust."""
@@ -221,12 +222,12 @@ class GenerationConfig(Section):
 
     backend: Literal["megatron", "vllm"] = "megatron"
     """megatron: the training processes generate with the weights that they train. vllm: vLLM's servers generate with
-    weights that they are sent."""
+    the weights that the trainer sends to them."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
     """End the run if a step's `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
     offload: bool = False
-    """During generation, keep in host memory what the policy does not need. megatron: everything except its weights.
-    vllm: everything, because the servers use the GPUs that train; the servers sleep during scoring and training."""
+    """During generation, keep the policy's tensors in host memory. megatron: all except the weights. vllm: all, because
+    the servers use the GPUs that train; the servers sleep during scoring and training."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")
@@ -242,7 +243,7 @@ class RolloutOptions(Section):
     num_prompts_per_step: PositiveInt = 16
     """Prompts of a step, over all processes."""
     num_generations_per_prompt: PositiveInt = 8
-    """Responses to each prompt: its group."""
+    """Number of responses to each prompt. They are the prompt's group."""
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens of a response."""
     temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
@@ -263,12 +264,12 @@ class RolloutOptions(Section):
     generation_batch_size: PositiveInt = 64
     """Sequences that a replica generates at the same time."""
     advantage_epsilon: NonNegative = 1e-4
-    """Constant that is added to the deviation by which advantages are divided."""
+    """Constant that is added to the divisor of advantages: a standard deviation, or for maxrl the mean reward."""
     num_updates_per_rollout: PositiveInt = 1
     """Passes over each step's rollouts. A pass is one optimizer step, or several with train_global_batch_size."""
     train_global_batch_size: PositiveInt | None = None
-    """Responses of one update, over all processes: whole groups, shuffled in each step. Each response is in one update
-    of a pass. The default is all responses of a step."""
+    """Number of responses in one update, over all processes; a multiple of the group size. The groups are shuffled in
+    each step, and each response is in one update of each pass. The default is all responses of a step."""
     dynamic_sampling_rounds: PositiveInt = 1
     """Maximum number of rounds of sampling in a step. After each round, new prompts replace the groups whose rewards do
     not differ (DAPO). 1: such groups stay."""
@@ -276,7 +277,8 @@ class RolloutOptions(Section):
     """Number of future steps whose responses are generated while a step is trained. A response is trained at most this
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
-    """Number of tokens before max_new_tokens in which a penalty grows with the length (DAPO); null: no penalty."""
+    """Number of tokens below max_new_tokens over which a penalty on a response grows with its length (DAPO); null: no
+    penalty."""
     mask_truncated: bool = False
     """Leave responses that max_new_tokens cut off out of the loss."""
     num_validation_generations: PositiveInt = 1
@@ -285,8 +287,9 @@ class RolloutOptions(Section):
     validation_k: tuple[PositiveInt, ...] | None = None
     """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
-    """Samples of each step that are written to samples.jsonl and to the trackers (MLflow: samples/step_000123.json), of
-    different prompts if possible: with reward, mean advantage, and the record's `answer` as ground truth."""
+    """Number of samples of each step that are written to samples.jsonl and to the trackers (MLflow:
+    samples/step_000123.json), from different prompts if possible. Each is written with its reward, its mean advantage,
+    and the record's `answer` as ground truth."""
 
     @property
     def filters_tokens(self) -> bool:
@@ -295,24 +298,25 @@ class RolloutOptions(Section):
 
     @property
     def sampled_at_most(self) -> int | None:
-        """Largest number of tokens of the sampling mask at a position; None if the mask is not kept."""
+        """Largest number of tokens that the sampling mask keeps at a position; None if the mask is not kept."""
         if not self.filters_tokens or self.keep_sampling_mask is False:
             return None
         return min(self.max_kept_tokens, self.top_k or self.max_kept_tokens)
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Scope in which rewards must differ for an update to learn anything; None if they need not differ."""
+        """Where rewards must differ for an update to learn anything (in a prompt's group, or in the batch); None if
+        they need not differ."""
         return None
 
     @property
     def compares_named_rewards(self) -> bool:
-        """Whether advantages follow from each reward by name, not from their sum."""
+        """Whether advantages are computed from each named reward, not from the sum of the rewards."""
         return False
 
     @property
     def reads_score_norms(self) -> bool:
-        """Whether advantages follow from rewards and norms of scores of single tokens."""
+        """Whether advantages are computed from the reward and the norm of the score of each token."""
         return False
 
     @model_validator(mode="after")
@@ -328,7 +332,7 @@ class RolloutOptions(Section):
         if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
             raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
         if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
-            raise ValueError("dynamic_sampling_rounds: compares a prompt's responses; use 2 generations or more")
+            raise ValueError("dynamic_sampling_rounds: compares responses; set num_generations_per_prompt to 2 or more")
         return self
 
     @property
@@ -351,7 +355,7 @@ class RolloutOptions(Section):
 
 
 def _translated(loss: Any) -> Any:
-    """Return the options of a loss under this package's names, if they have the reference's names."""
+    """Return the options of a loss with this package's names, even if they were given with NeMo RL's names."""
     return options_class(loss).translate(loss) if isinstance(loss, dict) else loss
 
 
@@ -389,13 +393,13 @@ class RLConfig(TrainingConfig):
 
     @property
     def rollouts(self) -> RolloutOptions:
-        """Options of the algorithm, in the section with its name."""
+        """Options of the algorithm: the section that has the algorithm's name."""
         options: RolloutOptions = getattr(self, self.algorithm)
         return options
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimizer steps of a step."""
+        """Number of optimizer updates in a training step."""
         whole = self.batch.global_batch_size
         return self.rollouts.num_updates_per_rollout * (whole // (self.rollouts.train_global_batch_size or whole))
 
@@ -456,26 +460,30 @@ class RLConfig(TrainingConfig):
         return self.loss.reference_policy_kl_penalty > 0
 
     def samples_exactly(self, replays: bool = False) -> bool:
-        """Return whether the sampler's log-probabilities are the policy's: it samples itself, in its training
-        precision, from the tokens that the loss's distribution has.
+        """Return whether the sampler's log-probabilities equal the policy's.
+
+        They do if the policy itself samples in its training precision (fp32), from the tokens over which the loss
+        normalises.
 
         Args:
-            replays: trains on a recording's rollouts.
+            replays: whether the run trains on recorded rollouts.
         """
         own = not replays and self.generation.backend == "megatron"
         same_tokens = not self.rollouts.filters_tokens or self.rollouts.sampled_at_most is not None
         return own and self.model.dtype == "float32" and same_tokens
 
     def is_on_policy(self, replays: bool = False) -> bool:
-        """Return whether the only update starts from the weights that generated the samples, unless the loss's options
-        decide it."""
+        """Return whether importance ratios are fixed at 1.
+
+        This is `loss.force_on_policy_ratio` if it is set. Otherwise it is true if a step makes one update, with the
+        weights that generated the samples."""
         chosen = self.loss.force_on_policy_ratio
         only = self.updates_per_step == 1
         return (only and self.samples_exactly(replays)) if chosen is None else chosen
 
     def scores_samples(self, replays: bool = False) -> bool:
-        """Return whether a step computes log-probabilities before its updates, because loss or rewards need others than
-        the sampler's."""
+        """Return whether a step computes log-probabilities before its updates, because the loss or the rewards cannot
+        use the sampler's log-probabilities."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
     def effective_loss_options(self, replays: bool = False) -> PolicyLossOptions:
@@ -501,7 +509,7 @@ class RLConfig(TrainingConfig):
         if self.rollouts.max_new_tokens >= self.data.max_sequence_length:
             raise ValueError(
                 f"{own}.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
-                "which holds the prompt too"
+                "which includes the prompt"
             )
         size, group = self.rollouts.train_global_batch_size, self.rollouts.num_generations_per_prompt
         if size is not None and (size % group or self.batch.global_batch_size % size):
@@ -519,16 +527,16 @@ class RLConfig(TrainingConfig):
         return self
 
     def _check_stale(self) -> None:
-        """Raise ValueError for options that samples of older weights do not allow."""
+        """Raise ValueError for options that cannot be used with samples of older weights."""
         name, loss = f"{self.algorithm}.max_staleness", self.loss
         if self.generation.backend != "vllm":
-            raise ValueError(f"{name}: needs generation.backend=vllm, which answers while others train")
+            raise ValueError(f"{name}: needs generation.backend=vllm, whose servers generate during training")
         if self.generation.offload:
-            raise ValueError(f"{name}: servers that sleep do not answer while others train; no generation.offload")
+            raise ValueError(f"{name}: sleeping servers cannot generate during training; leave out generation.offload")
         if self.environment.name == "reward_model":
             raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
         if self.rollouts.dynamic_sampling_rounds > 1:
-            raise ValueError(f"{name}: which prompts a step takes must be known; no dynamic_sampling_rounds")
+            raise ValueError(f"{name}: the prompts of future steps must be known; leave out dynamic_sampling_rounds")
         if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
             raise ValueError(
                 f"{name}: samples are of older weights; set loss.use_importance_sampling_correction=true "
@@ -553,16 +561,16 @@ class GRPOAlgorithmConfig(RolloutOptions):
     use_leave_one_out_baseline: bool | None = None
     """grpo: the baseline of a response is the mean reward of the other responses of its group; null: no."""
     normalize_rewards: bool | None = None
-    """grpo: divide by the standard deviation of the group's rewards; null: yes. dr_grpo is grpo without this; rloo is
-    grpo without this and with the leave-one-out baseline."""
+    """grpo: divide advantages by the standard deviation of the group's rewards; null: yes. dr_grpo is grpo without this
+    division; rloo is grpo without this division, with the leave-one-out baseline."""
     advantage_deviation: Literal["sample", "population"] = "sample"
-    """grpo: whether the deviation divides by n − 1 (sample) or by n (population)."""
+    """grpo: divisor in the standard deviation of n rewards: n − 1 (sample) or n (population)."""
     minus_baseline: bool = False
-    """reinforce_plus_plus: subtract the mean reward of each prompt first."""
+    """reinforce_plus_plus: first subtract the mean reward of a prompt's responses from each of their rewards."""
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        if self.advantage_estimator == "optimal_token_baseline":  # rewards of equal sums may be of other tokens
+        if self.advantage_estimator == "optimal_token_baseline":  # token rewards with equal sums may differ
             return None
         whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
         return "batch" if whole_batch else "group"
@@ -577,7 +585,8 @@ class GRPOAlgorithmConfig(RolloutOptions):
 
     @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
-        """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
+        """Whether the baseline of a response leaves out its own reward, and whether advantages are divided by the
+        standard deviation."""
         if self.advantage_estimator == "grpo":
             return bool(self.use_leave_one_out_baseline), self.normalize_rewards is not False
         return self.advantage_estimator == "rloo", False
@@ -591,7 +600,7 @@ class GRPOAlgorithmConfig(RolloutOptions):
                 raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
         epsilon = type(self).model_fields["advantage_epsilon"].default
         if self.advantage_estimator == "optimal_token_baseline" and self.advantage_epsilon != epsilon:
-            raise ValueError("advantage_epsilon: optimal_token_baseline divides by no deviation; leave it out")
+            raise ValueError("advantage_epsilon: optimal_token_baseline does not divide advantages; leave it out")
         if self.advantage_estimator in ("gdpo", "maxrl") and self.overlong_cache_length is not None:
             reason = (
                 "does not read the sum of rewards" if self.compares_named_rewards else "needs rewards of at least 0"
@@ -639,7 +648,8 @@ class PPOAlgorithmConfig(RolloutOptions):
     gamma: Fraction01 = 1.0
     """Discount per token."""
     gae_lambda: Fraction01 = 0.95
-    """1: advantages use returns only. Less: values replace later rewards, with less variance."""
+    """1: advantages use only the rewards. Less than 1: the critic's values replace a part of the later rewards, which
+    lowers the variance."""
     whiten_advantages: bool = True
     """Subtract the mean of all tokens' advantages and divide by their standard deviation."""
 
@@ -653,14 +663,15 @@ class CriticConfig(Section):
 
     path: Directory | None = None
     """Model that the critic starts from: a reward model, or a language model, which gets a new head of zeros. It may
-    have any size, with the policy's vocabulary, if the parallel layout fits it. The default is `model.path`; then the
-    router options and recompute_modules of `model` apply as well, which other families may lack."""
+    have any size, with the policy's vocabulary, if the parallel layout fits it. The default is `model.path`. Only
+    with the model of `model.path`, the router options and recompute_modules of `model` apply to the critic too."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """Optimizer of the critic. It makes a step for each of the policy's, and for each step of pretraining_steps."""
+    """Optimizer of the critic, which is updated as often as the policy in each step, and also in pretraining_steps."""
     value_clip: PositiveFloat | None = 0.2
-    """Clip range of values around those before the step's first update; null: no clipping."""
+    """Largest change of a value from the value before the step's first update; larger changes are clipped. null: no
+    clipping."""
     pretraining_steps: Count = 0
-    """First steps, in which only the critic is trained."""
+    """Number of steps at the start of the run in which only the critic is trained."""
     offload: bool = False
     """Keep the critic in host memory while it is not used."""
     export_hf: bool = False

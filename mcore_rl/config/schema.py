@@ -22,7 +22,10 @@ from mcore_rl.errors import UserError
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section. default: as YAML writes it; "required" if there is none."""
+    """A key of a section.
+
+    default: default value as YAML text; "" if the key is required.
+    """
 
     name: str
     kind: str
@@ -32,7 +35,7 @@ class Key:
 
 @dataclass(frozen=True)
 class SectionReference:
-    """Keys of a section; the nameless one holds those that stand outside of all."""
+    """A section and its keys. The section with the name "" has the keys that are outside of all sections."""
 
     name: str
     meaning: str
@@ -40,15 +43,15 @@ class SectionReference:
 
 
 def reference_of(config: type[BaseModel]) -> list[SectionReference]:
-    """All sections of a configuration, those inside others under `outer.inner`."""
+    """Return all sections of a configuration. A section inside another one has the name `outer.inner`."""
     return list(_sections("", config))
 
 
 def section_of(config: type[BaseModel], name: str) -> SectionReference:
-    """One section.
+    """Return the section with this name.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is no such section.
     """
     sections = {section.name: section for section in reference_of(config)}
     if name not in sections:
@@ -58,7 +61,7 @@ def section_of(config: type[BaseModel], name: str) -> SectionReference:
 
 
 def as_list(sections: list[SectionReference]) -> Iterator[str]:
-    """For a terminal: the names alone."""
+    """Yield lines for a terminal with the names of all keys."""
     for section in sections:
         names = ", ".join(key.name for key in section.keys)
         line = f"{section.name or '(none)'}: {names}"
@@ -66,7 +69,7 @@ def as_list(sections: list[SectionReference]) -> Iterator[str]:
 
 
 def as_markdown(sections: list[SectionReference], level: str = "##") -> Iterator[str]:
-    """For a page: a table a section."""
+    """Yield the lines of a Markdown page with one table per section."""
     for section in sections:
         yield f"{level} `{section.name}`" if section.name else f"{level} Outside of sections"
         yield ""
@@ -82,7 +85,7 @@ def as_markdown(sections: list[SectionReference], level: str = "##") -> Iterator
 
 
 def as_text(sections: list[SectionReference]) -> Iterator[str]:
-    """For a terminal: each key on a line, its meaning behind it."""
+    """Yield lines for a terminal: each key, and its description below it."""
     for section in sections:
         yield f"\n{section.name or 'outside of sections'}: {section.meaning}"
         for key in section.keys:
@@ -92,7 +95,7 @@ def as_text(sections: list[SectionReference]) -> Iterator[str]:
 
 
 def section_classes(config: Any) -> Iterator[Any]:
-    """The class of a configuration, and those of its sections."""
+    """Yield the class of a configuration and the classes of all its sections."""
     yield config
     for annotation, _ in _fields(config).values():
         for section in forms_of_section(annotation):
@@ -115,8 +118,8 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 
 
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
-    """Return one section for all forms of a section, among which its `name` chooses. A key that only some forms have
-    names them in its description."""
+    """Return one section for all forms of a section, among which its key `name` chooses. The description of a key that
+    only some forms have begins with the names of these forms."""
     base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
     found: dict[tuple[str, str, str], list[str]] = {}
     for form in forms:
@@ -136,14 +139,15 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key of some forms; `defaults` are its defaults, each with the form's name in parentheses."""
+    """Return a key that only some forms have; `defaults` has its default in each form, with the form's name in
+    parentheses."""
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)
     return Key(key, kind, values.pop() if len(values) == 1 else ", ".join(defaults), f"{names}: {meaning}")
 
 
 def _fields(cls: Any) -> dict[str, tuple[Any, str]]:
-    """Annotation and default of each field of a pydantic model or a dataclass."""
+    """Return the annotation and the default of each field of a pydantic model or a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     if dataclasses.is_dataclass(cls):
         return {field.name: (hints[field.name], _default(field.default)) for field in dataclasses.fields(cls)}
@@ -163,7 +167,7 @@ def _default(value: Any) -> str:
 
 
 def forms_of_section(annotation: Any) -> list[Any]:
-    """Return the classes of the section that an annotation is, alone or with null; [] for a value."""
+    """Return the classes of all forms of a section from its annotation; [] if the annotation is not of a section."""
     if inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return [annotation]
     parts = get_args(annotation)[: 1 if hasattr(annotation, "__metadata__") else None]
@@ -171,7 +175,7 @@ def forms_of_section(annotation: Any) -> list[Any]:
 
 
 def _kind(annotation: Any) -> str:
-    """An annotation as a person reads it: `text | null`, `float`, `swap | precompute`."""
+    """Return a readable name of an annotation: `text | null`, `number`, `swap | precompute`."""
     names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null", Any: "any"}
     if annotation in names:
         return names[annotation]
@@ -192,7 +196,7 @@ def _kind(annotation: Any) -> str:
 
 @functools.cache
 def meanings_of(cls: Any) -> dict[str, str]:
-    """The text below each field, of the class and its bases."""
+    """Return the description of each field, the string below it, from the class and its base classes."""
     found: dict[str, str] = {}
     for base in reversed(inspect.getmro(cls)):
         if not base.__module__.startswith("mcore_rl"):
@@ -207,7 +211,7 @@ def meanings_of(cls: Any) -> dict[str, str]:
 
 
 def meaning_of_section(cls: Any) -> str:
-    """The first paragraph of a section's docstring, or of the section's that it varies."""
+    """Return the first paragraph of the docstring of a section's class or, without one, of its nearest base class."""
     for base in inspect.getmro(cls):
         text = base.__dict__.get("__doc__") or ""
         if base.__module__.startswith("mcore_rl") and text and not text.startswith(f"{base.__name__}("):
@@ -220,7 +224,7 @@ def _joined(text: str) -> str:
 
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
-"""Pattern of a value that the environment gives."""
+"""Schema of a value that an environment variable replaces."""
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:
@@ -239,5 +243,5 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
             elif {"enum", "anyOf", "const"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
                 outer = {key: kind.pop(key) for key in ("title", "description", "default") if key in kind}
                 definition["properties"][name] = {**outer, "anyOf": [kind, VARIABLE]}
-    schema["properties"][BASE] = {"type": "string", "description": "A file that this one builds on."}
+    schema["properties"][BASE] = {"type": "string", "description": "A file that this file includes."}
     return schema

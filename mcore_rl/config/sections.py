@@ -37,7 +37,7 @@ class LoRAConfig(Section):
     rank: PositiveInt | None = None
     """Rank of the adapters; the default is that of `path`, or 16."""
     alpha: PositiveFloat | None = None
-    """The product of an adapter is multiplied by alpha / rank; the default is that of `path`, or 32."""
+    """The output of an adapter is multiplied by alpha / rank; the default is that of `path`, or 32."""
     lr_ratio: PositiveFloat = 1.0
     """Ratio of the learning rate of the B matrices, which start as zeros, to that of the A matrices (LoRA+,
     arXiv:2402.12354)."""
@@ -142,7 +142,8 @@ class DataConfig(Section):
     overlong: Literal["drop", "truncate"] = "drop"
     """Drop longer records, or truncate them at the end."""
     chat_template: str | None = None
-    """A Jinja template that replaces the tokenizer's, or the path of a file with one. The exported model has it too."""
+    """A Jinja template that replaces the tokenizer's chat template, or the path of a file that contains one. It is
+    exported with the model."""
     columns: Columns = Field(default={})
     """Column names of all sources, by the field that each column gives: `{prompt: question, completion: answer}`. Or
     per source: `{math.jsonl: {prompt: question, completion: answer}}`; the columns of other sources keep their
@@ -243,8 +244,8 @@ class CheckpointConfig(Section):
     save_interval: PositiveInt | None = None
     """Steps between checkpoints. The end of the run always saves one."""
     save_minutes: PositiveFloat | None = 30.0
-    """Minutes after which a checkpoint is saved between intervals. It is removed when a later checkpoint exists, unless
-    `keep_last` keeps it."""
+    """Also save a checkpoint when the last one is older than this many minutes. It is removed once a later checkpoint
+    exists, unless `keep_last` keeps it."""
     keep_last: PositiveInt | None = None
     """Number of newest checkpoints to keep; the default is all."""
     keep_every: PositiveInt | None = None
@@ -263,8 +264,8 @@ class CheckpointConfig(Section):
     overwrite: bool = False
     """Remove the files of an earlier run from output_dir; needs resume=none. Otherwise such a directory is refused."""
     best_metric: Name | None = None
-    """A validation metric, as `loss`, or with several sets `math/reward_mean`. Each new best value saves a checkpoint,
-    and the best checkpoint is always kept."""
+    """A validation metric, such as `loss`; with several sets of data.validation as SET/METRIC, such as
+    `math/reward_mean`. A checkpoint is saved at each new best value, and the best checkpoint is always kept."""
     best_mode: Literal["min", "max"] | None = None
     """Whether the lowest or the highest best_metric is best; the default is min for losses and errors, max for
     accuracies, rewards and margins."""
@@ -300,13 +301,13 @@ class CheckpointConfig(Section):
 
     @property
     def best_is_highest(self) -> bool | None:
-        """True if the highest best_metric is best; None if best_mode is not set and the metric's name does not decide
+        """True if the highest best_metric is best; None if best_mode is not set and the metric's name does not show
         it."""
         return greatest_is_best(self.best_metric or "") if self.best_mode is None else self.best_mode == "max"
 
 
 def greatest_is_best(metric: str) -> bool | None:
-    """Return whether a higher value of a metric is better, by its name; None if the name does not decide it."""
+    """Return whether a higher value of a metric is better, by its name; None if the name does not show it."""
     if metric.endswith(("loss", "error")):
         return False
     return True if re.search("accuracy|reward|margin|explained_variance|(pass|maj)@", metric) else None
@@ -342,8 +343,9 @@ class BatchConfig(Section):
 
 
 LARGEST_BFLOAT16_BETA = 0.95
-"""Largest decay of a mean in bfloat16. Rounding to 8 significant bits loses changes below 2⁻⁹, so that a mean of equal
-numbers stops 2⁻⁹ / (1 − β) before them, 4 %."""
+"""Largest decay β of a running mean that is kept in bfloat16. Rounding to 8 significant bits loses relative changes
+below 2⁻⁹. The running mean of equal numbers therefore stops at a relative distance of 2⁻⁹ / (1 − β) from them, here 4
+%."""
 
 
 class OptimizerConfig(Section):
@@ -400,7 +402,7 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: must be at most lr ({self.lr}), got {self.min_lr}")
         if self.min_lr and self.schedule == "constant":
-            raise ValueError("min_lr: schedule=constant never comes down to it; leave it out")
+            raise ValueError("min_lr: schedule=constant never reaches it; leave it out")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_ratio: give it or warmup_steps, not both")
         for name in ("muon_lr", "muon_momentum", "muon_steps", "muon_scale"):
@@ -494,7 +496,7 @@ class TrainingConfig(Section):
     """Seed of the data order, dropout and sampling."""
     deterministic: bool = False
     """Use only deterministic kernels (torch, Megatron, cuBLAS, NCCL, Transformer Engine), which give the same bits in
-    each run. An operation without one ends the run with its name."""
+    each run. An operation without a deterministic kernel ends the run; the message names the operation."""
     dry_run: bool = False
     """Check everything, print what the run would do, and stop (`--dry-run`)."""
     output_dir: Directory
@@ -528,7 +530,7 @@ class TrainingConfig(Section):
         sets = [name for name in self.data.validation_sets if name]
         if best is not None and sets and best.partition("/")[0] not in sets:
             raise ValueError(
-                f"checkpoint.best_metric: must be of one of the sets of data.validation ({', '.join(sets)}), as "
+                f"checkpoint.best_metric: must name a set of data.validation ({', '.join(sets)}), for example "
                 f"{sets[0]}/{best.rpartition('/')[2]}"
             )
         return self
@@ -601,26 +603,26 @@ class TrainingConfig(Section):
         return self.batch.global_batch_size
 
     def total_steps(self, num_samples: int) -> int:
-        """Return the steps of a run on `num_samples`: the smaller of max_steps and max_epochs. The last batch may be
-        smaller."""
+        """Return the number of steps of a run on `num_samples` samples, the smaller of the limits max_steps and
+        max_epochs. The last batch may be smaller than the others."""
         limits = [self.trainer.max_steps or math.inf]
         if self.trainer.max_epochs:
             limits.append(math.ceil(self.trainer.max_epochs * num_samples / self.samples_per_step))
         return int(min(limits))
 
     def check_steps(self, steps: int) -> None:
-        """Raise UserError if a run of so few steps would never train what it is meant to train."""
+        """Raise UserError if a run of `steps` steps would end before it trains the policy."""
 
     def longest_record(self, rows_per_unit: int) -> int:
-        """Return the padded tokens of the longest record of `rows_per_unit` sequences."""
+        """Return the largest possible number of tokens, with padding, of a record of `rows_per_unit` sequences."""
         multiple = self.parallel.sequence_multiple
         return rows_per_unit * -(-self.data.max_sequence_length // multiple) * multiple
 
     def pack_width(self, rows_per_unit: int) -> int:
-        """Return the tokens of a pack, which holds the longest record of `rows_per_unit` sequences.
+        """Return the number of tokens in a pack, in which the longest record of `rows_per_unit` sequences must fit.
 
         Raises:
-            UserError: batch.tokens_per_pack is less.
+            UserError: batch.tokens_per_pack is too small for that record.
         """
         width, longest = self.batch.tokens_per_pack, self.longest_record(rows_per_unit)
         if width is not None and width < longest:

@@ -1,4 +1,4 @@
-"""Batches: records to padded rows, global-batch rows to replicas with equal work, rows to microbatches."""
+"""Turn records into padded rows, distribute rows over replicas with equal work, and split them into microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_rl.distributed.topology import ParallelDimension
 
 
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return right-padded rows; a unit's sequences are adjacent.
+    """Return a batch with a right-padded row for each sequence; the rows of a unit are adjacent.
 
     The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
     """
@@ -55,7 +55,7 @@ class Microbatch:
     """Rows that go through the model together. A microbatch is equal only to itself.
 
     rows: indices into the batch that was divided: the global batch, or a replica's own rows.
-    data: these rows, cut to the length of the longest; whole sequences.
+    data: these rows, with all of their tokens, cut to the length of the longest row.
     layout: positions of the rows in the pack.
     packed: False if all rows are padded to one length.
     counts: False for a filler that keeps the data-parallel ranks in step; its samples are masked.
@@ -102,7 +102,8 @@ class MicrobatchPlanner:
     min_shared: int = 32
 
     def plan(self, lengths: Sequence[int], input_ids: torch.Tensor | None = None) -> list[list[list[int]]]:
-        """Return [data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
+        """Return the rows of each microbatch, as [data-parallel rank][microbatch] → rows. An empty microbatch is a
+        filler.
 
         Every rank gets the same number of microbatches and an even share of the work, which grows with a sequence's
         length and with its square.
@@ -120,7 +121,8 @@ class MicrobatchPlanner:
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
     ) -> list[PackUnit]:
-        """Return units of rows that stay together: pairs, or with shared prefixes as much of a group as fits a pack.
+        """Return units, whose rows stay together: pairs or single rows; with shared prefixes, as many rows of a group
+        as fit a pack.
 
         Args:
             indices: the rows' indices in the global batch, which determine their groups.
@@ -140,7 +142,8 @@ class MicrobatchPlanner:
         return self.rows_per_unit
 
     def _work(self, before: int, length: int) -> float:
-        """Return the work in tokens of `length` tokens after `before` others: linear part plus attention."""
+        """Return the work for `length` tokens that follow `before` tokens, linear part plus attention, in units of a
+        token's linear part."""
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
 
@@ -149,7 +152,8 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return a unit of a group's rows, or units of each half if the rows do not fit a pack together."""
+        """Return one unit with all `rows` of a group, or, if they do not fit a pack together, the units of each
+        half."""
         # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -168,7 +172,7 @@ class MicrobatchPlanner:
         return PackUnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
     def _shards(self, units: Sequence[PackUnitSize]) -> list[list[list[int]]]:
-        """Return [data-parallel rank][microbatch] → indices of units."""
+        """Return the units of each microbatch, as [data-parallel rank][microbatch] → indices of `units`."""
         size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
         if self.packing:
             return pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
@@ -182,8 +186,8 @@ class MicrobatchPlanner:
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
         """Return this data-parallel rank's microbatches of a global batch with `input_lengths`.
 
-        For a replica's own rows, return microbatches of all of them; the call is then collective, because every rank
-        must have the same number.
+        If `data` is a `LocalBatch`, it has only this replica's rows; return the microbatches of all of them. The call
+        is then collective, because every rank must have the same number of microbatches.
         """
         if isinstance(data, LocalBatch):
             return self._own_microbatches(data)
@@ -205,7 +209,8 @@ class MicrobatchPlanner:
         return self._microbatches(blank, boxes, units, width)
 
     def plan_of_replica(self, data: LocalBatch[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
-        """Return a replica's packs, planned for this replica alone, its units, and the width of the widest pack."""
+        """Return this replica's packs, its units, and the width of its widest pack; other replicas are not
+        considered."""
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
         return boxes, units, max(map(self._width, boxes), default=0)
@@ -213,7 +218,11 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each box; an empty box gets the smallest unit. `width` is the widest of all ranks."""
+        """Return a microbatch for each box of units; an empty box gets the smallest unit as a filler.
+
+        Args:
+            width: largest width of a microbatch on any rank.
+        """
         common = width if self.one_width else None
         filler = [min(units, key=lambda unit: unit.tree.padded_size(self.multiple))]
         return [self._microbatch(data, box, filler, common) for box in boxes]
@@ -252,7 +261,7 @@ class MicrobatchPlanner:
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
     ) -> list[PackUnitSize]:
-        """Return the sizes of the units that some rows of a global batch make.
+        """Return the sizes of the units into which some rows of a global batch are combined.
 
         Args:
             lengths: [b] lengths of these rows.
@@ -265,7 +274,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Return `unit_sizes` without shared prefixes, without creating an object for each sequence."""
+        """Return the result of `unit_sizes` without shared prefixes; no object is created for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]
@@ -288,7 +297,8 @@ class MicrobatchPlanner:
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """Return the tokens of each piece of a batch that the model computes, and of the prefix that it continues."""
+        """For each piece of a batch that the model computes, return its number of tokens, and the number of tokens of
+        the prefix that it continues."""
         if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
         else:
@@ -317,7 +327,7 @@ class PackUnitSize:
 
 
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """Return this number of one-token rows of zeros, in the form of `data`, which has no rows."""
+    """Return a batch of `rows` one-token rows of zeros, with the columns of `data`, which has no rows."""
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -369,7 +379,7 @@ def divide(
     replicas: ParallelDimension,
     known: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return each replica's rows of the global batch in order, with even work. Collective over the replicas.
+    """Return the rows of the global batch for each replica, in order, with even work. Collective over the replicas.
 
     With shared prefixes, each replica contributes the unit sizes of the rows whose tokens it has.
 

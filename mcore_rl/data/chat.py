@@ -106,7 +106,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Remove null descriptions and similar nulls; in the schema of the parameters, null is a value."""
+    """Remove keys with null values from a tool's function; in the schema of its parameters, null is a value."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
@@ -170,9 +170,10 @@ def chat_day(tokenizer: Any) -> date | None:
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return a template whose `strftime_now` always returns the set day; nothing without a day.
+    """Return the argument `chat_template`: a template with a `strftime_now` for the day of `set_chat_day`; {} without a
+    day.
 
-    It is a macro, since transformers does not accept functions from outside. The template may compute the formats.
+    `strftime_now` is a macro, since transformers does not accept functions. The template may compute its format.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
@@ -335,7 +336,7 @@ class _Marked:
 
         The header is the text with which the template requests a response. If the whole conversation does not contain
         all of it (for example a thought that the template opens for the model), the common part is the header.
-        Otherwise the response starts with its content.
+        If there is no common part, the response starts with its content.
         """
         content = len(before) if self.text.startswith(before) else None
         earlier = self.messages[: self.index]
@@ -360,10 +361,11 @@ class _Marked:
 
 
 def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
-    """Return the span from the header to the first end token after the content, or else to the content's end."""
+    """Return the span of a message: from its header to the first end token after its content, or to the content's
+    end."""
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
-        raise ValueError(f"the chat template writes other text after {marked.name} for other contents")
+        raise ValueError(f"the text that the chat template writes after {marked.name} depends on the message's content")
     start, content_end = marked.start(before), len(marked.text) - len(after)
     if start > content_end:
         raise ValueError(f"the chat template rewrites {marked.name}")

@@ -184,7 +184,7 @@ def load_preference_dataset(
 def load_reward_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load pairs as for preference, with each conversation rendered whole, as a reward model reads it."""
+    """Load pairs as `load_preference_dataset` does, but render each conversation whole, as a reward model reads it."""
     return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
 
 
@@ -230,7 +230,7 @@ class Teaching:
 
     @property
     def have_names(self) -> bool:
-        """Whether records name their teachers; otherwise there is a single one without a name."""
+        """Whether records name their teachers; otherwise there is a single teacher, which has no name."""
         return self.teachers != ("",)
 
     @property
@@ -238,7 +238,8 @@ class Teaching:
         return self.have_names or self.template is not None
 
     def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int, truncates: bool) -> SequenceGroup:
-        """Tokenize an SFT record; raise ValueError if its teachers or their prompt are invalid."""
+        """Tokenize an SFT record. Raise ValueError if its `teacher` column is invalid, or if the prompt for its
+        teachers is invalid or too long."""
         (sequence,) = unit = _tokenize_sft(tokenizer, record)
         prompt = self.of(record).get("prompt")
         if prompt is None or not sequence.is_trainable or (len(sequence) > max_length and not truncates):
@@ -253,7 +254,8 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights of a record's teachers, and the prompt that they read with its tools."""
+        """Return what the store keeps of a record: `teachers`, the weight of each, and `prompt`, the prompt that they
+        read and its tools."""
         own: dict[str, Any] = {}
         if self.have_names:
             own["teachers"] = self._weights_of(record)
@@ -266,7 +268,7 @@ class Teaching:
         named = record["teacher"] if isinstance(record["teacher"], dict) else {record["teacher"]: 1.0}
         if not named or any(name not in self.teachers for name in named):
             known = ", ".join(self.teachers)
-            raise ValueError(f"teacher: {record['teacher']!r} is none of distillation.teacher, which has {known}")
+            raise ValueError(f"teacher: {record['teacher']!r} is not a name in distillation.teacher ({known})")
         for name, weight in named.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"teacher: the weight of {name} must be a positive number, got {weight!r}")
@@ -299,7 +301,8 @@ def load_distillation_dataset(
     cache: TokenCache | None = None,
     teaching: Teaching = Teaching(),
 ) -> DistillationDataset:
-    """Load SFT records, with the column `teacher` of several teachers, and the columns that a template names."""
+    """Load SFT records. With several teachers, also read the column `teacher`; with a template, the columns it
+    names."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     if teaching.reads_records:
         longest, truncates = data.max_sequence_length, data.overlong == "truncate"
@@ -315,7 +318,7 @@ def load_unpaired_dataset(
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
     dataset = UnpairedDataset(_load(source, tokenizer, data, what, say, cache).units)
     if len(dataset) < 2:
-        raise UserError(f"{named(source)}: KTO compares with other records' responses, and there is only one record")
+        raise UserError(f"{named(source)}: KTO compares responses of several records, but there is only one record")
     if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
         say(f"{named(source)}: all responses are {'desirable' if desirable else 'undesirable'}")
     return dataset
@@ -342,11 +345,12 @@ def _load(
     store = load_store(source, tokenizer, data, what, say, cache)
     counts = store.counts
     if not len(store):
-        raise UserError(f"{named(source)}: no record is left: {described_drops(store, data.max_sequence_length)}")
+        drops = described_drops(store, data.max_sequence_length)
+        raise UserError(f"{named(source)}: no record is short enough: {drops}")
     if not counts["teach_end"] and what.name != "reward":  # a reward model does not learn end tokens
         say(
-            f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
-            "marks by {% generation %}; close the block behind the end token"
+            f"{named(source)}: no response teaches the model to end: the chat template writes the end token "
+            "outside its {% generation %} block; close the block after the end token"
         )
     return Dataset(store)
 
@@ -381,7 +385,7 @@ def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Split off the leading messages that both responses share as the prompt; each response keeps its last message."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
-        raise ValueError("lacks the key prompt (it may be left out of message lists only)")
+        raise ValueError("lacks the key prompt (only records with message lists may leave it out)")
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -399,7 +403,7 @@ def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, the text or messages that they come from, and the record's other fields."""
+    """A prompt: its token ids, the text or messages that they come from, and the other fields of its record."""
 
     input_ids: tuple[int, ...]
     content: str | Messages
@@ -454,8 +458,8 @@ class PromptDataset:
         return text + described_shares(store)
 
     def source_of(self, index: int) -> str | None:
-        """Return a prompt's `data_source`, if its record has a text there, or else its source in a mixture; None for a
-        single source. Only letters, digits, '_', '.' and '-' are kept."""
+        """Return the `data_source` of a prompt's record if that is a text. Otherwise return the prompt's source in a
+        mixture, or None for a single source. Only letters, digits, '_', '.' and '-' are kept."""
         own = self.prompts[index].record.get("data_source")
         return plain_name(own) if isinstance(own, str) and own else self.prompts.store.source_of(index)
 
@@ -503,7 +507,7 @@ def load_prompt_dataset(
     response = data.max_sequence_length - max_prompt_length
     if not len(store):
         raise UserError(
-            f"{named(source)}: no prompt is left beside max_new_tokens={response}: "
+            f"{named(source)}: no prompt is short enough to leave room for max_new_tokens={response}: "
             f"{described_drops(store, max_prompt_length, response)}"
         )
     return PromptDataset(StoredPrompts(store), response)
@@ -553,7 +557,7 @@ def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
 
 
 class TokensNeeded(Exception):
-    """A check has come to the first use of tokens."""
+    """Raised when a check of records first needs a tokenizer."""
 
 
 class UnloadedTokenizer:

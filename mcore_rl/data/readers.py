@@ -22,7 +22,7 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, an object has a key twice, or a text contains an unpaired surrogate, which
+        ValueError: `text` is not JSON, an object has a key twice, or a string contains an unpaired surrogate, which
             tokenizers reject.
     """
     value = json.loads(text, object_pairs_hook=_unique)
@@ -54,7 +54,7 @@ FOREIGN_COLUMNS = {
     "conversations": "conversations is ShareGPT's; write it as messages of role and content",
     "instruction": "instruction is Alpaca's; write it (and input) as prompt, output as completion",
     "question": "write question as prompt, or set data.columns",
-    "text": "in a text no prompt can be told from its response; write prompt and completion",
+    "text": "a text does not show where its response starts; write prompt and completion",
 }
 """Columns of other formats, with instructions for the user."""
 
@@ -169,7 +169,7 @@ def _read_json(source: str) -> Iterator[tuple[Records, float]]:
         return
     records = _parse(Path(source).read_bytes(), source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{source}: must be a JSON list of objects, or an object a line")
+        raise UserError(f"{source}: must be a JSON list of objects, or have one object per line")
     yield from _rows(source, records, len(records))
 
 
@@ -211,7 +211,7 @@ def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
             rows = (_clean(row) for batch in batches for row in batch.to_pylist())
             yield from _rows(source, rows, file.metadata.num_rows)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{source}: is not a whole Parquet file: {' '.join(str(error).split())}") from None
+        raise UserError(f"{source}: is not a complete Parquet file: {' '.join(str(error).split())}") from None
 
 
 def _hub_is_reachable() -> bool:
@@ -230,7 +230,7 @@ def load_hub_dataset(source: str) -> Any:
     """Return the dataset `NAME` or `NAME:SPLIT` from the hub or its cache.
 
     Raises:
-        UserError: neither has it.
+        UserError: neither the hub nor its cache has the dataset.
     """
     import datasets
     import huggingface_hub

@@ -109,14 +109,15 @@ class TokenCache:
             raise
 
     def _wait_for(self, path: Path) -> None:
-        """Wait for the store of another process of this node; if that process ends without it, end this one as well."""
+        """Wait until another process of this node has created the store `path`; raise UserError if that process has
+        ended."""
         lost_since = None
         while not path.is_dir():
             time.sleep(POLL_SECONDS)
             if _is_locked(path.with_suffix(".lock")):
                 lost_since = None
             elif time.monotonic() - (lost_since := lost_since or time.monotonic()) > LOST_SECONDS:
-                raise UserError(f"data.cache_dir: the process that makes {path} is gone, or sees another directory")
+                raise UserError(f"data.cache_dir: the process that creates {path} has ended, or uses another directory")
 
     def _key(self, source: str, tokenizer: Any, what: TokenizationSpec) -> str:
         parts = {

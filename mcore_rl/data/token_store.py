@@ -189,7 +189,8 @@ def dropped_with(length: int) -> str:
 
 
 class TokenStore(Sequence[SequenceGroup]):
-    """Units by number. Two stores are equal if their units are equal, regardless of where they are stored."""
+    """A sequence of units; a unit is the sequences of a record. Two stores are equal if their units are equal,
+    regardless of where they are stored."""
 
     labels: Sequence[str] = ()
     """Names of a mixture's sources in metrics."""
@@ -211,7 +212,7 @@ class TokenStore(Sequence[SequenceGroup]):
             files = {name: _FileArray(directory / f"{name}.bin", kind, sizes[name]) for name, kind in KINDS.items()}
             return cls({**files, **{name: files[name][:] for name in ("ends", "extra_ends")}}, meta)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{directory} is not whole: {error}") from None
+            raise ValueError(f"{directory} is incomplete: {error}") from None
 
     @property
     def fingerprint(self) -> str:
@@ -244,7 +245,8 @@ class TokenStore(Sequence[SequenceGroup]):
         return np.diff(self._arrays["ends"], prepend=0)
 
     def record_lengths(self) -> np.ndarray:
-        """Return the tokens of the longest sequence of every record, also of dropped ones, int64 [records]."""
+        """Return the number of tokens in the longest sequence of each record, also of dropped records, int64
+        [records]."""
         dropped = {name: n for name, n in self.counts.items() if name.startswith(DROPPED_WITH)}
         lengths = np.array([int(name.removeprefix(DROPPED_WITH)) for name in dropped], np.int64)
         kept = self.lengths().reshape(-1, self._rows).max(1, initial=0)
@@ -262,7 +264,7 @@ class TokenStore(Sequence[SequenceGroup]):
         return [end - start for start, end in zip([before, *own], own, strict=False)]
 
     def extra(self, index: int) -> bytes:
-        """Return the text of a record."""
+        """Return the JSON text that is stored with a record (`TokenizationSpec.extra_of`)."""
         ends = self._arrays["extra_ends"]
         return self._arrays["extra"][ends[index - 1] if index else 0 : ends[index]].tobytes()
 
@@ -392,7 +394,7 @@ class MixedTokenStore(TokenStore):
         self.quotas = quotas_of([weights[name] for name in stores])
         for (name, store), quota in zip(stores.items(), self.quotas, strict=True):
             if not len(store):
-                raise UserError(f"data.train: no record of {name} is left, which has a weight; leave it out")
+                raise UserError(f"data.train: no record of {name} is short enough; leave this source out")
             if not quota:
                 raise UserError(f"data.train: the weight of {name} is less than a sample in {PERIOD:,}; leave it out")
         self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))

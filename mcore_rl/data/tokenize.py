@@ -81,7 +81,7 @@ def _without_markers(template: str) -> str:
 
 
 JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a boolean"}
-"""Names of the values of a record, for its author."""
+"""Names of JSON types in error messages."""
 
 
 def tokenize_completion(
@@ -257,7 +257,7 @@ class TokenizationSpec:
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
-        """Return a unit that is not too long, truncated if configured; None if it is dropped."""
+        """Return `unit`, truncated if it is too long and truncation is configured; None if the unit is dropped."""
         if max(map(len, unit)) <= self.max_length:
             return unit
         if self.overlong == "drop":

@@ -56,7 +56,7 @@ class RolloutCollector:
         self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
         self.recording, self.recorded, self.steps = recording, recorded, steps
         self._ahead: dict[int, PendingRollouts] = {}
-        """The prompts that are being answered, by the position of the first."""
+        """Rollouts that run in the background, by the position of their first prompt."""
         self.samples = OptionalLog(config.output_dir / "samples.jsonl", say)
 
     def collect(self, step: int, position: int) -> tuple[RolloutBatch, int]:
@@ -124,11 +124,11 @@ class RolloutCollector:
     def log_samples(
         self, step: int, rollouts: RolloutBatch, advantages: Float[Tensor, " samples"] | None
     ) -> list[dict[str, Any]]:
-        """Write some of the rollouts to samples.jsonl, and return them on the writer; [] on other ranks, and in a
-        replay, which has them already. Collective.
+        """Write some of the rollouts to samples.jsonl and return them on rank 0. Return [] on other ranks, and in a
+        replay, whose samples were logged when they were recorded. Collective.
 
         Args:
-            advantages: each sample's mean over its response tokens; None in a step without an update.
+            advantages: each sample's mean advantage over its response tokens; None in a step without an update.
         """
         if self.recorded is not None:
             return []
@@ -161,7 +161,8 @@ def named_rewards(outcomes: Sequence[RolloutSummary], names: Sequence[str]) -> F
 def groups_with_signal(
     outcomes: Sequence[RolloutSummary], size: int, names: Sequence[str] | None = None
 ) -> Bool[Tensor, " prompts"]:
-    """Return True for groups of `size` samples whose rewards differ; with `names`, one of these rewards by name."""
+    """Return True for groups of `size` samples whose rewards differ. With `names`, at least one of these
+    named rewards must differ."""
     judged = are_judged(outcomes).view(-1, size)
     if names is None:
         return has_signal(torch.tensor([outcome.reward for outcome in outcomes]).view(-1, size), judged)
@@ -222,7 +223,8 @@ class RolloutStatistics:
         """Add samples.
 
         Args:
-            answers: for pass@k and maj@k, the answer of each sample; the samples are then those of whole prompts.
+            answers: for pass@k and maj@k, the answer of each sample; the samples must then be all responses to their
+                prompts.
         """
         for place in range(0, len(outcomes) if answers is not None else 0, self._group):
             responses = slice(place, place + self._group)
@@ -250,11 +252,11 @@ class RolloutStatistics:
         accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the number of tokens that the sampler kept for each
         sampled token, if it returned them.
 
-        Rewards are those of the judged samples. The mean of each of several rewards is over the judged samples that
-        it applies to.
+        Rewards are those of the judged samples. The mean of a named reward is over the judged samples to which
+        it applies.
 
         Args:
-            if_none_judged: these values if no sample could be judged.
+            if_none_judged: value of the metrics of rewards if no sample could be judged.
         """
         totals, count, judged = self._totals, self._totals["samples"], max(self._totals["judged"], 1)
         failed, mean = count - totals["judged"], self._rewards / judged
@@ -320,7 +322,7 @@ class PromptStatistics:
     responses of which c are right, 1 − C(n − c, k) / C(n, k) estimates it without bias (arXiv:2107.03374, eq. 1). maj@k
     is the probability that the most frequent answer of k responses is right, estimated by the mean over n // k disjoint
     sets of responses. Of equally frequent answers, the first one counts. Responses without an answer do not vote.
-    Responses that could not be judged are left out, and for a k also prompts with fewer responses than k.
+    Responses that could not be judged are left out. Prompts with fewer than k other responses do not count for that k.
 
     Args:
         ks: the values of k.
@@ -351,7 +353,7 @@ class PromptStatistics:
                 self._voted[k].append(Fraction(sum(votes), len(votes)))
 
     def metrics(self) -> dict[str, float]:
-        """Return pass@k, and maj@k if judges find answers, for each k that a prompt has enough responses for."""
+        """Return pass@k, and maj@k if judges find answers, for each k for which a prompt has enough responses."""
         kinds = {"pass": self._passed, **({"maj": self._voted} if self._has_answers else {})}
         return {
             f"{name}@{k}": _nearest(sum(of_prompts, Fraction()) / len(of_prompts))

@@ -38,15 +38,15 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
     if not path.parent.is_dir():
         raise UserError(f"--record {path}: the directory {path.parent} does not exist")
     if path.exists() and not goes_on:
-        raise UserError(f"--record {path}: exists already, and is not written over; name another file")
+        raise UserError(f"--record {path}: exists already and will not be overwritten; name another file")
     if path.exists():
         try:
             found = [entry["sampling"] for entry in read_step_log(path)]
             others = [name for name in run if any(sampling.get(name) != run[name] for sampling in found)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"--record {path}: is not a recording, and is not written over") from None
+            raise UserError(f"--record {path}: is not a recording of rollouts; name another file") from None
         if others:
-            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}), and is not written over")
+            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}); name another file")
 
 
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def read_recording(
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
-        raise UserError(f"--replay {path}: lacks step {missing[0]} of the {steps} of this run")
+        raise UserError(f"--replay {path}: lacks step {missing[0]}; this run has {steps} steps")
     with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"

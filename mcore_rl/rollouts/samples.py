@@ -98,7 +98,8 @@ def exchange_rows(
     """Return the columns of the rows that this replica needs, in its order, on all of its ranks. Collective.
 
     Args:
-        own: the rows `held`, in this order, right-padded, on the host. The first rank of one replica holds each row.
+        own: columns of the rows whose numbers are in `held`, in this order, right-padded, on the host. Each row is on
+            the first rank of exactly one replica.
         wanted: the rows that each replica receives, by replica; the same on all ranks.
         lengths: tokens of each row of the global batch.
     """
@@ -146,11 +147,13 @@ def exchange_tokens(
     lengths: Sequence[int],
     replicas: ParallelDimension,
 ) -> Shaped[Tensor, "wanted_tokens values"]:
-    """Return the tokens of the rows that this replica needs, from the replicas that hold them. Collective over first
-    ranks: a sum of 8 bytes per row of the global batch, and one all-to-all.
+    """Return the tokens of the rows that this replica needs, from the replicas that have them.
+
+    Collective over the first ranks of replicas: an all-reduce of 8 bytes per row of the global batch and one
+    all-to-all.
 
     Args:
-        own: tokens of the rows `held`, one row after the other; one replica holds each row.
+        own: tokens of the rows whose numbers are in `held`, row after row. Exactly one replica has each row.
         wanted: the rows that each replica receives, by replica; the same on all replicas.
         lengths: tokens of each row of the global batch.
     """
@@ -217,7 +220,7 @@ class SummaryExchange:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """Return the summaries of all replicas, ordered by their places. Collective.
+        """Return the summaries of all replicas' rollouts in the order of their places. Collective.
 
         Args:
             own: summaries of this rank's replica, by place. Ignored unless this rank is the first of its replica.
@@ -247,7 +250,10 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """Return the sum over ranks of these rows at their places: [total, width], fp64, on the host. Collective."""
+    """Return a table [total, width] with the `rows` of each rank at their `places`, summed over ranks.
+
+    The table is in fp64, on the host. Collective.
+    """
     table = torch.zeros(total, width, dtype=torch.float64)
     if rows:
         table[list(places)] = torch.tensor(rows, dtype=torch.float64)
@@ -461,7 +467,7 @@ def to_batch(
 
 
 def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the rollout's experts; unknown ones for a rollout whose request failed, which has no response."""
+    """Return the rollout's experts, or unknown ones (−1) if its request failed, so that it has no response."""
     if experts is None or not rollout.error or rollout.turns:
         return rollout.routed_experts
     return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)
@@ -482,8 +488,8 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the position [B] of the last response token in each row of `to_batch`; of the last token without a
-    response."""
+    """Return the position [B] of the last response token in each row of `to_batch`, or of the last token in a row
+    without a response."""
     positions = torch.arange(data["token_mask"].shape[1])
     last = torch.where(data["token_mask"] > 0, positions, -1).amax(1)
     return torch.where(last < 0, data["input_lengths"] - 1, last)

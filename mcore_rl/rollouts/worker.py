@@ -111,7 +111,8 @@ class RolloutWorker:
         self.environment: Any = environment
         self.weight_version = 0
         self.judging_seconds = 0.0
-        """Seconds since `prepare` in which the ranks waited for the judge. While conversations stream, nobody waits."""
+        """Seconds since `prepare` in which the ranks waited for the judge; 0 if conversations stream, because no rank
+        waits."""
         self._telling = SummaryExchange(topology)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()

@@ -22,7 +22,8 @@ from mcore_rl.utils.model_directory import architecture_changes
 
 @dataclass
 class BestValidation:
-    """
+    """The best validation of a run so far, by one metric.
+
     metric: name of the validation metric, without its prefix `validation_`.
     data: fingerprint of the validation data.
     patience: number of consecutive validations without an improvement after which the run ends; None: no limit.
@@ -43,7 +44,7 @@ class BestValidation:
     def of(
         cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: PrintLine = silent
     ) -> BestValidation | None:
-        """Return the tracking that the configuration asks for, continued from a checkpoint's state; None without
+        """Return the best validation so far, as a checkpoint's `state` has it; None if the configuration has no
         best_metric.
 
         The best validation of the checkpoint is forgotten if the metric, its direction or the validation data differ.
@@ -67,7 +68,9 @@ class BestValidation:
         """
         if f"validation_{self.metric}" not in metrics:
             known = sorted(name.removeprefix("validation_") for name in metrics if name.startswith("validation_"))
-            raise UserError(f"checkpoint.best_metric={self.metric}: validations have {', '.join(known)}")
+            raise UserError(
+                f"checkpoint.best_metric={self.metric}: is not a validation metric; choose from {', '.join(known)}"
+            )
         value = metrics[f"validation_{self.metric}"]
         better = value == value and (self.value is None or (value > self.value if self.highest else value < self.value))
         if better:
@@ -122,7 +125,7 @@ def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
     for iteration in candidates[:1]:
         for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), identity.architecture):
             raise UserError(f"model.path: {iteration} is of another architecture ({key} {was} → {now})")
-    return [f"{path.name} does not say of which run it is; nothing could be compared" for path in candidates[:1]]
+    return [f"{path.name} does not name its run, so it could not be compared with this run" for path in candidates[:1]]
 
 
 class RunCheckpoints:
@@ -165,19 +168,19 @@ class RunCheckpoints:
             self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
             self._take_over_passing(iteration, state.pop("passing", []))
             if self.policy.reference is None and restored.has_reference:
-                self.say("its reference, which has followed the policy, is not used; later checkpoints are without it")
+                self.say("the checkpoint's reference, which has been updated, is not used; later checkpoints have none")
             if restored.missing:
-                self.say(f"not in it, begun anew: {', '.join(restored.missing)}")
+                self.say(f"the checkpoint lacks these, which start anew: {', '.join(restored.missing)}")
             return state
         if self.resume_from:
-            raise UserError(f"no checkpoint in {self.resume_from[0].parent} is sound")
+            raise UserError(f"all checkpoints in {self.resume_from[0].parent} are damaged")
         return {"step": 0, "consumed_samples": 0}
 
     def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
         """Start to write iteration `step`; wait for it if `wait` is set or saving is not asynchronous.
 
-        A `passing` checkpoint was requested by the clock, not by an interval. It is removed once a later one is
-        committed.
+        A `passing` checkpoint is saved only because checkpoint.save_minutes have passed. It is removed once a later
+        checkpoint is committed.
         """
         wait = wait or not self.config.checkpoint.asynchronous
         self.poll(wait=True)
@@ -187,7 +190,7 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, wait: bool = False) -> None:
-        """Commit a pending checkpoint that has been written, and report its failure with the step that it is of."""
+        """Commit a pending checkpoint that has been written, or report that the checkpoint of its step has failed."""
         if (pending := self.policy.checkpoint.pending) is not None:
             self._or_fail(pending.step, lambda: self.policy.checkpoint.finish(wait))
 
@@ -220,16 +223,16 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Remember which checkpoints only the clock asked for, as the checkpoint `resumed` lists them.
+        """Remember the passing checkpoints (see `save`) that the checkpoint `resumed` lists.
 
-        The earlier ones are removed now if the run ended between the commit of `resumed` and their removal.
+        Those before `resumed` are removed now, in case the earlier run ended before it removed them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]
             self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
-        """Remove the checkpoints before `newest` that only the clock asked for, unless retention keeps them."""
+        """Remove the passing checkpoints (see `save`) before `newest`, unless checkpoint.keep_last keeps them."""
         earlier = [path for path in self._passing if path != newest]
         self._passing = [path for path in self._passing if path == newest]
         if self.policy.is_writer and self.config.checkpoint.keep_last is None:

@@ -34,8 +34,8 @@ LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """Files that a run replaces or removes. judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
-"""Name of the report that `mcore-rl report` writes, and the mark in it. A file of that name without the mark is
-kept."""
+"""Name of the report that `mcore-rl report` writes, and the mark by which it is known. A file of that name
+without the mark is never replaced."""
 OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
@@ -104,7 +104,7 @@ class RunDirectory:
                     raise UserError(f"output_dir: {iteration} holds {foreign[0]}, not as a run saved it; move it away")
 
     def holds_results(self) -> bool:
-        """Return whether a run has left files here that another run would mix with."""
+        """Return whether a run has left files here with which the files of another run would be mixed."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
 
@@ -209,7 +209,7 @@ class RunDirectory:
             (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
 
     def not_finite(self, launch: str) -> str | None:
-        """Return why that launch ended, if a loss or a gradient was not finite."""
+        """Return why the launch `launch` of the run ended, if a loss or a gradient was not finite; otherwise None."""
         try:
             ended = json.loads((self.path / NOT_FINITE).read_text())
             return str(ended["error"]) if ended["launch"] == launch else None

@@ -33,17 +33,17 @@ IDENTIFYING_KEYS = (
     "environment.function",
     "seed",
 )
-"""Keys of the configuration that identify a run: with another value, it is another run."""
+"""Keys of the configuration that identify a run: a run with another value of such a key is another run."""
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """Identifying keys of adapters; a run without adapters does not have them."""
 NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
-"""Keys of the models, besides the trained one, that a run reads weights from."""
+"""Keys of the models and adapters from which a run reads weights, except the trained model's key."""
 UNTRACKED_KEYS = (
     *("output_dir", "dry_run", "checkpoint", "logging"),
     *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
-"""Keys and sections whose change is not reported, or is checked by content."""
+"""Keys and sections whose changes are not reported; of those with paths, the contents are compared instead."""
 
 NODE_LOCAL_KEYS = (
     *("output_dir", "model.path", *SECOND_MODEL_KEYS, f"{TEACHER}.*"),
@@ -57,7 +57,8 @@ NOT_GIVEN = "(not given)"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """
+    """What identifies a run, and the configuration that it started with.
+
     architecture: the architecture in the model's config.json.
     base_weights: digest of the model's initial weights, which a reference model keeps.
     data: fingerprint of the tokenized training data, which depends on tokenizer and chat template; "" before the data
@@ -104,7 +105,7 @@ class RunIdentity:
         """Refuse to resume a checkpoint of another run.
 
         Raises:
-            UserError: naming the key that differs.
+            UserError: the runs differ; the message names the key.
         """
         for key, was, now in self._identifying(earlier):
             change = f" ({was} → {now})" if was else ""
@@ -117,7 +118,7 @@ class RunIdentity:
             raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, earlier value, current value) of everything that makes the runs different."""
+        """Yield (key, earlier value, current value) of each difference that makes this another run than `earlier`."""
         if earlier.algorithm != self.algorithm:
             yield "the algorithm", earlier.algorithm, self.algorithm
         before, now = flattened(earlier.config), flattened(self.config)
@@ -141,8 +142,8 @@ class RunIdentity:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:
-        """Return the differences between the inputs of this process and of rank 0, likely causes first. Each is a line
-        that starts with the key."""
+        """Return the differences between the inputs of this process and those of rank 0 (`first`), likely causes first.
+        Each is a line that begins with the key."""
         day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
         firsts, own = flattened(first.config), flattened(self.config)
         values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
@@ -154,7 +155,7 @@ class RunIdentity:
         return day + configured + contents
 
     def changes(self, earlier: RunIdentity) -> list[str]:
-        """Return the other changes of the configuration, as `key old → new`."""
+        """Return the changes of the configuration that do not make another run, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not is_untracked(key)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
@@ -170,14 +171,14 @@ def _in_any_order(value: Any) -> Any:
 
 
 def model_directories(config: TrainingConfig) -> dict[str, Path]:
-    """Return every directory that a run reads weights from, by its key."""
+    """Return every directory from which a run reads weights, by its key."""
     values = flattened(config.model_dump(mode="json"))
     keys = ("model.path", *second_model_keys(values))
     return {key: Path(values[key]) for key in keys if values.get(key) not in (None, STUDENT)}
 
 
 def second_model_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the models besides the trained one, with one for each of several teachers."""
+    """Return the keys of the models other than the trained one, with a key for each of several teachers."""
     return [*SECOND_MODEL_KEYS, *sorted(key for key in values if key.startswith(f"{TEACHER}."))]
 
 

@@ -32,7 +32,8 @@ from mcore_rl.utils.torchrun import is_under_torchrun, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_NOTICE_SECONDS = 5
-"""Slurm signals every process of a job step, and `mcore-rl` hands the signal on: a rank gets the same notice twice."""
+"""Time in which a repeated signal is the same notice. Slurm signals every process of a job step, and `mcore-rl` passes
+the signal on to the ranks, so a rank gets it twice."""
 
 
 class StopSignals:
@@ -43,7 +44,8 @@ class StopSignals:
     has ended.
 
     Args:
-        save_seconds: interval in seconds, by the clock of rank 0, after which `save_is_due` is True; None for never.
+        save_seconds: seconds after the last checkpoint, by the clock of rank 0, at which `save_is_due` becomes True;
+            None for never.
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
@@ -54,7 +56,7 @@ class StopSignals:
         arrivals, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not this process's
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # not for a child's signals
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
@@ -86,8 +88,8 @@ class StopSignals:
         os._exit(128 + self._received)
 
     def requested(self) -> str | None:
-        """Return the name of the signal if any rank has received one. The result is the same on every rank, and so is
-        `save_is_due`."""
+        """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Both are the same on
+        every rank."""
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
         both = torch.tensor([self._received, int(due)], device=platform.device())
@@ -195,7 +197,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         validated_on = " ".join(f"{name}:{data.fingerprint}" for name, data in self.inputs.validation.items())
         self.best = BestValidation.of(self.config, state, validated_on, self.say)
         if self.best is not None and self.best.step and not self.checkpoints.has(self.best.step):
-            self.best.forget()  # the best one is of the run that this one started from
+            self.best.forget()  # the best checkpoint belongs to the run from which this run started
         self.reporter = MetricsReporter(self.config, self.policy.is_writer, done + 1, self.total_steps)
         self.print_run_description(done, self.total_steps)
         return done
@@ -269,7 +271,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         """Run a part of a step and return its metrics; end the run on an error that training cannot survive.
 
         The pending checkpoint is finished first. After a TrainingError (judges or servers are gone) in a part that
-        made no update, the weights are valid. They are saved as well, also if they are offloaded for an engine.
+        made no update, the weights are valid. They are then saved, even if they are offloaded for an engine.
 
         Args:
             trained: the last completed step, whose weights the part starts with.
@@ -280,7 +282,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         except FloatingPointError as error:
             try:
                 self.checkpoints.poll(wait=True)
-            except TrainingError as failed_save:  # the run ends because of the number, which would come again
+            except TrainingError as failed_save:  # report the number that is not finite, which ends the run
                 self.say(str(failed_save))
             newest = self.checkpoints.newest() or "none"
             where = "validation: " if part == self.validate else ""
@@ -300,13 +302,13 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def release_engines(self) -> None:
-        """End the use of the device by engines, after an error of theirs. Collective."""
+        """Stop engines from using the device, after an engine or a judge has failed. Collective."""
 
     def _take_weights_of(self, best: BestValidation) -> None:
         if best.step and self.checkpoints.has(best.step):
             self.policy.checkpoint.load_weights(self.checkpoints.store.iteration(best.step))
         else:
-            self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
+            self.say("export_best: the best validation has no checkpoint; the last weights are exported")
 
     def _move_reference(self, step: int) -> None:
         sync = self.config.reference_sync_of
@@ -315,7 +317,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             self.reference_moved()
 
     def reference_moved(self) -> None:
-        """Drop values that were computed by a reference that has moved."""
+        """Drop the values that the reference computed before it was updated."""
 
     def _validates_after(self, step: int) -> bool:
         trainer = self.config.trainer

@@ -48,10 +48,10 @@ class JsonLinesLog:
 
 
 class OptionalLog:
-    """A `JsonLinesLog` that does not end the run.
+    """A `JsonLinesLog` whose errors do not end the run.
 
-    Steps that a full disk has no room for are missing; the first is reported. Lines that cannot be read, which a crash
-    of the machine may leave, are removed when a run resumes.
+    Steps for which a full disk has no room are missing in the log; the first failure is reported. Lines that cannot be
+    read, which a crash of the machine may leave, are removed when a run resumes.
     """
 
     def __init__(self, path: Path, say: PrintLine) -> None:
@@ -67,7 +67,7 @@ class OptionalLog:
                 self._say(f"warning: {path}: unreadable lines are removed ({count}); the others are kept")
                 self._log.append(step, *entries)
         except OSError as error:
-            self._log = JsonLinesLog(path)  # what it has written of the line is taken away with the next
+            self._log = JsonLinesLog(path)  # the next append then removes the incomplete line
             if not self._fails:
                 self._say(f"warning: {path} cannot be written ({error.strerror}); steps are missing in it")
             self._fails = True
@@ -78,7 +78,7 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: a line is not an entry.
     """
     with open(path, "rb") as file:
         return list(step_log_entries(file))
@@ -88,14 +88,14 @@ def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the entries of an open log.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: a line is not an entry.
     """
     return (entry for _, entry in _whole_lines(file))
 
 
 def remove_unreadable(path: Path) -> int:
     """Remove the lines of a log that are not entries; return their number."""
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link is kept
     kept, removed = path.with_name(f".{path.name}.partial"), 0
     with open(path, "rb") as file, open(kept, "wb") as copy:
         for line in file:
@@ -177,7 +177,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a W&B run, which a resumed run continues: its id is in the output directory."""
+    """Logs to a W&B run. A resumed run continues the same W&B run, whose id is in the output directory."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -280,15 +280,15 @@ class Trackers:
 
 
 def console_metrics(config: TrainingConfig) -> tuple[str, ...]:
-    """Return the metrics that the console shows, also of validation, and the summary with their best values. The loss
-    of training on rollouts does not show progress."""
+    """Return the names of the metrics that the console shows for steps and validations, and the summary with their best
+    values. In training on rollouts the loss is left out, because it does not show progress."""
     if isinstance(config, RLConfig):
         return ("reward_mean", "reward_positive_fraction", "value_loss", "explained_variance")
     return ("loss", "accuracy")
 
 
 MORE_OF_ROLLOUTS = ("response_length_mean", "truncated_fraction", "kl_penalty", "approx_entropy")
-"""Other metrics on the console of training on rollouts."""
+"""Metrics that the console also shows in training on rollouts, for steps only."""
 
 
 class MetricsReporter:

@@ -28,10 +28,11 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
     Raises:
         UserError: a check fails; the message names the key or option, the value found, and a valid value.
-        NotFiniteError: torchrun has restarted a run that ended because a loss was not finite, and would end so again.
+        NotFiniteError: torchrun has restarted a run that ended because a loss was not finite and would end in the same
+            way.
     """
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
-        raise NotFiniteError(f"{ended}; a restart would come to the same, so there is none")
+        raise NotFiniteError(f"{ended}; a restart would end in the same way, so the run is not restarted")
     check_layout(config, world_size)
     check_sources(config)
     _check_files(files, RunDirectory(config.output_dir))
@@ -76,14 +77,14 @@ def check_sources(config: TrainingConfig) -> None:
 
 
 def check_vllm(config: RLConfig) -> None:
-    """Raise UserError if vLLM servers are to be started and cannot run here, or cannot return routed experts."""
+    """Raise UserError if vLLM servers must be started but cannot run here, or cannot return the experts of tokens."""
     generation = config.generation
     if generation.backend != "vllm" or generation.vllm.urls:
         return
     if not os.access(generation.vllm.python, os.X_OK):
         raise UserError(
-            f"generation.vllm.python: not found: {generation.vllm.python}; `make install-vllm` makes it, or give "
-            "generation.vllm.urls of servers that run already"
+            f"generation.vllm.python: not found: {generation.vllm.python}; create it with `make install-vllm`, or give "
+            "generation.vllm.urls of running servers"
         )
     if config.model.moe_router_replay:
         from mcore_rl import platform  # imports PyTorch
@@ -105,12 +106,12 @@ def check_headers(config: RLConfig) -> None:
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:
     record, replay = files.get("record"), files.get("replay")
     if record and replay:
-        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
+        raise UserError("--record and --replay cannot be used together: a replay generates nothing to record")
     if record and not record.parent.is_dir():
         raise UserError(f"--record {record}: the directory {record.parent} does not exist")
     for option, file in files.items():
         if file and directory.writes(file):
-            raise UserError(f"--{option} {file}: is a file that this run writes; name another")
+            raise UserError(f"--{option} {file}: is a file that this run writes; name another file")
     if record and record.is_dir():
         raise UserError(f"--record {record}: is a directory")
     if replay:
@@ -125,7 +126,7 @@ def is_restart(output_dir: Path) -> bool:
     if restarts() == 0:
         return False
     if not has_rendezvous_id() and node() > 0:
-        return True  # another node's torchrun started the run; its first rank decides
+        return True  # only the first rank of the first node can tell
     identity = RunDirectory(output_dir).identity
     return identity is not None and identity.launch == launch_id()
 
@@ -156,7 +157,7 @@ def check_output(config: TrainingConfig) -> None:
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
     """Return whether a run writes to one of its inputs, or to a file that a link in it points to."""
     if path.resolve() == directory.path.resolve():
-        return key.startswith("data.")  # logs have the suffix of data files; no output is named like a model's files
+        return key.startswith("data.")  # logs may be read as data files, but no output as a model's file
     return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
 
 
@@ -174,11 +175,11 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         return own.candidates()
     path = Path(wanted)
     if not path.is_dir():
-        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+        raise UserError(f"checkpoint.resume: {path} is not a directory; give a directory, auto or none")
     is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
     if own.iterations() and not is_own:  # the run started from that path, and has written checkpoints since
         found, notes = own.candidates()
-        return found, [*notes, f"checkpoint.resume: {path} is not read: the run has checkpoints of its own"]
+        return found, [*notes, f"checkpoint.resume: {path} is not used: output_dir has checkpoints of the run"]
     if path.name.startswith("iter_"):
         if problems := quick_problems(path):
             raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")

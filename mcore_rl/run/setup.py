@@ -106,8 +106,8 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
         rows = family_of(found[key]).vocab_size
         if rows > own and config.distillation.form == "divergence":
             raise UserError(
-                f"{key}: {path} has an LM head of {rows} rows, the student one of {own}, so that a token of the "
-                "teacher's likeliest may be none of the student's; set distillation.topk=null"
+                f"{key}: {path} has an LM head of {rows} rows, the student's has {own}, so the student may lack a "
+                "likely token of the teacher; set distillation.topk=null"
             )
         if topk > rows:
             raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has {rows} tokens")
@@ -159,7 +159,7 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
         ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
         raise UserError(
             f"{model} has another vocabulary than {POLICY} ({len(own)} and {len(policy)} tokens; {token!r} is "
-            f"{ids[0]} of its own, {ids[1]} of the policy's); use a model with the policy's tokenizer"
+            f"{ids[0]} in the first and {ids[1]} in the second); use a model with the policy's tokenizer"
         )
 
 
@@ -283,8 +283,8 @@ def disagreement(everyone: Sequence[ProcessInputs]) -> str:
             )
         if not given.sees_output:
             return (
-                f"output_dir: what process 0 (on {first.host}) writes there, {process} does not find; it must be the "
-                "same directory on all nodes, of a file system that they share"
+                f"output_dir: {process} does not find what process 0 (on {first.host}) writes there; it must be the "
+                "same directory on all nodes, on a file system that they share"
             )
     return ""
 
@@ -300,10 +300,10 @@ def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
     differences += [key for key in first.read if given.read.get(key, first.read[key]) != first.read[key]]
     if given.identity:  # only the first process of a node has these entries
         lacking = sorted(key for key in first.read.keys() ^ given.read.keys() if OTHER_CODE in key)
-        differences += [f"{key} (which is on one of them alone)" for key in lacking]
+        differences += [f"{key} (only one of the two processes has it)" for key in lacking]
     sets, firsts = ([key for key in one.read if key.startswith(VALIDATION)] for one in (given, first))
     if sets != firsts:
-        differences.append(f"{VALIDATION}: other sets, or in another order")
+        differences.append(f"{VALIDATION}: other sets, or another order of them")
     return differences
 
 
@@ -398,7 +398,7 @@ def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any
 
 
 def _entries(directory: Path) -> set[Path]:
-    """Return a directory and all files and directories below it; an empty set if it does not exist."""
+    """Return `directory` and all files and directories below it; an empty set if `directory` does not exist."""
     return {directory, *directory.rglob("*")} if directory.exists() else set()
 
 
@@ -485,7 +485,7 @@ def warn_about_unreached_intervals(
     }  # fmt: skip
     for key, interval in intervals.items():
         if interval is not None and interval > steps:
-            say(f"{key}={interval} never comes: the run has {steps} steps")
+            say(f"{key}={interval} is never reached: the run has {steps} steps")
     trainer = config.trainer
     if config.data.validation is not None and trainer.validation_interval is None and not trainer.validate_at_end:
         say("data.validation is not used during training: there is no trainer.validation_interval")

@@ -56,8 +56,8 @@ class Watchdog:
         self.phase, self._since = phase, time.localtime()
 
     def ask_everyone(self, own: str) -> Path:
-        """Request the stacks of all ranks, write this rank's with the traceback `own`, and wait a moment for the
-        others."""
+        """Request the stacks of all ranks, write this rank's stacks with the traceback `own`, and wait a moment for the
+        other ranks."""
         self._own = own
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             self._store.add(self._key, 1)
@@ -90,7 +90,7 @@ class Watchdog:
                 self._write()
 
     def _takes_request(self) -> bool:
-        """Return whether the user's file is there, and remove it. A file system that fails for a moment has none."""
+        """Return whether the user's file exists, and remove it. Errors of the file system count as no file."""
         with contextlib.suppress(OSError):
             if self._request.exists():
                 self._request.unlink(missing_ok=True)

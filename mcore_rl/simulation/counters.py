@@ -28,7 +28,8 @@ from mcore_rl.platform import cpu
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 STAND_INS = Path(cpu.__file__)
-"""File of functions that replace those of `torch.cuda`: a value that they read is read by their caller."""
+"""File of the functions that replace those of `torch.cuda`. A value that one of them reads counts as read by its
+caller."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
 """Kinds of storages: weights, gradients and optimizer state; tensors computed from hidden states and the LM head;
@@ -36,10 +37,14 @@ receive buffers of collectives; all others."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of memory on these device types while the mode is active: `live` bytes, the `peaks` of each phase, and
-    the bytes by kind `at_peak`.
+    """Counter of memory while the mode is active.
+
+    live: current number of bytes.
+    peaks: largest number of bytes in each phase.
+    at_peak: bytes by kind at the peak of each phase.
 
     Args:
+        devices: device types whose memory is counted.
         kind_now: function that returns the kind of a new storage.
     """
 
@@ -103,19 +108,20 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the operations of [T, in] by [experts, in, out], one expert per row, or of [out, T] by [T, in], per
-    expert."""
+    """Return the number of operations of a grouped product: [T, in] by [experts, in, out] with one expert per row, or
+    [out, T] by [T, in] with a part of T per expert."""
     return 2 * math.prod(rows) * weights[-1]
 
 
 def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the operations of [n, in] by [in, out], added to a sum. torch's function does not accept a result
-    dtype."""
+    """Return the number of operations of [n, in] by [in, out], added to `total`. torch's own function does not accept
+    the argument for the dtype of the result."""
     return 2 * math.prod(a) * b[-1]
 
 
 _LEFT_OUT: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm: _added_product}
-"""Functions that count operations that torch's counter does not count. Older torch versions have no grouped product."""
+"""Functions that return the number of operations, for operators that torch's counter does not count. Older torch
+versions have no grouped product."""
 if hasattr(torch.ops.aten, "_grouped_mm"):
     _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
@@ -143,10 +149,11 @@ class _Tracker(contextlib.nullcontext[None]):
 
 
 class Product(NamedTuple):
-    """Kind of a matrix product, on whose shape its rate depends.
+    """Kind of a matrix product: where it is computed, and what its rate depends on.
 
     dtype: precision of the factors, as torch names it.
-    narrow: the smaller of the result's two dimensions; of a grouped product, of one expert with the mean of rows.
+    narrow: the smaller of the result's two dimensions; in a grouped product, of the result of an expert with the mean
+        number of rows.
     inner: dimension that is summed over.
     """
 
@@ -161,7 +168,7 @@ class Product(NamedTuple):
         """Return the kind of a × b.
 
         Args:
-            ends: ends of the experts' parts of a grouped product.
+            ends: ends of the experts' parts in a grouped product; None for any other product.
         """
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         if ends is not None and b.ndim == 3:
@@ -203,8 +210,8 @@ ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 FILLS = ("zero", "ones", "full", "fill", "new_", "arange", "copy")
 SELECTS = ("index_select", "embedding", "gather", "index")
 ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
-"""Beginnings of names of functions that touch no memory, or write without reading what they write to; names of
-functions that read a part of their first tensor, or change a part of it."""
+"""Names of torch functions. Those that begin with ALLOCATES touch no memory. Those that begin with FILLS write to a
+tensor without reading it. SELECTS read only a part of their first tensor; ADDS_TO_PARTS change only a part of it."""
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -227,7 +234,8 @@ class _OneKernel:
         self._sizes: dict[int, int] = {}
 
     def note(self, tensor: Tensor, of: dict[int, dict[int, int]]) -> None:
-        """Note that a tensor from outside is read or changed. Several views of the same elements count once."""
+        """Note in `of` (`read` or `changed`) a tensor that existed before the kernel. Views of the same elements count
+        once."""
         key = platform.storage_id(tensor)
         if key in self.made:
             return
@@ -236,7 +244,7 @@ class _OneKernel:
         places[start] = max(places.get(start, 0), touched_bytes(tensor))
 
     def bytes(self, results: Any) -> int:
-        """Return the bytes that were read and written, with the results that stay."""
+        """Return the number of bytes that were read and written, including those of `results`."""
         outside = sum(
             min(sum(places.values()), self._sizes[key])
             for of in (self.read, self.changed)
@@ -247,17 +255,18 @@ class _OneKernel:
 
 
 class Kernels(TorchDispatchMode):
-    """Counter of kernels on these device types while the mode is active: `launches` by phase, and the `bytes` that they
-    read and write in memory, by phase and part.
+    """Counter of kernels while the mode is active: `launches` by phase, and the `bytes` that kernels read and write in
+    memory, by phase and part.
 
     Every operation that computes is a kernel, which reads its inputs and writes its results, except inside of functions
-    that are marked as `fused`. The bytes of a matrix product count only for a result that is
-    wider than its factors: the rate of products includes all others.
+    that are marked as `fused`. The bytes of a matrix product count only if the result
+    has a wider type than the factors; otherwise the rate of products includes them.
 
-    of_weights: the part of the bytes that copies of weights take.
-    of_gradients: the part of the bytes, by phase, that fp32 sums of gradients take where gradients are added to them.
+    of_weights: the part of `bytes` that kernels read and write when they copy weights.
+    of_gradients: the part of `bytes`, by phase, that kernels read and write when they add gradients to fp32 sums.
 
     Args:
+        devices: device types whose kernels are counted.
         now: function that returns the current phase and part.
         is_state: function that returns whether a tensor is a weight, a gradient or part of an optimizer's state.
     """
@@ -284,7 +293,8 @@ class Kernels(TorchDispatchMode):
         return out
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, counted as one kernel: it reads each outer tensor once, and writes only what stays."""
+        """Return `function` with a wrapper that counts each call as one kernel, which reads each of its input tensors
+        once and writes only its results."""
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -366,15 +376,17 @@ class _Done:
 class Traffic:
     """Bytes and calls of every kind of transfer.
 
-    The bytes of a gather or scatter are those of the whole (all ranks' parts), and of an all-to-all those of all parts
-    sent or received, whichever are more; those of an all-reduce, broadcast or message are those of the tensor.
+    For a gather or scatter, the bytes are those of all ranks' parts together. For an all-to-all, they are those of all
+    parts sent or of all parts received, whichever are more. For an all-reduce, broadcast or message, they are those of
+    the tensor.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
     calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
     memory: LiveBytes | None = None
-    """Counter of memory, which provides the kinds of the storages sent, and counts those that receive."""
+    """Counter of memory. It knows which sent storages are state, and counts receiving storages as communication
+    buffers."""
 
     def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
         if len(ranks) == 1:
@@ -426,8 +438,8 @@ def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
 
     Args:
         arguments: arguments of a function of torch.distributed.
-        peer: name of the argument with the other rank of a message; with the prefix `group_`, with its rank in the
-            group.
+        peer: name of the argument with the other rank of a message. The argument with the prefix `group_` before
+            this name has the rank within the group.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -506,7 +518,7 @@ class HostReads:
 
 
 def note_host_reads(reads: HostReads) -> None:
-    """Return 1 for every value of a simulated tensor that the host reads from now on, and record the place."""
+    """From now on, give the host 1 whenever it reads a value of a simulated tensor, and record the place in `reads`."""
     tensor_class: Any = Tensor
 
     def replaced(name: str, value: Any) -> None:
@@ -589,8 +601,8 @@ class Parts:
 
     def __init__(self) -> None:
         self._entered: list[str] = []
-        self._numbers: list[int] = []  # first node numbers …
-        self._names: list[str] = []  # … of these parts
+        self._numbers: list[int] = []  # number of the first autograd node of each stretch
+        self._names: list[str] = []  # part that computed in each stretch
 
     def now(self) -> str:
         """Return the part that computes now."""

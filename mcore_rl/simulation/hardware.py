@@ -96,8 +96,8 @@ class Hardware(BaseModel):
         """Return the bytes that a rank sends inside its node and across nodes.
 
         With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice that, and a message
-        all bytes once. They go across nodes if the group does. In an all-to-all a rank sends an equal part to each
-        other one; it has the fewest peers in its own node that any rank has.
+        all bytes once. They go across nodes if the ranks are on several nodes. In an all-to-all, a rank sends an
+        equal part to every other rank. The slowest rank counts, which has the fewest peers in its own node.
         """
         parts = len(transfer.ranks)
         if transfer.operation == "all_to_all":
@@ -115,8 +115,8 @@ class Hardware(BaseModel):
         return seconds / self.transfer_efficiency
 
     def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds of the device's kernels in these phases: products, attention, all others at the rate of
-        memory."""
+        """Return the seconds of the device's kernels in these phases: products, attention, and all other kernels, which
+        take the time of their reads and writes."""
         products = sum(
             operations / self._product_rate(kind.dtype if kind.dtype in self.flops_per_second else dtype, *kind[-2:])
             for kind, operations in report.shapes.items()
@@ -155,7 +155,7 @@ class Hardware(BaseModel):
         """Return the seconds of transfers between ranks that computation does not hide.
 
         With several `chunks` for each stage of a pipeline, messages between stages overlap with the computation of
-        another chunk, at most for the time of it; `step_seconds` adds those of the bubble.
+        another chunk, for at most the time of this computation; `step_seconds` adds the messages of the bubble.
 
         Two more kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
         (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, two thirds of a pack's time.

@@ -129,8 +129,8 @@ def updates_of(config: TrainingConfig) -> int:
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Return the forward passes of a step other than those of training: of the reference, of the weights before an
-    update, of a judge or a teacher. The judge's conversations are assumed to be as long as the policy's."""
+    """Return the forward passes of a step other than those of training: passes of the reference, of the policy before
+    its update, of a judge or of teachers. The judge's conversations are assumed to be as long as the policy's."""
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 
     def by_policy() -> Any:
@@ -223,7 +223,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
 
 
 def alike(reduced: Any) -> Any:
-    """Return a replacement of `own_rows.reduced` that assumes the same values on all replicas."""
+    """Return a replacement of `batched_data_dict.reduced` that assumes the same values on all replicas."""
 
     def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
         reduced(values, replicas, op)  # counts the transfer and the host's wait
@@ -243,12 +243,12 @@ def rows_from_others(held: Mapping[str, Tensor], numbers: Any, wanted: Any) -> d
 
 
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Replace `reference_weights.copies_on_host`: memory that is never written is never physically allocated."""
+    """Replace `reference.copies_on_host`: memory that is never written is never physically allocated."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
 def swap_stand_in(tensor: Tensor, kept: Tensor) -> None:
-    """Replace `reference_weights.exchange`: allocate the device memory that the exchange needs."""
+    """Replace `reference.swap_tensors`: allocate the device memory that the exchange needs."""
     tensor.clone()
 
 

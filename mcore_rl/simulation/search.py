@@ -35,9 +35,12 @@ T = TypeVar("T")
 
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
-    """Return the ranks that `wanted` names: one rank of the `first`, the `last`, each of the `distinct` or all
-    `stages`, or numbers. The distinct stages are the first and the last and, in an uneven pipeline, the first stage
-    with each number of layers.
+    """Return the ranks that `wanted` names.
+
+    Args:
+        wanted: words and numbers of ranks, separated by commas. `first` and `last` stand for one rank of the first and
+            of the last pipeline stage, `stages` for one rank of every stage, and `distinct` for one rank of the first
+            and the last stage and, in an uneven pipeline, of the first stage with each number of layers.
 
     Raises:
         UserError: a word is unknown, or a number is not a rank of this run.
@@ -72,7 +75,7 @@ class Assumptions:
     imbalance: float = 1.0
 
     def imbalance_of(self, config: TrainingConfig) -> float:
-        """Return the imbalance in a layout: a rank receives all tokens at most."""
+        """Return the imbalance in the layout of `config`, limited so that a rank receives at most all tokens."""
         return min(self.imbalance, config.parallel.expert_model_parallel_size)
 
 
@@ -138,7 +141,7 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(
-                "the process that simulates it was killed, perhaps because memory ran out: try fewer workers"
+                "the process that simulates a rank was killed, perhaps because memory ran out; try fewer workers"
             ) from None
 
 
@@ -276,7 +279,7 @@ GENERATION = "not simulated: generation, and environments other than a reward mo
 BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
 IMBALANCED = "assumed: experts of the simulated ranks get {:g} times as many tokens as the mean, or all if that is less"
 
-LAYOUTS = "each with sequence parallelism where tp > 1, experts whole where ep > 1, even stages, no virtual ones"
+LAYOUTS = "all with sequence parallelism if tp > 1, undivided experts if ep > 1, even stages, and no virtual stages"
 
 
 def shown(number: float) -> str:
@@ -302,7 +305,7 @@ def describe(
         yield _routing(assumed)
     reports = [report for report in reports if report.work[0]]
     if not reports:
-        yield "no estimate: these ranks' replicas have no rows of the batch; --ranks names others"
+        yield "no estimate: the replicas of these ranks have no rows of the batch; choose other --ranks"
         return
     dtype, parallel = config.model.dtype, config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage
@@ -328,7 +331,7 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
     if report.packs:
         yield f"  packs: {report.packs}, of {padded // report.packs:,} tokens, {real / padded:.1%} filled"
         own, most = report.work
-        yield f"  balance: this replica has {own:.1%} of the mean work, the one with most {most:.1%}"
+        yield f"  balance: this replica has {own:.1%} of the mean work, the replica with the most work {most:.1%}"
     fits = "fits" if report.peak <= gpu.memory_bytes else "DOES NOT FIT"
     whole = gpu.memory_bytes / 1e9
     yield f"  memory: {shown(report.peak)}B at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
@@ -363,12 +366,13 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
         yield (
             f"  rank {report.rank} (pipeline stage {report.stage}): {shown(report.read)}B are read for "
             f"{shown(report.state)}B of weights and optimizer state, "
-            f"{shown(report.beyond)}B of memory beside it ({report.beyond / report.state:.2%})"
+            f"{shown(report.beyond)}B of further memory ({report.beyond / report.state:.2%})"
         )
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
-    """Return bytes by operation, number of ranks, and whether they cross nodes; an all-to-all has both parts."""
+    """Return bytes by (operation, number of ranks, whether the bytes cross nodes). An all-to-all may have bytes of both
+    kinds."""
     rows = Counter[tuple[str, int, bool]]()
     for transfer, size in report.traffic.items():
         parts: tuple[float, float] = (0, size) if gpu.crosses_nodes(transfer) else (size, 0)

@@ -172,7 +172,7 @@ class Watch:
     def _update(self, update_weights: Any) -> Any:
         from mcore_rl.models.megatron.optimizer import optimizer_tensors
 
-        # Not by live memory: a thread of gloo frees its copies of gradients some time after it has reduced them.
+        # Live memory cannot tell: a thread of gloo frees its copies of gradients some time after it has reduced them.
         def update(optimizer: Any) -> Any:
             before = bytes_of(optimizer_tensors(optimizer, ()))
             self.kernels.fused(update_weights)(optimizer)
@@ -196,14 +196,14 @@ class RankReport:
     """The cost of a rank's step.
 
     parameters: number of parameters on this rank.
-    memory: bytes by kind at the peak of a step, which is in `peak_phase`. Weights, gradients and optimizer state stay
-        from step to step. Logits include all tensors computed from hidden states and the LM head. Communication
-        buffers receive values of other ranks. The rest is activations and workspace.
+    memory: bytes by kind at the peak of a step's memory; the peak is in the phase `peak_phase`. Weights, gradients and
+        optimizer state stay from step to step. Logits include all tensors computed from hidden states and the LM head.
+        Communication buffers receive values of other ranks. The rest is activations and workspace.
     attention: floating-point operations of attention, by phase.
     shapes: floating-point operations of matrix products, by their kind.
-    kernel_bytes: bytes that the other kernels read and write in memory, by phase and part of the model.
-    copied_weights: the part of these bytes that copies of weights take.
-    gradient_bytes: the part of these bytes, by phase, that fp32 sums take where gradients are added to them.
+    kernel_bytes: bytes that kernels other than products read and write in memory, by phase and part of the model.
+    copied_weights: the part of `kernel_bytes` that is read and written to copy weights.
+    gradient_bytes: the part of `kernel_bytes`, by phase, that is read and written to add gradients to fp32 sums.
     operands: number of elements of the products' factors that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights of the linear layers, except of routers and LM heads.
@@ -270,7 +270,7 @@ CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
 """By precision of products: bytes that a cast of an element moves, and bytes of the two copies that it writes.
 
 A tensor is used as it is and transposed, so it is cast twice, from one reading (2 bytes). FP8 with the current scale
-reads it once more before, for its largest value. MXFP8 has a scale of one byte for 32 elements.
+first reads the tensor once more to find its largest value. MXFP8 has a scale of one byte for 32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
 """Parts whose products are in FP8: Transformer Engine leaves the router and the LM head in the model's precision."""
@@ -280,11 +280,12 @@ LINEAR = ("projections", "MLP", "experts")
 class Implementation:
     """Kernels and precisions of an estimate that differ from the package's own layers, which are simulated.
 
-    transformer_engine: Transformer Engine's products add gradients of weights to the sums themselves, and read the
-        weights of all experts where they are.
+    transformer_engine: whether the layers are Transformer Engine's. Its products add gradients of weights directly to
+        their fp32 sums, and read the weights of experts without copying them.
     products: "fp8" (with the current scale) or "mxfp8" for the linear layers; "" for the model's precision. The FP8
         copies of weights are cast in each update and kept. Kept activations stay in the model's precision.
-    gradients, moments: "bfloat16", or "" for float32; of gradients, also between ranks.
+    gradients: precision of gradients in memory and between ranks: "bfloat16", or "" for float32.
+    moments: precision of the optimizer's moments, as for `gradients`.
     """
 
     transformer_engine: bool = False
@@ -317,7 +318,7 @@ def _without_copies(report: RankReport) -> RankReport:
     moved = Counter(report.kernel_bytes)
     moved.subtract(report.copied_weights)
     for phase, size in report.gradient_bytes.items():
-        moved[phase, OTHER] -= size // 4  # where 8 bytes of a sum are read and written, 2 of the product are read
+        moved[phase, OTHER] -= size // 4  # not 8 bytes of the sum, but 2 of the product
     return replace(report, kernel_bytes=dict(moved))
 
 
@@ -484,7 +485,7 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
         state = optimizer_bytes(model)
         weights, gradients = weights_and_gradients(list(model.parameters()))
         is_critics = model is not models.policy
-        visits = 2 if isinstance(config, PPOConfig) and config.critic.offload and is_critics else 0  # values, training
+        visits = 2 if isinstance(config, PPOConfig) and config.critic.offload and is_critics else 0  # values, update
         for phase in PHASES:
             if visits and phase not in (training, update):
                 on_host[phase].update(weights=weights, gradients=gradients, optimizer=state)
@@ -597,8 +598,8 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
         least, most = answers_of(config, length)
         if not least <= response <= most:
             raise UserError(
-                f"--response-part {response_part:g}: of {length} tokens are {response}, but the answer has {least} to "
-                f"{most}, by max_new_tokens, turns and data.max_sequence_length"
+                f"--response-part {response_part:g}: gives the answer {response} of {length} tokens, but it must have "
+                f"{least} to {most} by max_new_tokens, turns and data.max_sequence_length"
             )
     return Sequences(tuple(chosen), responses)
 
@@ -627,7 +628,7 @@ LOADING = "loading"
 class LoadingReport:
     """The cost of loading a checkpoint on a rank, in bytes.
 
-    state: weights and optimizer state of this rank, including a critic's, and a reference that moves.
+    state: weights and optimizer state of this rank, also of a critic, and of a reference that reference_sync updates.
     read: bytes read from files.
     beyond: peak of live memory on device and host during loading, minus the memory after loading.
     """
@@ -663,7 +664,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
-    """Yield the regions of all models that are trained, and of a reference that moves."""
+    """Yield the regions of all models that are trained, and of a reference that reference_sync updates."""
     from mcore_rl.models.megatron.checkpoint.state import tensor_regions
 
     for number, model in enumerate(models.trained):

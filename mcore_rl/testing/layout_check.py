@@ -45,7 +45,7 @@ class LayoutResult:
 
     steps: metrics of each optimizer step, including `grad_norm`.
     scores: log-probabilities [B, S] or rewards [B, 1].
-    gradients: gradients of the first step; with adapters, only theirs.
+    gradients: gradients of the first step; with adapters, only the adapters' gradients.
     weights: weights after the last step.
     """
 
@@ -163,10 +163,15 @@ class Difference:
     steps: Sequence[tuple[dict[str, float], dict[str, float]]]
     """Metrics of each step of the reference and of the layout."""
     limit: float = 1e-4
-    """Largest difference of gradients and weights that is rounding."""
+    """Largest difference of gradients and weights that counts as rounding."""
 
     def within(self, loss: float = 1e-5, gradients: float | None = None) -> bool:
-        """Return whether all differences are rounding; `gradients` replaces `limit`."""
+        """Return whether all differences are small enough to be rounding.
+
+        Args:
+            loss: largest allowed difference of loss, metrics and scores.
+            gradients: largest allowed difference of gradients, gradient norm and weights; `self.limit` if None.
+        """
         return max(self.loss, self.metrics, self.scores) <= loss and max(
             self.gradients, self.grad_norm, self.weights
         ) <= (self.limit if gradients is None else gradients)
@@ -237,7 +242,7 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
 def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     """Return `model` with random, nonzero initial adapters of the configured shapes, and without dropout.
 
-    With B = 0 the gradient of A would be 0, and could not be wrong.
+    With B = 0 the gradient of A would be 0 in every layout, so that its errors could not be seen.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config

@@ -180,7 +180,7 @@ def test_maxrl():
     expected = torch.stack([(row - m) / (m + 0.01) for row, m in zip(rewards, means, strict=True)])
     expected[1:3], expected[3, 3] = 0.0, 0.0
     torch.testing.assert_close(maxrl_advantages(rewards, 0.01, judged), expected)
-    with pytest.raises(TrainingError, match=r"rewards of at least 0; a sample has -1.7"):
+    with pytest.raises(TrainingError, match=r"rewards must be at least 0; a sample has -1.7"):
         maxrl_advantages(torch.tensor(REWARDS))
 
 
@@ -246,7 +246,7 @@ def test_groups_of_the_token_baseline_may_be_on_several_replicas():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"advantage_estimator": OTB, "advantage_epsilon": 0.1}, "advantage_epsilon: optimal_token_baseline divides"),
+        ({"advantage_estimator": OTB, "advantage_epsilon": 0.1}, "optimal_token_baseline does not divide advantages"),
         ({"advantage_estimator": "gdpo", "overlong_cache_length": 2}, "overlong_cache_length: gdpo does not read the"),
         ({"advantage_estimator": "maxrl", "overlong_cache_length": 2}, "overlong_cache_length: maxrl needs rewards of"),
     ],

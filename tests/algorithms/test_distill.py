@@ -268,9 +268,9 @@ def test_a_student_learns_on_its_own_answers(files):
     for change, message in (
         (f"distillation.teacher={files / 'nothing'}", "distillation.teacher: "),
         ("distillation.topk=251", "distillation.topk=251: the teacher has 250 tokens"),
-        (f"distillation.teacher={files / 'wide'}", "an LM head of 300 rows, the student one of 250"),
+        (f"distillation.teacher={files / 'wide'}", "an LM head of 300 rows, the student's has 250"),
         ("distillation.js_beta=0.2", "js_beta applies to kl_type=js, not to mixed"),
-        ("distillation.max_new_tokens=9", "are of the student's own answers: set on_policy=true"),
+        ("distillation.max_new_tokens=9", "apply to the student's own answers: set on_policy=true"),
         ("distillation.teacher=", "distillation.teacher: "),
     ):
         refused = run("train_distill.py", files / "distill.yaml", f"output_dir={files / 'no'}", change, check=False)
@@ -313,9 +313,9 @@ def test_tokens_outside_the_teachers_k_have_a_gradient_of_exactly_zero(model_of)
 def test_another_vocabulary_is_told_by_its_first_token():
     student = {"a": 0, "b": 1, "c": 2}
     for teacher, told in (
-        ({"a": 0, "c": 1, "b": 2}, "(3 and 3 tokens; 'b' is id 2 of its own, id 1 of the policy's)"),
-        ({"a": 0, "b": 1}, "(2 and 3 tokens; 'c' is no token of its own, id 2 of the policy's)"),
-        ({**student, "d": 3}, "(4 and 3 tokens; 'd' is id 3 of its own, no token of the policy's)"),
+        ({"a": 0, "c": 1, "b": 2}, "(3 and 3 tokens; 'b' is id 2 in the first and id 1 in the second)"),
+        ({"a": 0, "b": 1}, "(2 and 3 tokens; 'c' is no token in the first and id 2 in the second)"),
+        ({**student, "d": 3}, "(4 and 3 tokens; 'd' is id 3 in the first and no token in the second)"),
     ):
         with pytest.raises(UserError, match="has another vocabulary") as error:
             _check_vocabulary("TEACHER", teacher, student)

@@ -186,7 +186,7 @@ def test_a_checkpoint_without_a_critic_is_told(files, whole_run):
     assert refused.returncode == 2
     assert "lacks optimizer, schedule, critic, random states, data position" in refused.stderr_text
     partial = train(files, "lacking", *resumed, "checkpoint.allow_partial=true")
-    assert "not in it, begun anew: optimizer, schedule, critic" in partial.stdout_text
+    assert "the checkpoint lacks these, which start anew: optimizer, schedule, critic" in partial.stdout_text
 
 
 @pytest.mark.long

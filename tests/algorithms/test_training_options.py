@@ -411,7 +411,7 @@ def test_a_moved_reference_is_not_forgotten_in_silence(kept, held, tmp_path, mon
     said = []
     config = load(SFTConfig, tmp_path, batch={"global_batch_size": 2})
     RunCheckpoints(config, policy, said.append, ([tmp_path], []), "").resume()
-    assert any("its reference, which has followed the policy, is not used" in line for line in said) == (
+    assert any("the checkpoint's reference, which has been updated, is not used" in line for line in said) == (
         kept is None and held
     )
 

@@ -196,7 +196,7 @@ def test_a_file_builds_on_another(tmp_path):
     assert config.data.columns == {"a": "b", "c": "d"}
     assert config.data.max_sequence_length == 64
     for text, message in [
-        ("base: child.yaml", "base: child.yaml builds on this file itself"),
+        ("base: child.yaml", "base: child.yaml includes this file again"),
         ("base: missing.yaml", r"missing.yaml: cannot be read \(No such file or directory\) \(base of .*child.yaml\)"),
         ("base: [a]", r"base: must be the path of a file, got \['a'\]"),
         ("base:", "base: must be the path of a file, got None"),
@@ -206,7 +206,7 @@ def test_a_file_builds_on_another(tmp_path):
             load_config(SFTConfig, child)
     (tmp_path / "deep" / "grand.yaml").write_text("base: ../child.yaml")
     child.write_text("base: deep/base.yaml")
-    with pytest.raises(UserError, match="builds on this file itself"):
+    with pytest.raises(UserError, match="includes this file again"):
         load_config(SFTConfig, child)
 
 

@@ -288,7 +288,7 @@ def test_marked_passages_without_an_end_token_are_told(tokenizer_of, tmp_path):
     tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     load_sft_dataset(str(path), tokenizer, settings, said.append)
     (line,) = said
-    assert "no response is trained to end" in line
+    assert "no response teaches the model to end" in line
 
 
 def test_only_what_the_assistant_says_in_a_completion(tokenizer_of):

@@ -186,10 +186,10 @@ def test_a_damaged_store_is_named(files):
     load(files)
     (store,) = stores(files)
     (store / "ids.bin").write_bytes(b"\0" * 12)
-    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is not whole: ids.bin has 12 bytes.*; remove it"):
+    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is incomplete: ids.bin has 12 bytes.*; remove it"):
         load(files)
     (store / "meta.json").write_text("[]")
-    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is not whole: .*; remove it"):
+    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is incomplete: .*; remove it"):
         load(files)
 
 
@@ -291,7 +291,7 @@ def test_one_process_of_a_node_makes_it(files):
 def test_who_waits_for_nobody_says_so(files, monkeypatch):
     monkeypatch.setattr(token_cache, "LOST_SECONDS", 0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match=r"the process that makes .* is gone, or sees another directory"):
+    with pytest.raises(UserError, match=r"the process that creates .* has ended, or uses another directory"):
         load(files)
 
 

@@ -351,7 +351,9 @@ def test_nan_in_validation_ends_run_without_restart(files):
     assert text.count("train: 16 records") == 1, "it began once"
     told = f"step 3: validation: the loss is nan.*; the last checkpoint is {out / 'checkpoints' / 'iter_0000002'}"
     assert re.search(f"error: {told}$", text, re.MULTILINE), text
-    assert re.search(f"error: {told}; a restart would come to the same, so there is none$", text, re.MULTILINE), text
+    assert re.search(
+        f"error: {told}; a restart would end in the same way, so the run is not restarted$", text, re.MULTILINE
+    ), text
     assert saved(out) == ["iter_0000001", "iter_0000002"]
 
 

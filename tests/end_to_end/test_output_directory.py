@@ -185,7 +185,7 @@ def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
 def test_what_never_comes_is_told(files, tmp_path):
     never = ("checkpoint.save_interval=7", "optimizer.warmup_steps=5", f"data.validation={files / 'other.jsonl'}")
     text = run(files, f"output_dir={tmp_path}", "checkpoint.export_hf=false", *never)
-    assert "checkpoint.save_interval=7 never comes: the run has 2 steps" in text
+    assert "checkpoint.save_interval=7 is never reached: the run has 2 steps" in text
     assert "optimizer.warmup_steps=5 is shortened to 1: there are 2 updates" in text
     assert "data.validation is not used during training: there is no trainer.validation_interval" in text
     assert "never comes" not in run(files, f"output_dir={tmp_path / 'a'}", "checkpoint.export_hf=false")

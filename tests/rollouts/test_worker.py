@@ -312,12 +312,12 @@ def stale_config(tmp_path, *changes, **grpo):
 
 STALE_ERRORS = {
     "generation={}": "grpo.max_staleness: needs generation.backend=vllm",
-    "grpo.dynamic_sampling_rounds=2": "no dynamic_sampling_rounds",
+    "grpo.dynamic_sampling_rounds=2": "leave out dynamic_sampling_rounds",
     "loss={}": "set loss.use_importance_sampling_correction=true and a loss.truncated_importance_sampling_ratio",
     "loss.truncated_importance_sampling_ratio=null": "and a loss.truncated_importance_sampling_ratio, such as 2",
     "loss.force_on_policy_ratio=true": "leave out loss.force_on_policy_ratio",
     "generation.max_token_mult_prob_error=1.5": "leave out generation.max_token_mult_prob_error",
-    "generation.offload=true": "servers that sleep do not answer while others train; no generation.offload",
+    "generation.offload=true": "sleeping servers cannot generate during training; leave out generation.offload",
     "environment={name: reward_model, path: judge}": "a reward model judges in the training processes",
 }
 

@@ -34,7 +34,8 @@ def test_what_is_better():
     assert taken(best, 0.5, math.nan) == [True, False] and not best.patience_is_over
     assert taken(best, 0.6) == [False] and best.patience_is_over
     with pytest.raises(
-        UserError, match=r"checkpoint\.best_metric=loss: validations have reward_mean, reward_positive_fraction"
+        UserError,
+        match=r"checkpoint\.best_metric=loss: is not a validation metric; choose from reward_mean, reward_positive",
     ):
         best.is_bettered(1, {"validation_reward_mean": 1.0, "validation_reward_positive_fraction": 0.0, "loss": 1.0})
 
@@ -188,7 +189,9 @@ def test_a_run_that_is_taken_up_again_goes_on_waiting(files):
 
 def test_a_metric_that_is_not_there(files):
     config = config_of(files, files / "model", checkpoint={"best_metric": "lost", "best_mode": "min"})
-    with pytest.raises(WorkerError, match=r"checkpoint\.best_metric=lost: validations have .*loss"):
+    with pytest.raises(
+        WorkerError, match=r"checkpoint\.best_metric=lost: is not a validation metric; choose from .*loss"
+    ):
         run_processes(train, config, world_size=1)
     store = CheckpointStore(config.output_dir / "checkpoints")
     assert store.iterations() == [store.iteration(1)], "what was trained so far is kept"
@@ -199,7 +202,9 @@ def test_a_metric_that_is_not_there(files):
         trainer={"validate_at_start": True},
     )
     early = early.model_copy(update={"output_dir": files / "early"})
-    with pytest.raises(WorkerError, match=r"checkpoint\.best_metric=lost: validations have .*loss"):
+    with pytest.raises(
+        WorkerError, match=r"checkpoint\.best_metric=lost: is not a validation metric; choose from .*loss"
+    ):
         run_processes(train, early, world_size=1)
     assert not CheckpointStore(files / "early" / "checkpoints").iterations()
 

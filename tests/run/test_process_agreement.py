@@ -100,7 +100,7 @@ def test_train_refuses_output_directory_that_is_not_shared(files, tmp_path):
     """Each node has a local disk under the path of `output_dir`."""
     of_second = {"output_dir": tmp_path / "other"}
     status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 20})
-    assert status == [2, 2] and told[0][1].startswith("error: output_dir: what process 0 (on "), told
+    assert status == [2, 2] and told[0][1].startswith("error: output_dir: process 1 (on "), told
     assert not list(tmp_path.iterdir()), "nothing is left"
 
 
@@ -274,7 +274,9 @@ def test_a_node_without_the_judges_module_is_named(tmp_path):
     has, lacks = ProcessInputs("node0", code, identity), ProcessInputs("node1", {}, identity)
     for everyone in ([has, lacks], [lacks, has]):
         told = disagreement(everyone)
-        assert told.startswith("environment.function: other code of judging:judge (which is on one of them alone)")
+        assert told.startswith(
+            "environment.function: other code of judging:judge (only one of the two processes has it)"
+        )
     assert disagreement([has, ProcessInputs("node0", {})]) == "", (
         "a process that is not the first of its node reads less"
     )

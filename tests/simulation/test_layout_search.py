@@ -32,13 +32,11 @@ def test_search_reports_killed_process_for_its_layout_only(model, monkeypatch):
     monkeypatch.setattr("mcore_rl.simulation.search.simulate_rank", killed_at_tp2)
     fits, killed = search(config, 2, SEQUENCES, gpu, 1, told.append)
     assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
-    assert killed.reason.startswith("the process that simulates it was killed")
+    assert killed.reason.startswith("the process that simulates a rank was killed")
     assert told[0] == f"1 of 2 layouts: {killed.text}: {killed.reason}" and told[1].startswith("2 of 2 layouts: tp1 ")
     *rows, assumed, chosen = table([fits, killed])
     assert [row.split("  ")[0] for row in rows] == ["layout", fits.text, killed.text]
-    assert (
-        assumed.startswith("each with sequence parallelism") and chosen == "for the first: the configuration as it is"
-    )
+    assert assumed.startswith("all with sequence parallelism") and chosen == "for the first: the configuration as it is"
     assert {"parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"} == {*killed.overrides}
 
 
