@@ -35,7 +35,7 @@ PEER_SECONDS = 5.0
 """Seconds that a rank waits for another rank's error before it prints its own."""
 
 LONGEST_LINE = 200
-"""Number of letters from which on a `key=value` is shortened on the console."""
+"""Largest number of characters of a `key=value` on the console; a longer one is shortened."""
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
 """Options that set the keys that every run needs."""
@@ -127,9 +127,9 @@ def run_script(
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with a number of processes for each `--dry-run` that a configuration or an override follows.
+    """Add the number of processes to each `--dry-run` before a configuration or an override; return the arguments.
 
-    argparse would take these for the number.
+    argparse would take the configuration or the override for the number.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):
@@ -153,7 +153,8 @@ def _announce(config: TrainingConfig, source: str) -> None:
 
 
 def _shortened(line: str) -> str:
-    """Return `key=value` for the console, where logs keep it: the beginning of long values, and no header's text."""
+    """Return `key=value` for the console and its logs. Long values are shortened, and values of headers are left
+    out."""
     key, _, value = line.partition("=")
     if ".headers." in key and "${" not in value:
         return f"{key}=…"

@@ -112,7 +112,7 @@ def _listen_locally(launched: argparse.Namespace) -> Any:
 
 
 def _why_nodes_do_not_meet(error: Exception, launched: argparse.Namespace) -> str:
-    """Describe a failed rendezvous of the nodes by the options that decide it."""
+    """Describe why the nodes did not meet, with the options that determine where they meet."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
     if isinstance(error, RendezvousConnectionError):

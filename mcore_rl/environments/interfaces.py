@@ -45,7 +45,7 @@ class Step:
     done: whether the conversation ends here.
     observation: next message of the environment, if the conversation continues.
     error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
-    rewards: rewards by name, of which `reward` is the weighted sum; without those that do not apply.
+    rewards: rewards by name, of which `reward` is the weighted sum; rewards that do not apply are left out.
     token_rewards: additional reward of each token of the response, in order; one for every token, or empty.
     answer: answer that was found in the response, as text. Majority votes of validation compare it (maj@k).
     """

@@ -49,7 +49,7 @@ ALWAYS = (
 )
 """Environment variables, or patterns of them, that Python, torch, tokenizers, locales and HTTP requests need."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-"""Variables of proxies, also in small letters. One with a password is passed only to the judge of a URL."""
+"""Variables of proxies, also in small letters. A proxy with a password is passed only if a judge is a URL."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
 
@@ -190,7 +190,7 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
             except TrainingError as lost:
                 error = str(lost)
             errors[judging[future]] = error
-    fields = ", ".join(sorted(samples[0].record)) or "no field beside prompt"
+    fields = ", ".join(sorted(samples[0].record)) or "no field except prompt"
     shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
     named = f"environment.function={config.function}" if config.function else f"environment.name={config.name}"
     raise UserError(
@@ -235,7 +235,7 @@ class _Worker:
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
 
     def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
-        """Return the steps of these samples, or the error."""
+        """Return the steps of these samples, or an error message if they could not be judged."""
         self._write({"samples": [asdict(sample) for sample in samples]})
         limit = self.config.time_limit_seconds
         answer = self._wait(limit * len(samples))

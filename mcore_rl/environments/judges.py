@@ -126,7 +126,7 @@ class TRLReward:
 
 
 def arguments_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the arguments of the function."""
+    """Return the arguments that a `TRLReward` passes to its function."""
     names = dict.fromkeys(name for sample in samples for name in sample.record if name not in OWN_COLUMNS)
     return {
         "prompts": [_part(sample, sample.message_log[: sample.num_prompt_messages]) for sample in samples],
@@ -141,10 +141,10 @@ def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
 
 
 class ExactMatch:
-    """Returns 1 if the response contains the record's `answer`, else 0; and the response's answer.
+    """Returns the reward 1 if the response's answer equals the record's `answer`, else 0; and the response's answer.
 
-    pattern: regular expression. The first group (or else the whole) of its last match is compared; without a pattern,
-        the whole response, stripped.
+    pattern: regular expression of the response's answer: the first group of its last match, or the whole match if it
+        has no group. Without a pattern, the answer is the whole response, stripped.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
@@ -164,7 +164,7 @@ class ExactMatch:
 
 
 class MathVerify:
-    """Returns 1 if math-verify finds the response's answer equal to the record's `answer`, else 0; and this answer."""
+    """Returns the reward 1 if math-verify finds that the response's answer equals the record's `answer`, else 0."""
 
     def __init__(self) -> None:
         try:
@@ -178,7 +178,7 @@ class MathVerify:
         gold = self.parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         found = self.parse(response, parsing_timeout=None)
         right = float(self.verify(gold, found, timeout_seconds=None))
-        # All right answers are one answer to a vote, however they are written.
+        # In a majority vote, all right answers count as the same answer, however they are written.
         return Step(right, answer=answer if right else str(found[0]) if found else None)
 
 
@@ -256,7 +256,7 @@ class Weighted:
             if step.token_rewards:
                 earned = [weight * of_token for of_token in step.token_rewards]
                 if token_rewards and len(token_rewards) != len(earned):
-                    return Step(error=f"{name}: gives rewards of {len(earned)} tokens, others of {len(token_rewards)}")
+                    return Step(error=f"{name}: rewards {len(earned)} tokens, another judge {len(token_rewards)}")
                 token_rewards = [a + b for a, b in zip(token_rewards or [0.0] * len(earned), earned, strict=True)]
             if not step.done:
                 done = False

@@ -26,7 +26,7 @@ class RewardModelEnvironment:
     Every rank constructs one. All ranks call `step` together, each with the samples of its replica.
 
     Args:
-        replicas: replicas of the policy, each with its own samples; those of the model if None.
+        replicas: replicas of the policy, each with its own samples; None for the replicas of the reward model.
         day: the date for a chat template that asks for it; today if None.
     """
 

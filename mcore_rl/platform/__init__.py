@@ -332,7 +332,7 @@ def make_deterministic() -> None:
     for name, right in DETERMINISTIC_ENVIRONMENT.items():
         value = os.environ.setdefault(name, right[0])
         if value not in right:
-            raise UserError(f"deterministic: the environment has {name}={value}; with it, one of {', '.join(right)}")
+            raise UserError(f"deterministic: {name}={value} in the environment; it must be one of {', '.join(right)}")
     torch.use_deterministic_algorithms(True)
 
 

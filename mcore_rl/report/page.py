@@ -50,7 +50,7 @@ def findings(run: Run) -> Iterator[str]:
         if checkpoint.problem:
             yield f"checkpoint of step {checkpoint.step}: {checkpoint.problem}"
     for name in run.cut_short:
-        yield f"{name}: its last line is cut short, and left out here"
+        yield f"{name}: its last line is incomplete and left out here"
 
 
 def _of_samples(run: Run) -> Iterator[str]:
@@ -157,7 +157,8 @@ def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class SampleRow:
-    """
+    """Samples of several runs for the same step and prompt.
+
     prompt: messages before the first response.
     cells: sample of each run; None if the run has no such sample.
     """
@@ -168,8 +169,8 @@ class SampleRow:
 
 
 def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
-    """Return rows with samples of the same step and prompt; the n-th sample of a run is in a row with the n-th of
-    others."""
+    """Return rows with the runs' samples of the same step and prompt. If a run has several, its n-th sample is in a row
+    with the n-th samples of the other runs."""
     rows: dict[tuple[int, str, int], SampleRow] = {}
     for column, run in enumerate(runs):
         seen = Counter[tuple[int, str]]()
@@ -239,7 +240,7 @@ metric a dash. Validation is dotted."""
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_MARKED_STEPS = 8
-"""Maximum number of steps of a chart that marks each of them."""
+"""A chart with at most this many steps marks every step."""
 MAX_PHASE_POINTS = 300
 """Maximum number of points of stacked phases. With more steps, the means of intervals are drawn, because extremes do
 not add up."""
@@ -346,7 +347,8 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _series(run: Run) -> dict[str, Series]:
-    """Return the run's metrics that are drawn as curves: without the phases, with the margin of a preference."""
+    """Return the run's metrics that are drawn as curves: without the phases, with the margin between chosen and
+    rejected responses."""
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
     for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:
         chosen, rejected = (run.metrics.get(f"{prefix}{name}") for name in (CHOSEN, REJECTED))

@@ -40,9 +40,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """
+    """A checkpoint of a run.
+
     size: size in bytes.
-    problem: first problem found by checks that do not read all of it; "" if there is none.
+    problem: first problem found by checks that do not read the whole checkpoint; "" if there is none.
     """
 
     path: Path
@@ -53,11 +54,12 @@ class Checkpoint:
 
 @dataclass
 class Run:
-    """
+    """A run, as its files describe it.
+
     label: name of the run in the report.
     metrics: metrics by name, in the order of their first values.
     last_step: last step in metrics.jsonl; None if the file has no lines.
-    samples: entries of samples.jsonl, from `sampled_steps` of its steps.
+    samples: entries of samples.jsonl, of `sampled_steps` of the `steps_with_samples` steps in it.
     cut_short: names of the files whose last line is incomplete.
     config: every value of config.yaml by its dotted key; empty without the file.
     """

@@ -101,7 +101,9 @@ class RunDirectory:
         if overwrite:
             for iteration in self.checkpoints.iterations():
                 if foreign := unlisted_files(iteration):
-                    raise UserError(f"output_dir: {iteration} holds {foreign[0]}, not as a run saved it; move it away")
+                    raise UserError(
+                        f"output_dir: {iteration} holds {foreign[0]}, which no run saved in this form; move it away"
+                    )
 
     def holds_results(self) -> bool:
         """Return whether a run has left files here with which the files of another run would be mixed."""

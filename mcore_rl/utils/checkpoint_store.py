@@ -48,7 +48,8 @@ class CheckpointStore:
         return self.directory / f"iter_{step:07d}"
 
     def iterations(self) -> list[Path]:
-        """Return the committed checkpoints, oldest first. The rest of a removed one, the user's own files, is none."""
+        """Return the committed checkpoints, oldest first. The user's own files in the
+        directory of a removed checkpoint are not a checkpoint."""
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
         return sorted((path for path in found if not _is_rest(path)), key=step_of)
 
@@ -126,7 +127,7 @@ class CheckpointStore:
         if iterations and tracked is None:
             problems.append(f"{self.directory / TRACKER_FILE}: missing, or not the number of an iteration")
         elif tracked is not None and self.iteration(tracked) not in iterations:
-            problems.append(f"{self.directory / TRACKER_FILE}: names iteration {tracked}, which is not there")
+            problems.append(f"{self.directory / TRACKER_FILE}: names iteration {tracked}, which does not exist")
         whole = [path for path in reversed(iterations) if not quick_problems(path)]
         if not whole and (iterations or tracked is not None):
             raise UserError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
@@ -163,7 +164,8 @@ def step_of(iteration: Path) -> int:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """Return the errors in a directory's list of files and their sizes; the list must contain `required`."""
+    """Return the problems of a checkpoint's manifest and of the sizes of its files; it must list the files
+    `required`."""
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:
@@ -183,7 +185,10 @@ def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES)
 
 
 def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Return files whose contents differ from the manifest; only part `part` of `parts`, to divide among ranks."""
+    """Return problems of files whose contents differ from the manifest.
+
+    Only part `part` of `parts` equal parts of the files is read, so that ranks can divide the work.
+    """
     manifest = read_manifest(iteration)
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)

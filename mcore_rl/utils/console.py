@@ -88,7 +88,8 @@ def print_error(line: str) -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output holds, if it can be written. Otherwise Python would end with another status."""
+    """Write the buffered output. If it cannot be written, discard it; Python would otherwise end with another
+    status."""
     try:
         sys.stdout.flush()
     except OSError:

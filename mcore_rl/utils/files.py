@@ -35,8 +35,8 @@ def digest_of_file(path: Path) -> str:
 
 
 def write_manifest(directory: Path, digests: FileDigests) -> None:
-    """Write a directory's manifest, and give directory and files the usual modes: mkdtemp and safetensors let only
-    their owner read them."""
+    """Write a directory's manifest, and give the directory and its weights the usual permissions. mkdtemp and
+    safetensors let only the owner read them."""
     (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
     mask = _umask()
     directory.chmod(0o777 & ~mask)
@@ -97,7 +97,9 @@ def replace_listed(new: Path, destination: Path) -> None:
         UserError: `destination` holds files that no manifest lists.
     """
     if foreign := unlisted_files(destination):
-        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
+        raise UserError(
+            f"{destination} holds {', '.join(foreign[:3])}, which no run wrote and is not removed; the new files are in {new}"
+        )
     old = unused(destination.with_name(f".{destination.name}.old"))
     if destination.exists():
         destination.rename(old)

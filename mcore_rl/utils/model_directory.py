@@ -17,7 +17,7 @@ _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 WEIGHTS = ["*.safetensors"]
 """Patterns of supported weight files; other formats are not downloaded."""
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
-"""Patterns of the other files."""
+"""Patterns of the other files that are downloaded."""
 CODE = ["*.py"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
@@ -30,7 +30,7 @@ MODEL_TYPES = (
 )
 """The `model_type` of the supported models: those of `models.megatron.families`, known before PyTorch is imported."""
 PUSH = "checkpoint.push_to_hub"
-"""Configuration key that errors name."""
+"""Configuration key of the repository, which errors name."""
 
 
 def is_hub_name(path: Path) -> bool:
@@ -60,11 +60,13 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
     try:
         return Path(snapshot_download(match["name"], revision=match["revision"], allow_patterns=patterns))
     except GatedRepoError:
-        reason = "its owner gives it to those who asked; log in with `hf auth login` once you have"
+        reason = "its owner must grant access; ask for it on the hub, then log in with `hf auth login`"
     except RepositoryNotFoundError:
-        reason = "the hub has no model of this name that one may see without logging in (`hf auth login`)"
+        reason = "the hub has no such model, or it is visible only after logging in (`hf auth login`)"
     except LocalEntryNotFoundError:
-        reason = f"is not in the hub's cache, and the hub cannot be reached; `hf download {match['name']}` gets it"
+        reason = (
+            f"is not in the hub's cache, and the hub cannot be reached; download it with `hf download {match['name']}`"
+        )
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
     raise UserError(f"{key}: {name} is not a directory, and as a name on the hub: {reason}")
@@ -120,7 +122,7 @@ def make_repository(name: str) -> None:
 
 def _not_writable(name: str, error: Exception) -> UserError:
     hint = "log in with `hf auth login` or $HF_TOKEN, or leave it out and upload later"
-    return UserError(f"{PUSH}: {name} is not to be written to ({_reason(error)}); {hint}")
+    return UserError(f"{PUSH}: {name} cannot be written to ({_reason(error)}); {hint}")
 
 
 def push(directory: Path, name: str) -> str:
@@ -134,8 +136,8 @@ def push(directory: Path, name: str) -> str:
     try:
         HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message="Trained with mcore_rl")
     except Exception as error:  # see `make_repository`
-        remedy = f"it is whole in {directory}; `hf upload {name} {directory}` sends it"
-        raise UserError(f"{PUSH}: the model did not get to {name} ({_reason(error)}); {remedy}") from None
+        remedy = f"the model is complete in {directory}; upload it with `hf upload {name} {directory}`"
+        raise UserError(f"{PUSH}: the upload to {name} failed ({_reason(error)}); {remedy}") from None
     return f"{HfApi().endpoint}/{name}"
 
 
@@ -152,13 +154,13 @@ NOT_ARCHITECTURE = {
 
 
 def architecture_of(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a transformers configuration that decide a model's tensors and computations."""
+    """Return the fields of a transformers configuration that determine a model's tensors and computations."""
     values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
     return _architecture_in(values)
 
 
 def _architecture_in(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out other fields, also those of parts such as `text_config`."""
+    """Return the fields that determine the architecture, in `values` and in its parts such as `text_config`."""
     kept = ((key, value) for key, value in values.items() if key not in NOT_ARCHITECTURE)
     return {key: _architecture_in(value) if isinstance(value, dict) else value for key, value in kept}
 
@@ -210,7 +212,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
             supported.
     """
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
+        merged = "merge it into its base model"
+        instead = "give its base model, and the adapter as model.lora.path" if key == "model.path" else merged
         raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
@@ -279,7 +282,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
+    """Return the file name of each tensor from the index of a sharded model."""
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):

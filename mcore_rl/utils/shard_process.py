@@ -47,7 +47,7 @@ DEATH_SIGNAL_OPTION = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
 READY, WRITTEN = b"ready", b"written"
-"""Messages of the process: after its imports; and of a job, once the shard is on disk and before a commit."""
+"""Messages of the process: READY after its imports; WRITTEN when the shard of a job is on disk, before the commit."""
 KILL_SECONDS = 5.0
 """Maximum time in which a killed process ends, unless the file system hangs."""
 
@@ -141,7 +141,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """The part of torch's planner that its writer uses: it returns values by their indices."""
+    """Stand-in for torch's planner, of which the writer uses only the values by their indices."""
 
     values: dict[Any, Any]
 

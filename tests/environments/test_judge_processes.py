@@ -89,7 +89,7 @@ def test_probe_calls_judge_on_first_records(monkeypatch):
     )
     with pytest.raises(UserError, match=message):
         probe(config, prompts_of(*[{"scale": 0, "answer": 1}] * 2))
-    with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field beside prompt\)"):
+    with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field except prompt\)"):
         probe(EnvironmentConfig(), prompts_of({}, {}))
     with pytest.raises(UserError, match=r"no answer within environment\.time_limit_seconds=0\.5"):
         probe(config, prompts_of(*[{"scale": 1, "answer": "hang"}] * 2))

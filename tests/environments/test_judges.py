@@ -229,7 +229,7 @@ def test_weighted_judge_sums_token_rewards(judge):
     assert step.reward == 2 and step.token_rewards == [2 * 2 - 0.5, 2 * 3 - 0.5]
     rewards["few"] = {"name": "function", "function": "judge_functions:one_token"}
     (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
-    assert step.error == "few: gives rewards of 1 tokens, others of 2"
+    assert step.error == "few: rewards 1 tokens, another judge 2"
 
 
 def test_invalid_step_fails_only_its_sample(judge):

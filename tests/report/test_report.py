@@ -93,7 +93,7 @@ def test_what_is_to_be_looked_at(tmp_path):
     assert "loss is NaN or infinite at step 5" in said
     assert "no update at 2 steps (3, 4): there was nothing to learn from" in said
     assert "token_mult_prob_error is above 1.4 at step 7 (generation.max_token_mult_prob_error=1.5)" in said
-    assert said[-1] == "metrics.jsonl: its last line is cut short, and left out here"
+    assert said[-1] == "metrics.jsonl: its last line is incomplete and left out here"
     assert list(findings(read_runs([dpo(tmp_path / "b")])[0])) == []
     assert read_runs([grpo(tmp_path / "c", state="going on")])[0].state == "going on"
 

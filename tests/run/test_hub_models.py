@@ -206,8 +206,8 @@ def test_failed_push_keeps_exported_model(cache, tmp_path):
     with hub_of(refuses="/api/models/someone/trained/commit/main") as (_hub, endpoint):
         done = train(cache, model, *PUSHED, f"output_dir={tmp_path / 'out'}", endpoint=endpoint)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: checkpoint.push_to_hub: the model did not get to someone/trained (")
-    assert f"`hf upload someone/trained {tmp_path / 'out' / 'hf'}` sends it" in done.stderr
+    assert done.stderr.startswith("error: checkpoint.push_to_hub: the upload to someone/trained failed (")
+    assert f"upload it with `hf upload someone/trained {tmp_path / 'out' / 'hf'}`" in done.stderr
     assert (tmp_path / "out" / "hf" / "model.safetensors").is_file()
 
 
@@ -221,7 +221,7 @@ def test_train_refuses_hub_without_write_access_before_start(cache, tmp_path, re
         ]
         done = train(cache, model, *PUSHED, f"output_dir={tmp_path / 'out'}", endpoint=endpoint)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: checkpoint.push_to_hub: someone/trained is not to be written to (")
+    assert done.stderr.startswith("error: checkpoint.push_to_hub: someone/trained cannot be written to (")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
