@@ -299,7 +299,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
-        """Run the teacher on the coming microbatches, and keep its final hidden states of this rank's counted tokens."""
+        """Run the teacher on `microbatches`; keep its final hidden states for this rank's counted tokens."""
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -98,7 +98,7 @@ def replace_listed(new: Path, destination: Path) -> None:
     """
     if foreign := unlisted_files(destination):
         raise UserError(
-            f"{destination} holds {', '.join(foreign[:3])}, which no run wrote and is not removed; the new files are in {new}"
+            f"{destination} holds {', '.join(foreign[:3])}, which no run wrote; the new files are in {new}"
         )
     old = unused(destination.with_name(f".{destination.name}.old"))
     if destination.exists():
