@@ -129,7 +129,7 @@ class PipelineConfig(Section):
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         stages = _share_out(layers + embedding + loss, size, first, last)
         if stages is None:
-            given = f" after the {(first or 0) + (last or 0)} of the first or last stage" if self._ends else ""
+            given = f" with {(first or 0) + (last or 0)} in the first or last stage" if self._ends else ""
             given += f" with {embedding + loss} more for embedding or loss" if self._accounts else ""
             raise UserError(
                 f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be divided "

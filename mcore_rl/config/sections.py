@@ -344,8 +344,8 @@ class BatchConfig(Section):
 
 LARGEST_BFLOAT16_BETA = 0.95
 """Largest decay β of a running mean that is kept in bfloat16. Rounding to 8 significant bits loses relative changes
-below 2⁻⁹. The running mean of equal numbers therefore stops at a relative distance of 2⁻⁹ / (1 − β) from them, here 4
-%."""
+below 2⁻⁹. The running mean of equal numbers therefore stops at a relative distance of 2⁻⁹ / (1 − β) from them:
+4 % here."""
 
 
 class OptimizerConfig(Section):

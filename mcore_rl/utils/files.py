@@ -97,9 +97,7 @@ def replace_listed(new: Path, destination: Path) -> None:
         UserError: `destination` holds files that no manifest lists.
     """
     if foreign := unlisted_files(destination):
-        raise UserError(
-            f"{destination} holds {', '.join(foreign[:3])}, which no run wrote; the new files are in {new}"
-        )
+        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which no run wrote; the new files are in {new}")
     old = unused(destination.with_name(f".{destination.name}.old"))
     if destination.exists():
         destination.rename(old)

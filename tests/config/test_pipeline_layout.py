@@ -30,7 +30,7 @@ def test_layers_of_uneven_stages(size, first, last, expected):
         num_layers_in_last_pipeline_stage=last,
     )
     if expected is None:
-        with pytest.raises(UserError, match="12 layers cannot be divided evenly after the 1 of"):
+        with pytest.raises(UserError, match="12 layers cannot be divided evenly with 1 in"):
             parallel.layers_of_stages(12)
     else:
         assert parallel.layers_of_stages(12) == expected

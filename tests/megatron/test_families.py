@@ -255,7 +255,7 @@ def test_what_a_family_does_not_cover(family, changes, message):
     [
         ({"pipeline_model_parallel_size": 4}, "2 layers"),
         ({"tensor_model_parallel_size": 3}, "attention heads"),
-        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}, "after the 2 of the first or"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}, "with 2 in the first or"),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, r"every stage \(1, 1\)"),
     ],
 )
