@@ -26,7 +26,8 @@ from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
-    """Train the student's next-token distributions towards its teachers', over their top-k tokens or all tokens."""
+    """Train the student's next-token distributions towards those of its teachers, over the teachers' top-k tokens or
+    all tokens."""
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
@@ -52,7 +53,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
 
 
 class DistillationObjective(Objective):
-    """A divergence from the teachers, on the records' responses or on the student's answers to their prompts.
+    """A divergence from the teachers, on the records' responses or on the student's answers to the records' prompts.
 
     Args:
         loaded: the teachers that are other models, by name. All other teachers are the student itself.
@@ -101,7 +102,8 @@ class DistillationObjective(Objective):
         return {"teacher_topk_logits": scored["values"], "teacher_topk_indices": scored["indices"]}
 
     def _scored(self, name: str, teacher: ScoringModel, rows: LocalBatch[Any]) -> Columns:
-        """Return `values` and `indices` [B, S, k] of a teacher's top k, or `values` [B, S], the tokens' logprobs."""
+        """Return the teacher's top-k logits as `values` and `indices` [B, S, k]; for form=sampled, return the
+        log-probabilities of the rows' tokens as `values` [B, S]."""
         teacher.check_tokens(rows, f"{TEACHER}.{name}" if name else TEACHER)
         options = self.options
         if options.form == "sampled":

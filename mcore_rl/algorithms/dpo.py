@@ -49,7 +49,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 
 
 class DPOObjective(Objective):
-    """The DPO loss and, if the loss needs a reference, its log-probabilities."""
+    """The DPO loss and, if the loss needs a reference, the reference's log-probabilities."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
         super().__init__(build_dpo_loss(config.dpo))
@@ -63,7 +63,8 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return what the loss compares after sorting over the whole batch; this scores the batch once more."""
+        """Return the columns of losses that sort scores over the whole batch; for these losses, score the batch once
+        more."""
         assert isinstance(self.loss_fn, DPOLossFn)
         if not self.loss_fn.needs_batch:
             return {}
@@ -120,7 +121,8 @@ def _store(
 
     Args:
         reference: configuration from which the reference is built.
-        policy: model that computes them; if None, a second model, which is built only if some are missing.
+        policy: model that computes the log-probabilities. If None, a second model computes them; it is built only if
+            some are missing.
     """
     built: list[ScoringModel] = []
 

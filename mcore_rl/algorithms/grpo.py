@@ -77,7 +77,7 @@ refused."""
 def check_inputs(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Check all inputs before the run, and the judge, without writing any file.
+    """Check all inputs of the run and test the judge, without writing any file.
 
     Args:
         record: file to record every step's rollouts in.
@@ -136,7 +136,7 @@ def rollout_worker(
 def build_environment(
     config: RLConfig, policy: MegatronPolicy, inputs: RunInputs[PromptDataset]
 ) -> Environment | CollectiveEnvironment | None:
-    """Return the environment on the ranks that take part in it; None on the others. Collective."""
+    """Return the environment on the ranks that take part in it, and None on the other ranks. Collective."""
     if config.environment.name == "reward_model":
         day = broadcast_object(inputs.day)  # the ranks may have started on both sides of midnight
         judge = RewardModelEnvironment(config, day, policy.topology.data)
@@ -526,7 +526,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
 
     def _advise_on_judging(self, seconds: float, total: float) -> None:
-        """Name the keys that shorten the judging of a step, once, if it takes much of the step."""
+        """If judging takes much of a step, print the keys that shorten it, once per run."""
         environment = self.config.environment
         is_slow = seconds > max(SLOW_JUDGING * total, 1.0)
         if self.is_advised or not is_slow or environment.name == "reward_model" or environment.batch_size > 1:

@@ -84,5 +84,5 @@ class KTOObjective(Objective):
 
 
 def _sums(logprobs: Tensor, data: LocalBatch[Any]) -> Tensor:
-    """Return the log-probabilities [B] of whole responses; column t of `logprobs` scores token t."""
+    """Return the log-probability of each row's whole response, [B]; column t of `logprobs` scores token t."""
     return (logprobs * data["token_mask"])[:, 1:].sum(1)

@@ -13,7 +13,7 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_sft(config: SFTConfig) -> Path | None:
-    """Minimise the mean negative log-likelihood of the response tokens, or another loss of them."""
+    """Minimise the mean negative log-likelihood of the response tokens, or the loss that `sft.loss` names."""
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))

@@ -40,8 +40,8 @@ class TrainingBatch:
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
     dataset, indices: dataset of the records, and their indices in it.
-    previous: for each record the index of the one before it in the global batch; of the last one for the first; None
-        if the batch has one record.
+    previous: for each record, the index of the record before it in the global batch (before the first record comes the
+        last); None if the batch has one record.
     samples: numbers of the records among all samples of the run, which seed a student's responses; None in validation.
     """
 

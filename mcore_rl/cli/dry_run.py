@@ -121,7 +121,7 @@ def _sizes(parallel: LayoutConfig, world_size: int) -> str:
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
-    """Return the lengths of the first step's sequences, with answers of maximum length, and the first sequences."""
+    """Return the lengths of the first step's sequences, if answers have the maximum length, and its first sequences."""
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
         prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
@@ -139,7 +139,7 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
 
 
 def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
-    """Return the lengths of prompts with answers of maximum length."""
+    """Return sequences of prompts with these lengths, each with an answer of maximum length."""
     assert config.max_answer_length is not None, "the policy answers"
     lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
     return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))

@@ -90,7 +90,7 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
 def _listen_locally(launched: argparse.Namespace) -> Any:
     """Host the ranks' store on 127.0.0.1 if this node is the only one and the user chose no port; return the store.
 
-    torchrun's own store listens on every network interface, and authenticates nobody. It uses this store, because
+    torchrun's own store listens on every network interface, and authenticates nobody. torchrun uses this store, because
     stores of one process and port share a server (`multi_tenant`).
     """
     from torch.distributed import TCPStore

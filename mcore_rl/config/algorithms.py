@@ -105,7 +105,7 @@ class KTOConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationAlgorithmConfig(DistillationOptions):
-    """Options of the loss, the teacher, and the responses that it teaches."""
+    """Options of the loss, of the teacher, and of the responses on which the student is trained."""
 
     teacher: str | Mapping[str, str]
     """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`. Then the
@@ -133,7 +133,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Directory of each teacher; a single one has no name."""
+        """Directory of each teacher by name; a single teacher has the name ""."""
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher)
 
     def check(self) -> None:
@@ -260,7 +260,7 @@ model."""
 
 
 def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Return the configurations of all models besides the policy, by the keys that name the models."""
+    """Return the configurations of all models other than the policy, by the keys that name the models."""
     found: dict[str, TrainingConfig] = {}
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
         found[REFERENCE] = reference_config(config)
@@ -301,7 +301,7 @@ def reference_config(config: DPOConfig) -> DPOConfig:
 
 
 def teacher_configs(config: DistillationConfig) -> dict[str, DistillationConfig]:
-    """Return the configuration of each teacher but the student itself, by name."""
+    """Return the configuration of each teacher except the student itself, by the teacher's name."""
     teachers = config.distillation.teachers
     return {
         name: _in_layout(_with_frozen(config, Path(path)), config.distillation.teacher_parallel)

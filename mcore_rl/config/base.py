@@ -9,14 +9,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 
 def refuse_bool(value: Any) -> Any:
-    """YAML's true would pass for 1."""
+    """Raise ValueError for true and false, which would otherwise be read as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
 
 
 def refuse_empty(value: Any) -> Any:
-    """An empty path would be the current directory."""
+    """Raise ValueError for null and empty texts; an empty path would mean the current directory."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("must not be empty")
     return value
@@ -37,7 +37,7 @@ def _form(value: Any) -> str:
 
 
 def _no_list(form: str) -> BeforeValidator:
-    """Refuses a list, which is not clear: do its sources take turns, or follow one another?"""
+    """Return a validator that refuses a list of sources, because a list does not say how its sources are mixed."""
 
     def refuse(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,5 +76,5 @@ class Section(BaseModel):
 
 
 def whole_number(text: str) -> int | None:
-    """The number that digits alone write; None if they are something else, or longer than what can be counted."""
+    """Return the number that a text of at most 18 ASCII digits stands for; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

@@ -85,7 +85,7 @@ class JudgeOptions(Section):
 
     @property
     def valued_columns(self) -> tuple[str, ...]:
-        """Columns of a prompt's record that must have a value. A null answer would be compared as text."""
+        """Columns that must not be null in a prompt's record; the text of null would be compared with responses."""
         return ("answer",) if self.compares else ()
 
     @property
@@ -552,7 +552,7 @@ class RLConfig(TrainingConfig):
 
 
 class GRPOAlgorithmConfig(RolloutOptions):
-    """Rollouts, and the advantages that follow from their rewards."""
+    """Options of rollouts, and of the advantages that are computed from their rewards."""
 
     advantage_estimator: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "maxrl", "optimal_token_baseline"
@@ -641,7 +641,7 @@ Fraction01 = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 
 
 class PPOAlgorithmConfig(RolloutOptions):
-    """Rollouts, and their advantages by GAE (arXiv:1506.02438)."""
+    """Options of rollouts, and of their advantages by GAE (arXiv:1506.02438)."""
 
     num_generations_per_prompt: PositiveInt = 1
     """Responses to each prompt."""

@@ -94,7 +94,9 @@ class ModelConfig(Section):
 
         Args:
             on_gpu: whether the run is on GPUs.
-            te_problem: why Transformer Engine cannot be used, as the rest of a sentence; None if it can.
+            te_problem: why Transformer Engine cannot be used, as words that continue "Transformer Engine"; None if it
+                can be used.
+            simulates: whether the run is simulated.
 
         Raises:
             UserError: the section requires Transformer Engine, which cannot be used.
@@ -394,7 +396,7 @@ class OptimizerConfig(Section):
     """Keep the moments, and with bfloat16 the fp32 weights, in host memory except during the optimizer's step."""
 
     def steps_of_warmup(self, total: int) -> int:
-        """Return the warm-up steps of a run of `total` steps; at most all but the last, which trains with `lr`."""
+        """Return the number of warm-up steps in a run of `total` steps. At least the last step trains with `lr`."""
         return min(self.warmup_steps or round(self.warmup_ratio * total), max(total - 1, 0))
 
     @model_validator(mode="after")
@@ -563,7 +565,7 @@ class TrainingConfig(Section):
 
     @property
     def reference_sync_of(self) -> ReferenceSyncConfig | None:
-        """Updates of the reference, in algorithms that have them; None if the reference does not change."""
+        """Settings for updates of the reference; None if the reference does not change."""
         return getattr(self, "reference_sync", None)
 
     @property

@@ -43,7 +43,8 @@ def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> di
 
 
 def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
-    """Return (global_valid_seqs, global_valid_toks) of a global batch, fp32 scalars. Collective for a `LocalBatch`."""
+    """Return the numbers of counted sequences and of counted tokens in a global batch (global_valid_seqs,
+    global_valid_toks), as fp32 scalars. Collective for a `LocalBatch`."""
     sample_mask = data["sample_mask"].double()
     tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
     sequences, total = torch.tensor(batch_share(data).sum(float(sample_mask.sum()), float(tokens.sum())))
@@ -287,7 +288,7 @@ class MicrobatchPlanner:
         ]
 
     def divide(self, units: Sequence[PackUnitSize]) -> list[list[int]]:
-        """Return for each data-parallel rank its rows of the global batch, in order; the division is that of `plan`."""
+        """Return each data-parallel rank's rows of the global batch, in order, with the same division as `plan`."""
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 

@@ -21,7 +21,7 @@ Messages = list[Message]
 
 
 def check_messages(value: Any, what: str) -> Messages:
-    """Return messages with `role` and text `content`; their other keys are for the template.
+    """Return messages with `role` and text `content`; the template reads their other keys.
 
     Parts of text are joined to one text, tool calls' arguments become objects, and keys without a value are removed,
     except in arguments, where null is a value.
@@ -165,7 +165,7 @@ def set_chat_day(tokenizer: Any, day: date) -> None:
 
 
 def chat_day(tokenizer: Any) -> date | None:
-    """Return the date of `set_chat_day`; None if there is none."""
+    """Return the date that `set_chat_day` has set; None if it has set none."""
     return getattr(tokenizer, "chat_day", None)
 
 
@@ -258,7 +258,7 @@ def _template(tokenizer: Any, tools: Any) -> str:
 
 
 def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
-    """Find responses by the template's own markers; each run of marked tokens is a response."""
+    """Find responses by the template's own `{% generation %}` markers; consecutive marked tokens are one response."""
     messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
         messages,
@@ -287,7 +287,8 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 def _by_marks(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
-    """Find responses by replacing them with marks; also return whether the last one has an end token."""
+    """Find each response by rendering the conversation with a mark in its place. Also return whether the last wanted
+    response has an end token."""
     if not tokenizer.is_fast:
         raise ValueError(
             "the tokenizer does not return the positions of its tokens in a text; messages need a fast tokenizer"
@@ -353,7 +354,7 @@ class _Marked:
         return content
 
     def limit(self) -> int:
-        """Return the last position at which the next message's content can start."""
+        """Return the position where the next message's content starts, or the end of the text if it is unknown."""
         if self.index + 1 == len(self.messages):
             return len(self.text)
         before, _ = self.around(self.index + 1)

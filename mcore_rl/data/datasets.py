@@ -85,8 +85,8 @@ class UnpairedDataset(Dataset):
         return bool(json.loads(self.units.extra(index)))
 
     def mismatched(self, index: int, other_index: int | None = None) -> TokenSequence:
-        """Return a record's prompt with the response of another record. By default that is the one half a dataset away,
-        because neighbours often share prompts."""
+        """Return a record's prompt with the response of another record. By default this is the record half a dataset
+        away, because neighbouring records often share a prompt."""
         if other_index is None:
             other_index = (index + len(self) // 2) % len(self)
         (own,), (other,) = self.units[index], self.units[other_index]
@@ -129,7 +129,7 @@ def described_shares(store: TokenStore) -> str:
 
 
 def described_drops(store: TokenStore, limit: int, response: int = 0) -> str:
-    """Describe the records that were dropped for their length, and the configuration that keeps all.
+    """Describe the records that were dropped because of their length, and the setting that would keep all records.
 
     Args:
         limit: tokens that a record may have.
@@ -370,7 +370,7 @@ def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
 
 
 def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the prompt, the chosen and the rejected response."""
+    """Return the prompt, the chosen response and the rejected response of a preference record."""
     require(record, "chosen", "rejected")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     if prompt is None:

@@ -146,7 +146,7 @@ def check_file(source: str) -> None:
 
 
 def _is_aside(path: Path) -> bool:
-    """Return whether a file in a data directory is known to be no data file."""
+    """Return whether a file in a data directory is known not to contain data."""
     return path.name.startswith((".", "_")) or path.suffix in (".md", ".lock") or path.stem in ("README", "LICENSE")
 
 
@@ -270,7 +270,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require(record: dict[str, Any], *keys: str) -> None:
-    """Raise ValueError if a record lacks one of the keys, or has it without a value."""
+    """Raise ValueError if a record lacks one of the keys, or one of them is null."""
     if empty := [key for key in keys if key in record and record[key] is None]:
         raise ValueError(f"the key {empty[0]} has no value (null)")
     missing = [key for key in keys if key not in record]

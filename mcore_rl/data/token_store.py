@@ -75,7 +75,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """An order of several sources in which each has its share of the samples.
+    """An order of the records of several sources in which each source has its share of the samples.
 
     The sequence of sources is shuffled in each period. The n-th sample of a source is the n-th sample of the source's
     own order, which is shuffled in each pass, so each pass over a source ends before the next one starts. A period's
@@ -319,7 +319,7 @@ class _FileArray:
 
 
 def plain_name(text: str) -> str:
-    """Return a text as part of a metric's name."""
+    """Return `text` with the characters replaced that may not be in a metric's name."""
     return re.sub(r"[^\w.-]+", "_", text)
 
 

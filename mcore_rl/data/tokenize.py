@@ -134,7 +134,7 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """Render a whole conversation for a reward model, which computes its reward at the last of these tokens.
+    """Return the tokens of a whole conversation for a reward model, whose reward is its output at the last token.
 
     The tokens equal transformers' `apply_chat_template`, including the template's text after the last response.
 

@@ -146,7 +146,7 @@ def _overview(run: Run) -> dict[str, Any]:
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of the validation table: metric, run, first, last, lowest, highest."""
+    """Yield rows of the validation table: metric, run, and its first, last, lowest and highest value."""
     for name, label, series in ranges(runs):
         found = list(series.finite())
         if found:
@@ -393,8 +393,8 @@ def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> st
 
 
 def _set_axes(figure: go.Figure) -> None:
-    """Mark whole steps only, and widen the range of equal values. By default it would span ±1, and a learning rate
-    would look like 0."""
+    """Mark whole steps only, and narrow the y-axis if all values are equal. By default it would span ±1, so that a
+    constant learning rate would look like 0."""
     steps = np.concatenate([trace.x for trace in figure.data] or [[0]])
     if np.ptp(steps) <= MAX_MARKED_STEPS:
         figure.update_xaxes(dtick=1)
@@ -405,8 +405,8 @@ def _set_axes(figure: go.Figure) -> None:
 
 
 def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return at most `MAX_POINTS` (step, value): the least and the greatest value of each interval of steps, in
-    order."""
+    """Return at most `MAX_POINTS` pairs (step, value), in order. If there are more steps, these are the least and the
+    greatest value of each interval of steps."""
     steps, values = np.array(series.steps), np.array(series.values)
     values[~np.isfinite(values)] = np.nan
     if len(steps) <= MAX_POINTS:
@@ -428,7 +428,7 @@ def _phases(run: Run) -> list[str]:
 
 
 def phases(run: Run, title: str) -> Chart:
-    """Return a chart of the seconds of a step by phase, stacked."""
+    """Return a stacked chart of the seconds that each phase of a step takes."""
     total = run.metrics.get("step_seconds")
     figure = go.Figure()
     if total is None:

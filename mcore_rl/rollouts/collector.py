@@ -60,7 +60,8 @@ class RolloutCollector:
         self.samples = OptionalLog(config.output_dir / "samples.jsonl", say)
 
     def collect(self, step: int, position: int) -> tuple[RolloutBatch, int]:
-        """Return the step's groups and the number of prompts used. If configured, groups without signal are replaced.
+        """Return the step's groups and the number of prompts used. With dynamic sampling, groups
+        without signal are replaced.
 
         Args:
             position: position of the step's first prompt in the order of the run.
@@ -282,7 +283,7 @@ class RolloutStatistics:
 
 
 class StatisticsBySource:
-    """`RolloutStatistics` of all samples and of those of each source of prompts, as `SOURCE/…`.
+    """`RolloutStatistics` of all samples, and of the samples of each source of prompts as `SOURCE/…`.
 
     Args:
         source_of: function from a prompt's index to its source, or to None if it has none.
@@ -372,7 +373,7 @@ def _majority_is_right(judged: Sequence[tuple[bool, str | None]]) -> bool:
 
 
 def rollout_metrics(outcomes: Sequence[RolloutSummary], dropped: Sequence[RolloutSummary] = ()) -> dict[str, float]:
-    """Return `RolloutStatistics.metrics` of these rollouts.
+    """Return the metrics of the rollouts `outcomes` (see `RolloutStatistics.metrics`).
 
     Args:
         dropped: rollouts that are not trained on; the metrics of failed samples also count these.

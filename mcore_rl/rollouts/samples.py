@@ -44,7 +44,8 @@ class TokenColumn:
 def packed(
     rows: Mapping[str, Shaped[Tensor, "B S ..."]], lengths: Sequence[int], columns: Sequence[TokenColumn]
 ) -> UInt8[Tensor, "tokens bytes"]:
-    """Return the bytes of all columns for every token of right-padded rows, row by row; without rows nothing is read.
+    """Return the bytes of all columns for every token of right-padded rows, row by row. If there are no rows, `rows` is
+    not read.
 
     Raises:
         ContractError: the values of a column do not have its dtype or shape.
@@ -132,7 +133,8 @@ def _exchange_to_all_ranks(
     lengths: Sequence[int],
     topology: Topology,
 ) -> Shaped[Tensor, "wanted_tokens values"]:
-    """Return what `exchange_tokens` returns, on the host of every rank of the replica. Collective over all ranks."""
+    """Return the result of `exchange_tokens` on every rank of the replica, in host memory. Collective over all
+    ranks."""
     size = sum(lengths[row] for row in wanted[topology.data.rank])
     found = torch.empty(size, own.shape[1], dtype=own.dtype, device=platform.device())
     if topology.leads_replica:
@@ -240,7 +242,11 @@ class SummaryExchange:
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
 
     def _versions(self, own: Mapping[int, RolloutSummary], counts: Tensor) -> list[list[tuple[int, int]]]:
-        """Return a list of weight versions for each rollout."""
+        """Return the weight versions of each rollout of all replicas. Collective.
+
+        Args:
+            counts: number of weight versions of each rollout.
+        """
         starts = (counts.cumsum(0) - counts).tolist()
         rows = {
             starts[place] + n: pair for place, outcome in own.items() for n, pair in enumerate(outcome.weight_versions)

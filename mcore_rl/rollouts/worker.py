@@ -177,7 +177,7 @@ class RolloutWorker:
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
     def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
-        """Return the rollouts of all replicas; `own` has the rollouts of this rank by place."""
+        """Return a batch of the rollouts of all replicas; `own` has this rank's rollouts by place. Collective."""
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
         return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
@@ -200,7 +200,7 @@ class RolloutWorker:
                 return rollout
 
     def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
-        """Run the replica's conversations turn by turn, for as many turns as any replica has."""
+        """Run the replica's conversations turn by turn, until no replica has a conversation that continues."""
         going = list(conversations)
         while (share := BatchShare.concatenated(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)

@@ -112,7 +112,7 @@ LOST_PEER_SECONDS = 2.0
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
-    """Refuse to resume another run's checkpoint; returns the configuration changes since the best candidate.
+    """Refuse to resume another run's checkpoint; return lines about changes of the configuration since the checkpoint.
 
     Raises:
         UserError: the checkpoint belongs to another run; the message names the key that differs.

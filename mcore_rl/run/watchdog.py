@@ -30,7 +30,7 @@ STORE_SECONDS = 30.0
 
 
 class Watchdog:
-    """The file of one rank, and the thread that answers requests.
+    """The report file of one rank, and the thread that writes it on request.
 
     Args:
         directory: directory that all ranks share; created if missing.

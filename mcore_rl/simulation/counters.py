@@ -215,7 +215,7 @@ tensor without reading it. SELECTS read only a part of their first tensor; ADDS_
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory; an expanded dimension is stored once."""
+    """Return the number of bytes that a tensor occupies in memory; an expanded dimension is stored once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
@@ -225,7 +225,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _OneKernel:
-    """The memory that a kernel reads and writes while it computes the results of several operations."""
+    """The memory that one kernel reads and writes for several operations that it fuses."""
 
     def __init__(self) -> None:
         self.made = set[int]()
@@ -483,7 +483,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Replace collectives of objects by this rank's value, and process groups of every backend by fake ones."""
+    """Make collectives of objects return this rank's value, and create process groups of every backend as fake ones."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
@@ -555,8 +555,11 @@ class AttentionFlops:
 
     @staticmethod
     def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
-        """Return the operations of two products over every visible pair of query and key; `width` is heads ×
-        head_dim."""
+        """Return the number of operations of two matrix products over every visible pair of query and key.
+
+        Args:
+            width: number of heads × head dimension.
+        """
         pairs = 0
         for queries, keys in zip(query_lengths, key_lengths, strict=True):
             seen = range(keys - queries + 1, keys + 1)  # keys that each query sees without a window

@@ -26,7 +26,8 @@ MESSAGES = ("send", "recv")
 
 
 def interpolated(table: Mapping[int, float], at: float) -> float:
-    """Return the value of a table at a size, linear in the logarithm of the size; outside, the first or last value."""
+    """Return the value of `table` at the size `at`, interpolated in the logarithm of the size; beyond the table's ends,
+    the first or the last value."""
     sizes = sorted(table)
     for low, high in itertools.pairwise(sizes):
         if low <= at <= high:
@@ -185,7 +186,7 @@ class Hardware(BaseModel):
         return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Return the seconds of an operation on weights or gradients, without one of its buckets in every update."""
+        """Return the seconds of an operation on weights or gradients, minus the time of one bucket in each update."""
         chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
         buckets = sum(report.calls[transfer] for transfer in chosen)
         seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)

@@ -96,7 +96,7 @@ class Watch:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Count inside the block, in which models are built and run a step."""
+        """Count everything inside the block, in which the models are built and run one step."""
         from mcore_rl.models.policy import megatron_policy, reference, scoring
 
         with (
@@ -119,7 +119,7 @@ class Watch:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Count as one kernel inside the block what is one on a GPU with Triton: a norm, a gated activation, a
+        """Inside the block, count as one kernel what is one kernel on a GPU with Triton: a norm, a gated activation, a
         rotation, and the reduction of a tile of logits, each in forward and backward."""
         from mcore_rl.distributed import logprobs
         from mcore_rl.models.megatron import layers
@@ -294,7 +294,7 @@ class Implementation:
     moments: str = ""
 
     def of(self, report: RankReport) -> RankReport:
-        """Return the report of a rank with these kernels and precisions."""
+        """Return `report`, converted from the package's own layers to these kernels and precisions."""
         if self.transformer_engine:
             report = _without_copies(report)
         if self.products:

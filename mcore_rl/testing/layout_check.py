@@ -61,10 +61,10 @@ class LayoutResult:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """Add the log-probabilities that the loss compares with the policy's, if the batch lacks them: the policy's, with
-    noise.
+    """Add the log-probabilities with which the loss compares the policy's, if the batch lacks them.
 
-    Without noise, margins and KL would be 0 except for rounding, accuracies would be random, and their terms untested.
+    They are the policy's log-probabilities with noise. Without noise, margins and KL would be 0 except for rounding;
+    accuracies would then be random, and the terms of the loss with KL would not be tested.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -107,9 +107,10 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
 
 
 def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> LayoutResult | None:
-    """Run `steps` optimizer steps on one global batch. Every rank calls this; rank 0 returns the result, others None.
+    """Run `steps` optimizer steps on one global batch. Every rank calls this; rank 0 returns the result, other ranks
+    None.
 
-    Every rank has the batch and scores it. It trains on the rows of its replica, as in training.
+    Every rank scores the whole batch, but trains only on the rows of its replica, as in a run.
     """
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
@@ -181,7 +182,7 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
     """Return the relative differences of `outcome` from `reference`.
 
     Differences of numbers are relative to the larger of the reference's value and 1. Differences of tensors are norms,
-    relative to the reference's norm; for gradients, to at least a thousandth of the norm of the whole gradient.
+    relative to the reference's norm, but for gradients to at least a thousandth of the norm of the whole gradient.
     """
     metrics = {
         name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
@@ -263,7 +264,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
 def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
-    """Return the layouts that the configuration's model allows, and the others with the error."""
+    """Return the layouts that the configuration's model allows, and the refused layouts, each with its error."""
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     fits, refused = [], []

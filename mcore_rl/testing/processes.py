@@ -37,7 +37,8 @@ _PRELOAD = ["mcore_rl.testing.preload"]
 
 
 def serve_processes(also_preload: Sequence[str] = ()) -> None:
-    """Start the server now, and import further modules in it first; otherwise the first run starts it."""
+    """Start the fork server now, and import the modules `also_preload` in it; otherwise the first run starts the
+    server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
     forkserver.ensure_running()
 
@@ -48,7 +49,7 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
     `function` must be importable by name, and its results picklable.
 
     Raises:
-        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All are then killed.
+        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All ranks are then killed.
     """
     for _ in range(MEETINGS - 1):
         with contextlib.suppress(MeetingError):

@@ -137,7 +137,8 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return the identity, a JSON object, of the run that wrote a checkpoint; None if it has none or is damaged."""
+    """Return the identity, a JSON object, of the run that wrote a checkpoint; None if the
+    checkpoint has none or is damaged."""
     import torch
 
     try:
@@ -148,7 +149,8 @@ def stored_identity(iteration: Path) -> str | None:
 
 
 def _is_rest(iteration: Path) -> bool:
-    """Return whether a directory holds only files that no run wrote: `remove_listed` has removed the others."""
+    """Return whether a directory has only files that no run wrote, because `remove_listed` has removed the run's
+    files."""
     try:
         names = os.listdir(iteration)
     except OSError:  # it has just been removed, or is no directory

@@ -106,7 +106,7 @@ def replace_listed(new: Path, destination: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """Return `path`, or that name with the first free number."""
+    """Return `path` if it does not exist, or else `path` with the first free number appended."""
     numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
     return next(name for name in itertools.chain([path], numbered) if not name.exists())
 

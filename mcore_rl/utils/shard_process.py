@@ -72,7 +72,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Commit:
-    """The end of a save, on the first rank: index, manifest, final directory name, and retention.
+    """The last part of a save, for the first rank: write index and manifest, rename the directory, apply retention.
 
     metadata: torch's plan of the checkpoint.
     best: iteration of the best validation, which retention keeps.
@@ -181,7 +181,7 @@ def _everyone_written(directory: Path, ranks: int) -> list[Written]:
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a job: an error message, or None."""
+    """The report of a finished job: `error` is an error message, or None."""
 
     error: str | None = None
 
@@ -324,7 +324,7 @@ def main() -> None:
 
 
 def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | None:
-    """Run a job; return an error message, or None."""
+    """Run the job in the file `job` with the tensors in the file `block`; return an error message, or None."""
     try:
         with open(job, "rb") as file, open(block, "rb") as shared:
             file.seek(0)
