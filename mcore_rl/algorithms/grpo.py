@@ -343,7 +343,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     def release_engines(self) -> None:
         self.worker.cancel()
-        with contextlib.suppress(TrainingError):  # no server is left, so none uses the device
+        with contextlib.suppress(TrainingError):  # all servers have ended, so none uses the device
             self.worker.finish()
 
     @property

@@ -46,7 +46,7 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"--record {path}: is not a recording of rollouts; name another file") from None
         if others:
-            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}); name another file")
+            raise UserError(f"--record {path}: is of another run (different {', '.join(others)}); name another file")
 
 
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:

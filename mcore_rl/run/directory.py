@@ -174,7 +174,7 @@ class RunDirectory:
         return f"the run that held {self.path} ({_name(holder)}) is gone; going on" if holder else None
 
     def release(self) -> None:
-        """Release the lock, and remove a directory that was created for it and not used."""
+        """Release the lock, and remove the directories that `claim` created if they are empty."""
         if self._lock < 0:
             return
         (self.path / LOCK).unlink(missing_ok=True)

@@ -197,7 +197,8 @@ def _named(key: str, number: int) -> str:
 
 
 def identity_of(iteration: Path) -> RunIdentity | None:
-    """Return the identity of the run that wrote a checkpoint; None for converted weights, or if it is damaged."""
+    """Return the identity of the run that wrote a checkpoint; None for converted weights and for a damaged
+    checkpoint."""
     try:
         return RunIdentity.from_json(stored_identity(iteration) or "")
     except (TypeError, ValueError):

@@ -295,7 +295,8 @@ class MetricsReporter:
     """Reports metrics on rank 0; does nothing on other ranks.
 
     Args:
-        first_step: the first step of this launch, of `total` steps.
+        first_step: first step of this launch of the run.
+        total: number of steps of the whole run.
     """
 
     def __init__(self, config: TrainingConfig, is_writer: bool, first_step: int, total: int) -> None:

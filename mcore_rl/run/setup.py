@@ -110,7 +110,7 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
                 "likely token of the teacher; set distillation.topk=null"
             )
         if topk > rows:
-            raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has {rows} tokens")
+            raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens")
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:
@@ -127,7 +127,7 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
     """
     size, day = family_of(found[POLICY]).vocab_size, chat_day(tokenizer)
     if len(tokenizer) > size:
-        raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}")
+        raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, but the model has only {size}")
     for key, other in second_model_configs(config).items():
         model = other.model
         with _named_by(key, model.path):
@@ -403,7 +403,7 @@ def _entries(directory: Path) -> set[Path]:
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tuple[Any, TokenCache]:
-    """Return the tokenizer and its token cache. A resumed run keeps the date that the chat template rendered first."""
+    """Return the tokenizer and its token cache. A resumed run keeps the date of its start for the chat template."""
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
     tokenizer = load_tokenizer(path, trusted, template, say)
     if chat_day(tokenizer) is not None and (first := _first_day(config)):

@@ -222,7 +222,7 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+        raise UserError(f"{key}: {path / 'config.json'} has no model_type")
     if (model_type := config["model_type"]) not in MODEL_TYPES:
         raise UserError(f"{key}: model type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
     return config

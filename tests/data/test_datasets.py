@@ -196,7 +196,7 @@ def test_sources_and_columns_that_do_not_go_together(section, message):
         (['{"prompt": "a", "completion": "b", "id": ' + "9" * 5000 + "}"], "line 1: Exceeds the limit"),
         (
             ['{"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}'],
-            "line 1: tools are shown by a chat template",
+            "line 1: tools need a chat template",
         ),
         (
             ['{"prompt": "a", "completion": "b", "messages": [{"role": "user", "content": "a"}]}'],

@@ -242,7 +242,7 @@ MODELS = [
     ("no_weights", "must hold its weights as safetensors; found none"),
     ("pickles", "found only pickle files (pytorch_model.bin), which are never loaded"),
     ("broken_config", "broken_config/config.json is not JSON"),
-    ("nameless_config", "nameless_config/config.json names no model_type"),
+    ("nameless_config", "nameless_config/config.json has no model_type"),
     ("gpt2", "model type 'gpt2' is not supported"),
     ("unheard_of", "model type 'unheard-of' is not supported; supported are llama"),
     ("gelu", "activation 'gelu' is not supported"),
@@ -329,7 +329,7 @@ BESIDE = [
 """Other models than the policy."""
 
 TOKENIZERS = [
-    ("sft", ["model.path={root}/many_tokens"], "model.path: the tokenizer has 3.* tokens, the model's vocabulary 250"),
+    ("sft", ["model.path={root}/many_tokens"], "model.path: the tokenizer has 3.* tokens, but the model has only 250"),
     ("dpo", ["dpo.reference_model={root}/no_tokenizer"], "dpo.reference_model: no tokenizer found in {root}/no_tokenizer"),
     ("dpo", ["dpo.reference_model={root}/many_tokens"], "dpo.reference_model: {root}/many_tokens has another vocabulary"),
     ("distill", ["distillation.teacher={root}/many_tokens"], "distillation.teacher: {root}/many_tokens has another vocab"),

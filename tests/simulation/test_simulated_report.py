@@ -354,7 +354,7 @@ def test_hardware_that_is_none(gpu, said, tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted", "said"),
     [
-        ("{}", "gpu", "there are none in it; or write FILE:NAME"),
+        ("{}", "gpu", "the file is empty; or write FILE:NAME"),
         ("4090: {}\na: {}", "b", "there are 4090, a; or write FILE:NAME"),
         ("4090: {}", "4090", "4090: memory_bytes: Field required"),
     ],
