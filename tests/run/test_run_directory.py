@@ -254,7 +254,7 @@ def test_a_recording_goes_on_with_its_own_run(tmp_path):
     path.write_text(json.dumps({"step": 1, "sampling": {**run, "temperature": 1.0}}) + "\n")
     check_record(path, run, goes_on=True)
     for name in run:
-        with pytest.raises(UserError, match=f"is of another run \\(other {name}\\)"):
+        with pytest.raises(UserError, match=f"is of another run \\(different {name}\\)"):
             check_record(path, {**run, name: "another"}, goes_on=True)
 
 
