@@ -159,7 +159,7 @@ class EnvironmentConfig(JudgeOptions):
         if is_model and self.batch_size > 1:
             raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
         if (name == "weighted") != bool(self.rewards):
-            raise ValueError("rewards: must have a judge or more for name=weighted, and must be empty for other names")
+            raise ValueError("rewards: must have a judge or more for name=weighted, and none for other names")
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
             raise ValueError(f"max_turns: {name} ends every conversation after one response")
         return self

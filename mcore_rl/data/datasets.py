@@ -254,8 +254,8 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return what the store keeps of a record: `teachers`, the weight of each, and `prompt`, the prompt that they
-        read and its tools."""
+        """Return what is stored with a record: the weights of its teachers as `teachers`, and the prompt that the
+        teachers read, with its tools, as `prompt`."""
         own: dict[str, Any] = {}
         if self.have_names:
             own["teachers"] = self._weights_of(record)
