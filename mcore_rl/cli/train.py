@@ -100,7 +100,7 @@ NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
 
 
 def model_card(config: TrainingConfig) -> str:
-    """Return the card's text: a YAML head as the hub reads it, the data, key settings and the last metrics."""
+    """Return the text of a model card: a YAML head that the hub reads, the data, key settings and the last metrics."""
     base = _hub_name(config.model.path)
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["mcore_rl", config.algorithm]}
     if base is not None:

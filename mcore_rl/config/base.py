@@ -1,4 +1,4 @@
-"""The base class of sections, which refuses unknown keys, and the kinds of their values."""
+"""The base class of sections, which refuses unknown keys, and types for the values of keys."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def parse_value(text: str, name: str = "") -> Any:
 
 
 def expand_variables(value: Any, name: str, where: str = "") -> Any:
-    """Return `value` with environment variables replaced in all texts; errors call it by `where` and its key `name`."""
+    """Return `value` with environment variables replaced in all texts; errors name it by `where` and its key `name`."""
     if isinstance(value, dict):
         return {
             key: expand_variables(part, f"{name}.{key}" if name else str(key), where) for key, part in value.items()

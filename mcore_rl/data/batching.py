@@ -344,7 +344,7 @@ def _rows(units: Sequence[PackUnit]) -> list[int]:
 
 
 def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:
-    """Cut every [B, S, …] entry to its first `width` columns, in place."""
+    """Cut every [B, S, …] entry of `data` to the first `width` columns, in place."""
     for key, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == full_width:
             data[key] = value[:, :width]

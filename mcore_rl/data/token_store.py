@@ -154,7 +154,7 @@ SequenceGroup = tuple[TokenSequence, ...]
 """Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
 
 KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
-"""Names of the arrays, and the types of their elements."""
+"""Names of the arrays of a token store, with the types of their elements."""
 
 
 @dataclass

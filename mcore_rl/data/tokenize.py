@@ -199,7 +199,7 @@ class TokenizationSpec:
     """Settings for tokenizing records. All functions must be module-level, since other processes receive them."""
 
     name: str
-    """Name of the kind of records, including the values of all options of its functions."""
+    """Name of the kind of records; it must include all options of `unit_of` and the other functions."""
     unit_of: Callable[[Any, dict[str, Any]], SequenceGroup]
     """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int

@@ -236,7 +236,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return signal
 
     def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Return whether this validation is the best so far. If the metric does not exist, save the run and end it."""
+        """Return whether this validation is the best so far. If best_metric does not exist, save a checkpoint and raise
+        the error."""
         try:
             return self.best is not None and self.best.is_bettered(step, metrics)
         except UserError:

@@ -123,7 +123,7 @@ class Tracker(Protocol):
         """Log the numbers of one step."""
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Log some of a step's samples, as entries of samples.jsonl."""
+        """Log some of a step's samples, given as entries of samples.jsonl."""
 
     def close(self) -> None:
         """End the tracker's run."""

@@ -1,4 +1,4 @@
-"""The simulation of one rank's step, and of loading and saving its model."""
+"""The simulation of one rank's step, and of the loading of a checkpoint on one rank."""
 
 from __future__ import annotations
 
