@@ -77,7 +77,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if len(rows) != self.size:
-                raise ContractError(f"select_indices: a mask of {len(rows)} for {self.size} rows")
+                raise ContractError(f"select_indices: a mask of {len(rows)} entries does not fit {self.size} rows")
             rows = rows.nonzero().flatten()
         rows = rows.long()
         order = rows.tolist()
@@ -170,8 +170,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
         Args:
             batch_size: rows of a global batch; each batch is divided among the shards separately. None: all rows.
-            allow_uneven_shards: use parts of ⌈rows / shards⌉ rows, of which the last may be smaller. Otherwise the
-                number of rows must be divisible.
+            allow_uneven_shards: use parts of ⌈rows / shards⌉ rows, of which the last may be smaller. Otherwise
+                `shards` must divide the number of rows.
             dynamic_batching_args: make padded microbatches within a token budget, balanced by tokens.
             sequence_packing_args: make packs within a token budget, balanced by tokens.
 
@@ -181,8 +181,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             allow it.
 
         Raises:
-            ContractError: the rows are not divisible or fewer than the shards, a sequence is longer than a pack, both
-                kinds of arguments are given, or `batch_size` is given with `allow_uneven_shards`.
+            ContractError: the rows cannot be divided or are fewer than the shards, a sequence is longer than a pack,
+                both kinds of arguments are given, or `batch_size` is given with `allow_uneven_shards`.
         """
         total = self.size
         size = total if batch_size is None else batch_size
@@ -258,7 +258,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """Yield the rows of each pack of a shard made with `sequence_packing_args`.
 
         Raises:
-            ContractError: the shard was made without them.
+            ContractError: the shard was made without these arguments.
         """
         return (self.slice(start, end) for start, end, _ in self._planned())
 
@@ -274,7 +274,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             sequence_dim: the dimension of tensors that is cut.
 
         Raises:
-            ContractError: the shard was made without them.
+            ContractError: the shard was made without these arguments.
         """
         for start, end, width in self._planned():
             microbatch = self.slice(start, end)
@@ -411,7 +411,7 @@ class BatchShare:
         return values[list(self.indices)]
 
     def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
-        """Gather a value for each row of the global batch; each replica gives its own rows'. fp64, on the host."""
+        """Gather a value for each row of the global batch, in fp64 on the host; `own` is for this replica's rows."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
         return reduced(values, self.replicas)
@@ -429,7 +429,7 @@ def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM)
 
 
 class LocalBatch(BatchedDataDict[DictT]):
-    """The rows of a global batch on this replica, the same on all of the replica's ranks; there may be none.
+    """The rows of a global batch on this replica, maybe none; all ranks of the replica have the same rows.
 
     A policy learns from the rows of all replicas together, as if every rank had all of them. It scores only each
     replica's own rows.
@@ -441,13 +441,13 @@ class LocalBatch(BatchedDataDict[DictT]):
         super().__init__(entries)
         self.share, self.plans = share, {} if plans is None else plans
         if self.data and self.size != len(share.indices):
-            raise ContractError(f"{self.size} rows for a share of {len(share.indices)}")
+            raise ContractError(f"the batch has {self.size} rows, but its share has {len(share.indices)}")
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
         return type(self)(entries, self.share, self.plans)
 
     def all_rows(self, *keys: str) -> BatchedDataDict[Any]:
-        """Return these entries, tensors, of all replicas' rows in the order of the global batch. Collective."""
+        """Return the tensors `keys` of all replicas' rows, in the order of the global batch. Collective."""
         replicas, width = self.share.replicas, int(self.share.max(self["input_ids"].shape[1])[0])
         indices = gather_rows(torch.tensor(list(self.share.indices), dtype=torch.long), replicas)
         whole: BatchedDataDict[Any] = BatchedDataDict()

@@ -42,7 +42,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
-    """Return the number of columns of rank's shard that are real tokens; the vocabulary is padded at its end."""
+    """Return the number of columns of `rank`'s shard that are real tokens; the vocabulary is padded at its end."""
     return shard_size if vocab_size is None else max(0, min(shard_size, vocab_size - rank * shard_size))
 
 
@@ -54,7 +54,7 @@ def combine_over_vocabulary(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
     """Combine a shard's statistics into statistics of the whole vocabulary, with one all-gather.
 
-    With w the shards' probabilities, the entropy is Σ w·(H − log w). No term is negative, so nothing cancels.
+    With w a shard's probability and H its entropy, the entropy is Σ w·(H − log w): no negative terms that would cancel.
 
     Args:
         lse: log Σ exp x over the shard, [T].
@@ -75,8 +75,8 @@ def combine_over_vocabulary(
 def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
     """Return the entropy log Σ z − Σ z·log z / Σ z of weights z = exp(x − peak); 0 if there are none.
 
-    The difference of log Σ exp x and E[x], which is the same number, would have the rounding errors of the logits: for
-    logits of 20, ten times those of an entropy of 1.
+    log Σ exp x − E[x] is the same number, but would have the rounding errors of the logits. For logits of 20, they are
+    ten times the rounding errors of an entropy of 1.
 
     Args:
         total: Σ z.
@@ -281,7 +281,7 @@ def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: 
 def shard_topk(
     logits: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the k largest logits of a shard, and their columns, filled up with −inf and column 0."""
+    """Return the k largest logits of a shard and their columns; −inf and column 0 fill up a shard of fewer columns."""
     values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
     short = k - values.shape[1]
     return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
@@ -353,7 +353,7 @@ def unpack_next_token_values(
 # to 7 % faster and takes 100 MB more (docs/benchmarks.md).
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
-"""The same for tiles of kept tokens. A tile has the columns that any of its rows keeps, so it has few rows."""
+"""Shape of tiles of kept tokens. Such a tile has every column that one of its rows keeps, so it has few rows."""
 
 
 def gather_hidden_states(
@@ -361,8 +361,8 @@ def gather_hidden_states(
 ) -> Float[Tensor, "tokens hidden"]:
     """Return hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
 
-    [T / TP, H] (sequence parallelism: gathered, gradients reduce-scattered) or [T, H] (gradients
-    summed over the group) → [T, H].
+    With sequence parallelism, `hidden` [T / TP, H] is gathered, and its gradients are reduce-scattered. Otherwise
+    `hidden` is [T, H] already, and its gradients are summed over the group. The result is [T, H].
     """
     if sequence_parallel:
         return all_gather_forward_reduce_scatter_backward(hidden, group)
@@ -511,7 +511,7 @@ class SoftmaxSums(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """What the gradient of a tile of logits needs of each token.
+    """Values of each token from which the gradient of a tile of logits is computed.
 
     lse, entropy: of the whole vocabulary, [T].
     local: the targets' columns in this shard, [T, K]; outside of 0 … Vp − 1 if another shard has the target.
@@ -536,8 +536,8 @@ class TokenGradients(NamedTuple):
 class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
-    columns: rows of the weight; no row twice.
-    targets: [rows, K] the targets' columns, counted from `first_column`, in or outside the tile.
+    columns: columns of the product, which are rows of the weight; none occurs twice.
+    targets: [rows, K]; minus `first_column`, they are the targets' columns in the tile, or lie outside of it.
     kept: indices in the flattened tile of the logits that count; None for all.
     """
 
@@ -554,7 +554,7 @@ class TileSteps(NamedTuple):
     Both divide by the temperature of the `Tiles`, may overwrite the products, and get the tile's first column.
 
     add: adds the tile to the sums of its rows, in place; with the last argument, also to their moments.
-    gradient: returns the gradient of the products, in the accumulation type or in that of factors.
+    gradient: returns the gradient of the products, in the accumulation type or in `Tiles.factor_dtype`.
     """
 
     add: Callable[[Tensor, SoftmaxSums, Tensor, int, Tiles, bool], None]
@@ -578,7 +578,7 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 @functools.cache
 def adds_widened(device: torch.device) -> bool:
     """Return whether this torch can add products of half-precision factors to an fp32 sum in place. The operator is
-    tried, because its first versions required a sum in the factors' precision. A simulated device counts as newer."""
+    tried, because its first versions accept only a sum in the factors' precision. For a simulated device: True."""
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -620,7 +620,7 @@ class Tiles:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
     def all(self, local: Tensor) -> Iterator[Tile]:
-        """Yield all tiles of the shard, for the targets' columns `local` [T, K] in the shard."""
+        """Yield all tiles of the shard. `local` [T, K] are the targets' columns relative to the shard's first column."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -645,7 +645,7 @@ class Tiles:
         return self.hidden_dtype if self.is_half else self.dtype
 
     def factor(self, x: Tensor) -> Tensor:
-        """Return `x` in the dtype of factors."""
+        """Return `x` in `factor_dtype`, the dtype in which hidden states, weights and gradients are multiplied."""
         return x.to(self.factor_dtype)
 
     def hidden(self, rows: slice) -> Tensor:
@@ -668,7 +668,7 @@ class Tiles:
         return self.tempered(self.product(rows, columns))
 
     def tempered(self, x: Tensor) -> Tensor:
-        """Divide by the temperature in place: products for logits, or gradients of logits for those of products."""
+        """Divide `x` by the temperature in place. `x` are products, or gradients of logits."""
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
@@ -688,10 +688,10 @@ class Tiles:
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return over the shard: log Σ exp x [T], targets' logits (0 if on another rank) [T, K], the entropy [T] or 0.
+    """Return the shard's log Σ exp x [T], its targets' logits (0 if on another rank) [T, K], and its entropy [T] or 0.
 
     Args:
-        local: columns in the shard, [T, K], contiguous.
+        local: the targets' columns in the shard, [T, K], contiguous.
     """
     count, steps = local.shape[0], tile_steps(tiles.device.type, tiles.dtype)
     peak = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
@@ -734,7 +734,7 @@ TORCH_STEPS = TileSteps(add_tile, tile_gradient)
 
 
 def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
-    """Return [T, K], x[t, columns[t, k]] for columns in the tile, else 0."""
+    """Return x[t, columns[t, k]], [T, K]; 0 for columns outside of the tile."""
     inside = (columns >= 0) & (columns < x.shape[1])
     return torch.where(inside, x.gather(1, columns.clamp(0, x.shape[1] - 1)), 0)
 
@@ -786,9 +786,9 @@ class HeadGradients:
     def _stand_in(self) -> Tensor:
         """Return a gradient without new memory for a parameter whose `main_grad` already holds the gradient.
 
-        Megatron's hook must fire; it discards the gradient, so the weight's own memory serves as one. If the embedding
-        is the same parameter (`zero_out_wgrad`), Megatron adds the gradients of both uses, so this one is zeros. It is
-        zeros also if there is no such hook, because other code could write to the gradient.
+        Megatron's hook must fire. It discards the gradient, so the weight itself is returned as its gradient. If the
+        weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses: zeros are returned.
+        Zeros are returned too if there is no such hook, because other code could write to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

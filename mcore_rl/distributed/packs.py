@@ -34,8 +34,8 @@ class PackLayout:
     """Lengths of a pack and the index tensors derived from them (all on the CPU, int64).
 
     Args:
-        lengths: true lengths of the N sequences, in tokens.
-        padded_lengths: their lengths in the pack; multiples of 2·cp_size when cp_size > 1.
+        lengths: lengths of the N sequences without padding, in tokens.
+        padded_lengths: lengths of the sequences in the pack, with padding; multiples of 2·cp_size when cp_size > 1.
         total: T, the width of the pack; at least the sum of `padded_lengths`.
         cp_size: number of context-parallel ranks.
     """
@@ -60,7 +60,7 @@ class PackLayout:
 
     @classmethod
     def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
-        """Return a layout of consecutive sequences, each padded to `multiple`, the pack to `total` if given."""
+        """Return a layout of consecutive sequences, each padded to a multiple of `multiple`; T is `total` if given."""
         padded = tuple(round_up(n, multiple) for n in lengths)
         return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
 
@@ -77,7 +77,7 @@ class PackLayout:
         total: int,
         cp_size: int = 1,
     ) -> PackLayout:
-        """Return the layout with cumulative lengths [N + 1]; copies them to the host once.
+        """Return the layout that has these cumulative lengths [N + 1], which are copied to the host once.
 
         `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may include the pack's tail.
         """
@@ -99,7 +99,7 @@ class PackLayout:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """True lengths of the whole rows."""
+        """Number of tokens of each row, without padding, including a prefix that it shares with other rows."""
         return self.lengths
 
     @cached_property
@@ -109,7 +109,7 @@ class PackLayout:
 
     @cached_property
     def cu_seqlens(self) -> Int[Tensor, " boundaries"]:
-        """Cumulative true lengths, int32 [N + 1]."""
+        """Cumulative lengths of the sequences without padding, int32 [N + 1]."""
         return torch.tensor((0, *self.lengths)).cumsum(0).int()
 
     @cached_property
@@ -133,7 +133,7 @@ class PackLayout:
         return self.offsets
 
     def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
-        """Return the pack positions on context-parallel rank `cp_rank`, in its order, [T / CP]."""
+        """Return the pack positions of the tokens on context-parallel rank `cp_rank`, in the rank's order, [T / CP]."""
         if self.cp_size == 1:
             return torch.arange(self.total)
         lengths = torch.tensor(self.segment_lengths, dtype=torch.long)[self._segment_of]
@@ -161,8 +161,8 @@ class PackLayout:
         """Return the keys that the queries of context-parallel rank `cp_rank` see, computed once for all layers.
 
         Returns:
-            Lengths of the rank's chunks of queries, in its order. Lengths of the keys that each chunk may see; the
-            last of these keys are the keys of the queries. The pack positions of all these keys, chunk after chunk.
+            The number of queries in each of the rank's chunks. The number of keys that each chunk may see; the last of
+            them are the keys of the chunk's own tokens. The pack positions of all these keys, chunk after chunk.
         """
         made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
         if cp_rank not in made:
@@ -185,7 +185,7 @@ class PackLayout:
         return tuple(queries), tuple(keys), torch.cat(index)
 
     def _tokens_before(self, segment: int) -> Tensor:
-        """Return the pack positions of the tokens that a segment continues."""
+        """Return the pack positions of the prefix that `segment` continues; none in a pack without shared prefixes."""
         return torch.zeros(0, dtype=torch.long)
 
     def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
@@ -212,7 +212,7 @@ class PackLayout:
         return self.offsets + 1 < lengths[self._segment_of]
 
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
-        """Return `packed` [T] shifted left inside each sequence: entry p is of the token that position p predicts.
+        """Return `packed` [T] shifted left inside each sequence: entry p is the value of the token that p predicts.
 
         Positions without a target have the value of position 0; see `has_target`.
         """
@@ -259,7 +259,7 @@ class PrefixTree:
 
     @classmethod
     def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
-        """Build the tree of rows [N, S] with these true lengths; prefixes below `min_shared` tokens are not shared."""
+        """Build the tree of rows [N, S] of these lengths; prefixes of fewer than `min_shared` tokens are not shared."""
         tree = _Growing(input_ids, list(lengths), min_shared)
         tree.grow(list(range(len(lengths))), 0, -1)
         return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))
@@ -277,19 +277,19 @@ class PrefixTree:
         return cls(tuple(lengths), tuple(parents), tuple(ends))
 
     def padded_size(self, multiple: int) -> int:
-        """Return the number of tokens in a pack with segments padded to `multiple`."""
+        """Return the number of tokens in a pack whose segments are padded to multiples of `multiple`."""
         return sum(round_up(n, multiple) for n in self.lengths)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Number of tokens in each segment's ancestors."""
+        """For each segment, the number of tokens in all of its ancestors."""
         counts: list[int] = []
         for parent in self.parents:
             counts.append(counts[parent] + self.lengths[parent] if parent >= 0 else 0)
         return tuple(counts)
 
     def path(self, segment: int) -> list[int]:
-        """Return the segments from the root to this one."""
+        """Return the segments from the root to `segment`."""
         chain = [segment]
         while (segment := self.parents[segment]) >= 0:
             chain.append(segment)
@@ -306,7 +306,7 @@ class _Growing:
         self.ends = [-1] * len(lengths)
 
     def grow(self, rows: list[int], depth: int, parent: int) -> None:
-        """Add segments for the tokens after `depth` of `rows`, which are equal up to there."""
+        """Add segments for the tokens of `rows` from column `depth` on; the rows' tokens before it are equal."""
         common = self._common(rows, depth)
         ended = [row for row in rows if self.row_lengths[row] == common]
         branches: dict[int, list[int]] = {}
@@ -342,13 +342,13 @@ class _Growing:
 
 @dataclass(frozen=True)
 class PrefixLayout(PackLayout):
-    """A pack whose segments are the segments of `tree`, in its order; its N rows are the tree's rows."""
+    """A pack whose segments are the segments of `tree`, in the tree's order; its N rows are the tree's rows."""
 
     tree: PrefixTree = PrefixTree((), (), ())
 
     @classmethod
     def of(cls, tree: PrefixTree, cp_size: int, multiple: int, total: int | None = None) -> PrefixLayout:
-        """Return the layout with each segment padded to `multiple`, the pack to `total` if given."""
+        """Return the layout of `tree` with each segment padded to a multiple of `multiple`; T is `total` if given."""
         padded = tuple(round_up(n, multiple) for n in tree.lengths)
         return cls(tree.lengths, padded, sum(padded) if total is None else total, cp_size, tree)
 
@@ -366,7 +366,7 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        """A row that contains each token, and the column. Any such row will do, since the rows are equal there."""
+        """For each token, a row that contains it and its column; of rows that share the token, any one is right."""
         row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
         for row, end in enumerate(self.tree.ends):
             row_of[self.tree.path(end)] = row
@@ -392,7 +392,7 @@ class PrefixLayout(PackLayout):
         return self._tokens_of(self.tree.path(segment)[:-1] if segment < len(self.lengths) else [])
 
     def _tokens_of(self, segments: Sequence[int]) -> Tensor:
-        """Return the pack positions of the true tokens of segments, segment after segment."""
+        """Return the pack positions of the tokens of `segments`, without padding, segment after segment."""
         ranges = [torch.arange(self.lengths[s]) + self.starts[s] for s in segments]
         return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
 
@@ -411,10 +411,10 @@ def gather_context_parallel(
 ) -> Shaped[Tensor, tokens * rest]:
     """Gather [T / CP, …] zigzag shares into [T, …] in pack order on every rank.
 
-    The forward pass all-gathers. The backward pass sums the ranks' gradients for the rank's own rows (reduce-scatter),
-    because every rank used its copy. If all ranks compute the same loss from the gathered rows and gradients of
-    parameters are then summed over the ranks, the loss counts CP times: the caller must divide it by CP, once. Every
-    public function with a `context_parallel_group` follows this rule.
+    The forward pass all-gathers. The backward pass sums all ranks' gradients of each rank's own rows (reduce-scatter),
+    because every rank computes with a copy of them. If all ranks compute the same loss from the gathered rows and
+    gradients of parameters are then summed over the ranks, the loss counts CP times: the caller must divide it by CP,
+    once. Every public function with a `context_parallel_group` follows this rule.
     """
     if group_size(group) == 1:
         return local
@@ -465,7 +465,7 @@ class LossPositions:
         return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
-        """Return the predictors' hidden states; zeros for a dummy, even if `hidden` has NaN, with gradient."""
+        """Return the predictors' hidden states; zeros with a gradient for a dummy, even if `hidden` has NaN."""
         picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 

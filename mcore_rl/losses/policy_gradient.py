@@ -95,7 +95,7 @@ class PolicyTerms:
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: the ratio inside its bounds; None for a loss without bounds.
     clipped_low, clipped_high: whether a bound applies to the token; by default, whether the clipped ratio differs.
-    metrics: more values of which the metrics have the mean over tokens.
+    metrics: more values; the mean of each over tokens is a metric.
     """
 
     loss: Tensor
@@ -223,7 +223,7 @@ POLICY_LOSSES: Mapping[PolicyLossName, PolicyLoss] = {
     "dro": dro,
 }
 WEIGHED_BY_THEMSELVES: frozenset[PolicyLossName] = frozenset({"vespo"})
-"""Losses that read the importance weights; the values of the others are multiplied by them."""
+"""Losses that read the importance weights themselves; the values of other losses are multiplied by the weights."""
 
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ class PolicyGradientLossFn(LogprobLoss):
     importance weight, and one aggregation for ℓ, KL and entropy. Log-ratios are clamped to ±20 nats.
 
     Raises:
-        ContractError: no loss has the name, or it does not read one of the options.
+        ContractError: no loss has this name, or the loss does not read one of the options.
     """
 
     reads_counted_tokens_only = True
@@ -492,7 +492,7 @@ class PolicyGradientLossFn(LogprobLoss):
         )
 
     def _means(self, batch: PolicyBatch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
-        """Return the loss's aggregation, a mean over tokens, and a mean over samples of [B, 1]."""
+        """Return three functions: the loss's aggregation, the mean over tokens, and the mean over samples of [B, 1]."""
         tokens, reduction = require_count("global_valid_toks", toks, self), self.options.reduction
 
         def token_mean(values: Tensor) -> Tensor:
@@ -516,7 +516,7 @@ class PolicyGradientLossFn(LogprobLoss):
         return aggregations[reduction], token_mean, sample_mean
 
     def _on_policy(self, per_token: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the loss's values without tokens that the off-policy mask leaves out, and this mask, if there is
+        """Set `per_token` to 0 for tokens that the off-policy mask leaves out; return it and the mask, if there is
         one."""
         threshold = self.options.off_policy_mask_threshold
         if threshold is None:
@@ -602,12 +602,12 @@ class ClippedPGLossFn(PolicyGradientLossFn):
 
     @property
     def use_cispo(self) -> bool:
-        """`clip_type`, under its name in other versions of the reference."""
+        """Whether `clip_type` is cispo; the option's name in other versions of the reference."""
         return self.options.clip_type == "cispo"
 
 
 def build_policy_loss(options: PolicyLossOptions) -> PolicyGradientLossFn:
-    """Return the loss class that computes these options."""
+    """Return the loss for these options, of the class that computes it."""
     return ClippedPGLossFn(options) if isinstance(options, ClippedPGOptions) else PolicyGradientLossFn(options)
 
 
@@ -619,7 +619,7 @@ LIKELIHOODS = {
 
 
 def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """Return 1 for predicted tokens between two responses of a conversation, in samples that count.
+    """Return 1 for predicted tokens between two responses of a conversation, in samples that count; otherwise 0.
 
     Only responses have a `token_mask`, so that these are the tokens of the environment.
     """

@@ -38,7 +38,7 @@ from mcore_rl.losses.common import (
 from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, PreferenceLossType, typed_dict
 
 LARGEST_EXPONENT = 80.0
-"""In nats: powers of probability ratios are at most exp of it, which fp32 represents."""
+"""In nats: a power of a probability ratio is at most exp(LARGEST_EXPONENT), which is finite in fp32."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Pairs:
     margin: difference of the f-divergence's scores [n] of chosen and rejected (of the rewards, for the reverse KL).
     mean_margin: the same for scores divided by the number of the response's tokens; for sigmoid_norm.
     policy_margin: chosen − rejected under the policy alone, [n]; for aot.
-    partners: by loss, the values [2n] that `batch_partners` gives the rows.
+    partners: for each loss that sorts, the rows' values [2n] that `batch_partners` returns.
     """
 
     chosen: Float[Tensor, " n"]
@@ -143,17 +143,17 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Return each margin's term of the loss of sorted margins: its partner is the reference's margin of equal rank."""
+    """Compare each pair's margin under the policy with the reference's margin of equal rank among all pairs."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Return each chosen response's term of the loss of sorted rewards.
+    """Compare each chosen reward with the rejected reward of equal rank in the global batch.
 
-    Its partner, the rejected reward of equal rank, belongs to another pair, maybe of another microbatch. The second
-    term is 0, and has the gradient of the rejected rewards of these pairs.
+    That rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here. Therefore a
+    second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)
@@ -182,7 +182,7 @@ OF_BOTH_REWARDS: Mapping[PreferenceLossType, PairLoss] = {
     "aot": aot,
     "aot_unpaired": aot_unpaired,
 }
-"""Losses that depend on both rewards, not only on their difference, or on those of other pairs."""
+"""Losses that depend on both rewards of a pair, not only on their difference, or on rewards of other pairs."""
 PAIR_LOSSES: Mapping[PreferenceLossType, PairLoss] = {**OF_MARGIN, **OF_BOTH_REWARDS}
 
 
@@ -219,7 +219,7 @@ def _alpha_scores(log_ratio: Tensor, alpha: float) -> Tensor:
 
 
 def shared_length_weights(mask: Float[Tensor, "rows predicted"], alpha: float) -> Float[Tensor, "rows predicted"]:
-    """Return LD-DPO's weights of tokens: 1 up to the counted tokens of the pair's shorter response, α after them."""
+    """Return LD-DPO's token weights: 1 for as many tokens as the pair's shorter response has, α for later tokens."""
     lengths = mask.sum(-1)
     shared = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2)
     return torch.where(mask.cumsum(-1) > shared[:, None], alpha, 1.0).to(mask)
@@ -231,15 +231,15 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """Return the values [2n] that the losses of sorted quantities compare each row's with, by loss.
+    """Return, for each loss that sorts, the value [2n] with which the loss compares the value of each row.
 
-    The gradient of such a loss is that of the compared values, because sorting only permutes them. Equal values are
-    taken in the order of the pairs.
+    The gradient of such a loss is the gradient of the compared values, because sorting only permutes them. Equal values
+    are sorted in the order of the pairs.
 
     Args:
         policy: sums of the policy's log-probabilities of all rows of the global batch.
-        reference: those of the reference.
-        counted: pairs that count; the others get 0.
+        reference: the same sums under the reference.
+        counted: whether each pair counts; the rows of other pairs get 0.
     """
     partners: dict[PreferenceLossType, Tensor] = {}
     if "aot" in kinds:
@@ -253,7 +253,7 @@ def batch_partners(
 
 
 def _of_equal_rank(own: Tensor, other: Tensor, counted: Tensor) -> Tensor:
-    """Return for each counted value of `own` the counted value of `other` of the same rank, and 0 for the others."""
+    """Return for each counted value of `own` the counted value of `other` of the same rank; 0 where not counted."""
     found, (places,) = torch.zeros_like(own), counted.nonzero(as_tuple=True)
     found[places[own[places].argsort(stable=True)]] = other[places].sort().values
     return found
@@ -274,7 +274,7 @@ else:
 
 
 class PreferenceLossDataDict(TypedDict):
-    """The entries that `PreferenceLoss` reads: [B, S], [B, S], [B]."""
+    """The entries that `PreferenceLoss` reads: `input_ids` and `token_mask` [B, S], `sample_mask` [B]."""
 
     input_ids: Tensor
     token_mask: Tensor
@@ -302,7 +302,7 @@ class PreferenceLoss(LossFunction):
         *,
         logits: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of rewards [2n] or [2n, 1], chosen and rejected interleaved; `logits` is an alias."""
+        """Return the loss of rewards [2n] or [2n, 1], chosen and rejected interleaved; `logits` means the same."""
         rewards = rewards if logits is None else logits
         if rewards is None or data is None:
             raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
@@ -566,7 +566,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return mask if alpha is None else mask * shared_length_weights(mask, alpha)
 
     def _row_sums(self, logprobs: Tensor, mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return the rows' own part of a reward."""
+        """Return the weighted sum of each row's log-probabilities, or its mean if the loss averages over tokens."""
         sums = masked_sum(logprobs, self._token_weights(mask), dim=-1)
         return _divided(sums, mask) if self.averages else sums
 
@@ -577,7 +577,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         """Return the columns [B] of losses that sort quantities of all pairs; {} for other losses. Collective.
 
         Args:
-            next_token_logprobs: the policy's, with its current weights, of all of this replica's rows.
+            next_token_logprobs: the log-probabilities under the policy's current weights of all of this replica's rows.
             data: the whole global batch, or a replica's `LocalBatch` of it, with `reference_policy_logprobs`.
         """
         if not self.needs_batch:
@@ -617,7 +617,7 @@ class WeightedDPOLossFn(DPOLossFn):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss from logits; `groups` are those of `LogprobLoss`."""
         if data is None or next_token_logits is None or next_token_logprobs is not None:
-            raise ContractError(f"{type(self).__name__}: give data and next_token_logits; log-probabilities do not do")
+            raise ContractError(f"{type(self).__name__}: give data and next_token_logits, not log-probabilities")
         logprobs, _ = self.next_token_logprobs(next_token_logits, data, *groups, **named_groups)
         with torch.no_grad():
             doubled, _ = self.next_token_logprobs(2 * next_token_logits, data, *groups, **named_groups)
@@ -642,7 +642,7 @@ class WeightedDPOLossFn(DPOLossFn):
         return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
 
     def _weights(self, logprobs: Tensor, doubled: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " pairs"]:
-        """Return exp of the mean of log p − log Σ p² over each row's tokens, multiplied for the rows of a pair."""
+        """Return for each pair the product of its rows' weights: exp of the mean over tokens of log p − log Σ p²."""
         mask = token_mask_of(data, logprobs)
         means = _divided(masked_sum(doubled - logprobs.detach(), mask, dim=-1), mask)
         chosen, rejected = self.split_output_tensor(means.exp())
@@ -650,7 +650,7 @@ class WeightedDPOLossFn(DPOLossFn):
 
 
 def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
-    """Return the loss class that computes these options."""
+    """Return the loss for these options, of the class that computes it."""
     return WeightedDPOLossFn(options) if options.use_weighting else DPOLossFn(options)
 
 
@@ -699,7 +699,7 @@ def kto_reference_point(
 
 @reads_options(KTOOptions)
 class KTOLossFn(LogprobLoss):
-    """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for the others.
+    """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for undesirable rows.
 
     r = Σ (logprob − reference logprob); averaged over the sequences of the global batch. For
     `loss=apo_zero_unpaired`, z₀ is 0.

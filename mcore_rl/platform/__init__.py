@@ -58,12 +58,12 @@ ConfigT = TypeVar("ConfigT", bound=DeviceConfig)
 
 
 TE_VERSIONS = (2, 9), (2, 12)
-"""The first supported version of Transformer Engine, and the first that is not; the same as in pyproject.toml."""
+"""The first supported version of Transformer Engine, and the first newer one that is not, as in pyproject.toml."""
 
 
 @cache
 def te_problem() -> str | None:
-    """Return why Transformer Engine cannot be used, as the rest of a sentence; None if it can."""
+    """Return why Transformer Engine cannot be used, as a predicate such as "is not installed"; None if it can."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:
@@ -91,7 +91,7 @@ def resolve(config: ConfigT) -> ConfigT:
 
 def fuses_weight_gradients() -> bool:
     """Return whether Megatron's own linear layers can add weight gradients to the fp32 buffer in the matrix product
-    itself. They need a kernel of apex for it."""
+    itself. This needs a kernel of apex."""
     return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
@@ -151,11 +151,11 @@ class Event(Protocol):
     """A point in the sequence of the device's work."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached this point."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it."""
+        """Wait until the device has reached this point."""
         ...
 
 
@@ -224,7 +224,7 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy host tensors to `device` as one block: the number of small copies costs more than their bytes."""
+    """Copy host tensors to `device` as one block, because many small copies take longer than a large one."""
     if device.type == "cpu":
         return list(tensors)
     block = torch.empty(bytes_for(tensors), dtype=torch.uint8, device="cpu")
@@ -297,10 +297,10 @@ def _hide(package: str) -> None:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Import Megatron inside. Without a GPU, its functions are not compiled.
+    """Allow to import Megatron inside the context. Without a GPU, Megatron's functions are not compiled.
 
-    Megatron marks functions for compilation as it is imported. torch's compiler takes a third of a program's start to
-    import, and its kernels would be for GPUs.
+    Megatron marks functions for compilation when it is imported. Importing torch's compiler takes a third of a
+    program's starting time, and the compiled kernels would be for GPUs.
     """
     if has_gpu():
         yield
@@ -332,7 +332,7 @@ def make_deterministic() -> None:
     for name, right in DETERMINISTIC_ENVIRONMENT.items():
         value = os.environ.setdefault(name, right[0])
         if value not in right:
-            raise UserError(f"deterministic: {name}={value} in the environment; it must be one of {', '.join(right)}")
+            raise UserError(f"deterministic: the environment has {name}={value}; it must be one of {', '.join(right)}")
     torch.use_deterministic_algorithms(True)
 
 
@@ -391,7 +391,7 @@ def bytes_for(tensors: Sequence[Tensor]) -> int:
 
 
 def offsets_of(tensors: Sequence[Tensor], start: int = 0) -> list[int]:
-    """Return the offsets of the tensors in such a block, from `start` on."""
+    """Return the byte offset of each tensor in a block that contains the tensors from byte `start` on."""
     return list(accumulate(map(_room, tensors[:-1]), initial=start))[: len(tensors)]
 
 

@@ -215,5 +215,5 @@ def test_a_mask_selects_the_rows_where_it_is_true():
     data = BatchedDataDict(x=torch.arange(3), names=["a", "b", "c"])
     chosen = data.select_indices(torch.tensor([True, False, True]))
     assert (chosen["x"].tolist(), chosen["names"]) == ([0, 2], ["a", "c"])
-    with pytest.raises(AssertionError, match="a mask of 2 for 3 rows"):
+    with pytest.raises(AssertionError, match="a mask of 2 entries does not fit 3 rows"):
         data.select_indices(torch.tensor([True, False]))

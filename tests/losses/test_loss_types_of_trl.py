@@ -217,7 +217,7 @@ def test_weighted_loss_refuses_logprobs():
     loss_fn = WeightedDPOLossFn({**OPTIONS, "use_weighting": True})
     with pytest.raises(ContractError, match="needs whole distributions: give it logits or hidden states"):
         loss_fn.from_logprobs(logprobs, data, torch.tensor(10.0), None)
-    with pytest.raises(ContractError, match="give data and next_token_logits; log-probabilities do not do"):
+    with pytest.raises(ContractError, match="give data and next_token_logits, not log-probabilities"):
         loss_fn(data=data, global_valid_seqs=torch.tensor(10.0), next_token_logprobs=logprobs)
     with pytest.raises(ContractError, match="use_weighting=True is for WeightedDPOLossFn"):
         DPOLossFn({**OPTIONS, "use_weighting": True})

@@ -212,7 +212,7 @@ def answers(config):
 
     policy = policy_of(config)
     prompts = BatchedDataDict(input_ids=torch.tensor([[7, 8, 9], [11, 12, 0]]), input_lengths=torch.tensor([3, 2]))
-    with pytest.raises(ValueError, match="give SamplingParams; the configuration is not GRPO's"):
+    with pytest.raises(ValueError, match="give SamplingParams; only a GRPO configuration contains them"):
         policy.generate(prompts)
     params = SamplingParams(max_new_tokens=5, seed=3, stop_token_ids=(1,))
     assert policy.prepare_for_generation(params)

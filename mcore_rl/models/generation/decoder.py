@@ -83,7 +83,8 @@ class Blocks:
 class _Part:
     """Sequences whose keys and values are gathered together.
 
-    rows: their range among all sequences. longest: length of the first, in tokens. table: [rows, blocks] for it.
+    rows: range of these sequences among all sequences. longest: length of the first, longest sequence, in tokens.
+    table: [sequences, blocks], the block numbers of each sequence up to that length.
     """
 
     rows: slice
@@ -103,8 +104,12 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of the running sequences: their parts, the place of each last token, the keys seen by window, and the
-    sequences' slots."""
+    """One token for each running sequence.
+
+    parts: the parts into which the sequences are divided. places: place of each sequence's last token among the tokens
+    of all blocks. seen: for each window of the layers, a mask of the keys that each last token sees. slots: the slot of
+    each sequence.
+    """
 
     parts: Sequence[_Part]
     places: Tensor
@@ -129,7 +134,7 @@ class LayerCache(ABC):
 
 
 def _grown(storage: Tensor, count: int) -> Tensor:
-    """Return the storage with room for `count` entries, zeros at the end."""
+    """Return `storage`, extended with zeros if it has fewer than `count` entries."""
     if len(storage) >= count:
         return storage
     # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
@@ -139,10 +144,10 @@ def _grown(storage: Tensor, count: int) -> Tensor:
 
 
 class StateLayerCache(LayerCache):
-    """The states of a gated delta net: of the convolution and of the rule.
+    """The states of a gated delta net: those of its convolution and of its delta rule.
 
     convolution: [slots, width − 1, heads, convolved], the last inputs of the convolution.
-    states: [slots, heads, repeats, key_dim, value_dim], at least fp32.
+    states: [slots, heads, repeats, key_dim, value_dim], the states of the rule, at least fp32.
     """
 
     def __init__(self, layer: DeltaNetLayer, tensor_parallel: int, dtype: torch.dtype) -> None:
@@ -171,7 +176,7 @@ class StateLayerCache(LayerCache):
         self.convolution[prompts.slots] = torch.where(there, mixed[kept.clamp(min=0)], 0)
         convolved = causal_conv(mixed, weights.convolution, plan.before)
         out, states = delta_rule(*rule_inputs(self.net, convolved, others, weights), plan, with_states=True)
-        assert states is not None, "the rule was asked for them"
+        assert states is not None, "delta_rule returns states with with_states=True"
         self.states[prompts.slots] = states
         return out.flatten(1)
 
@@ -273,8 +278,8 @@ class KeyValueLayerCache(LayerCache):
 class SequenceCache:
     """The caches of this rank's layers.
 
-    A sequence has a list of blocks in the order of its tokens, and a slot. It takes them from `blocks` and `slots`, and
-    gives them back.
+    A sequence has a list of blocks in the order of its tokens, and a slot. They are taken from `blocks` and `slots`
+    and given back when the sequence ends.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -346,8 +351,11 @@ class SequenceCache:
         return x
 
     def _parts(self) -> list[_Part]:
-        """Divide the sequences into parts whose keys and values for a layer are small to gather. Padded to the longest
-        sequence, skewed lengths would otherwise need more memory than the cache."""
+        """Divide the sequences into parts, so that the gathered keys and values of one part need little memory.
+
+        A part is padded to its longest sequence. As a single part, sequences of very different lengths would need more
+        memory than the cache.
+        """
         parts: list[_Part] = []
         token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
         first, limit = 0, CHUNK_BYTES[platform.device().type] // token_bytes
@@ -362,7 +370,7 @@ class SequenceCache:
         return parts
 
     def _fit(self) -> None:
-        """Grow the layers to the numbers of blocks and slots, one after the other to limit the memory of copies."""
+        """Make room for all blocks and slots in each layer, one layer after the other to limit the memory of copies."""
         for keys in self.with_keys:
             keys.grow(len(self.blocks.users))
         for states in self.with_states:
@@ -380,14 +388,14 @@ Attend = Callable[..., Tensor]
 
 
 class CachedMixer(torch.nn.Module):
-    """Replacement, during generation, of the module of a layer that mixes tokens.
+    """The module that mixes tokens in a layer during generation, in place of the one for training.
 
     A core attention maps queries [T, heads, d], keys and values [T, groups, d] to [T, heads · d]. A gated delta net's
     convolution and rule map queries, keys, values, rates and decays, in one tensor [T, heads, …], to [T, heads ·
     values].
 
     Args:
-        inputs: number of these tensors; further arguments are ignored.
+        inputs: number of input tensors (3 or 1, as above); further arguments are ignored.
     """
 
     def __init__(self, decoder: Decoder, layer: int, inputs: int) -> None:
@@ -413,7 +421,7 @@ class Decoder:
         self.model, self.topology = model, model.topology
         self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
-        # Taken here, because `generating` exchanges the modules that hold them.
+        # Read here, because `generating` replaces the modules that contain the sinks.
         self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = model.chunks[0].config.params_dtype
         self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
@@ -479,7 +487,7 @@ class Decoder:
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
-        """Return [1], the number of replicas that run the model now; a running replica need not read it."""
+        """Return the number of replicas that run the model now, [1]; `this_one` is 1 for a replica that does, else 0."""
         runs = torch.full((1,), this_one, device=platform.device())
         return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 
@@ -529,7 +537,7 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Map final states [n, hidden] to logits [n, Vp] in fp32; −inf in the vocabulary's padding."""
         head = self.model.chunks[-1].lm_head_weight()
-        # As the trainer's: rounded to bfloat16, a logit of 16 may change by 0.06.
+        # fp32 as in training: rounding to bfloat16 may change a logit of 16 by 0.06.
         logits = Tiles(x, head, len(head), temperature=1.0).all_columns(slice(None))
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
         return logits

@@ -62,7 +62,9 @@ class Tile:
 
 
 def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile, ...]:
-    """Return the tiles for the queries of context-parallel rank `cp_rank`: first tiles first, in the order of rows.
+    """Return the tiles for the queries of context-parallel rank `cp_rank`.
+
+    Tiles with `is_first` come first, in the order of their rows.
 
     Args:
         window: number of tokens that a token sees at most, including itself; None for all previous tokens.
@@ -82,7 +84,8 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on that continue no other.
+    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on that continue no other
+    segment.
     queries: position of its rows among the rank's own rows.
     """
 
@@ -204,7 +207,7 @@ class AttentionPattern:
 
     query_lengths, key_lengths: lengths of the rank's query chunks, and of the keys that each may see. The last keys of
         a chunk are the keys of its own queries.
-    is_apart: whether the rows of all ranks in order differ from the chunks' visible rows in order.
+    is_apart: whether the rows that the chunks see, chunk after chunk, differ from the rows of all ranks in order.
     """
 
     def __init__(self, layout: PackLayout, cp_rank: int) -> None:
@@ -269,7 +272,7 @@ class AttentionPattern:
 def visible_keys(
     layout: PackLayout, cp_rank: int, *others: Tensor, sends_index: bool = True
 ) -> tuple[AttentionPattern, list[Tensor]]:
-    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, with one copy.
+    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` copied to it, all at once.
 
     Args:
         sends_index: whether the copy includes the index tensors of the local attention.
@@ -384,8 +387,8 @@ def flash_varlen(
 class _SinkFlash(torch.autograd.Function):
     """torch's flash kernel for packs, extended by sinks.
 
-    With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass holds as it is for
-    the corrected output and lse', because a key's probability is exp(score − lse').
+    With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass is also right
+    for the corrected output and lse', because a key's probability is exp(score − lse').
     """
 
     @staticmethod
@@ -449,8 +452,8 @@ def efficient_varlen(
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
 
-    Under a window this is `sdpa_by_segment`, because the operator's autograd formula drops its `window_size`. With
-    sinks too, which the operator does not know.
+    With a window it calls `sdpa_by_segment`, because the operator's autograd formula ignores `window_size`. It does the
+    same with sinks, which the operator does not support.
     """
     if window is not None or sinks is not None:
         return sdpa_by_segment(query, key, value, visible, scale, window, sinks)
@@ -552,7 +555,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """Return [count, heads or groups, keys, d], a tile's keys or values."""
+    """Return a tile's keys or values, [count, heads or groups, keys, d]."""
     ranges = [rows.of(x) for rows in tile.keys]
     keys = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=2)
     repeats = query.shape[1] // x.shape[1]
@@ -589,7 +592,7 @@ def packed_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention inside each segment. A segment's queries belong to the last ones of its keys.
+    """Compute causal attention inside each segment. A segment's queries are of the same tokens as its last keys.
 
     Shapes: [Q, heads, d] queries, [K, groups, d] keys and values in the layout of their kernel → [Q, heads, d]. A
     query sees at most `window` keys, and its head's sink if there are `sinks` [heads].

@@ -1,4 +1,7 @@
-"""The policy on Megatron. Every rank makes the same calls, with a global batch or its replica's rows of one."""
+"""The policy on Megatron.
+
+Every rank makes the same calls. Their data is a global batch, or those rows of one that belong to the rank's replica.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class TrainingMemory:
         return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def offload_all(self) -> int:
-        """Move the weights to the host too; return the device bytes freed."""
+        """Offload the training state, and move the weights to the host; return the device bytes freed."""
         return self.offload_training_state() + self.weights.offload(self.parameters())
 
 
@@ -140,7 +143,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.scheduler: Any = None
         self.gather: ParameterGather | None = None
         self.own_updates = list[Muon | AdamWInBfloat16]()
-        """Updates of some parameters that are made before Megatron's optimizer updates all others."""
+        """Optimizers of some parameters, which run before Megatron's optimizer updates all other parameters."""
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel)
             self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
@@ -175,7 +178,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         state = "fp32 state" if moments == "float32" else "moments in bfloat16"
         overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
         modules = (module for chunk in self.model.chunks for module in chunk.modules())
-        # Transformer Engine's modules have the option themselves, local ones their configuration.
+        # In Transformer Engine's modules the option is an attribute; local modules have it in their configuration.
         is_fused = any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
         is_fused |= any(chunk.config.gradient_accumulation_fusion for chunk in self.model.chunks)
         fuses = ["fused weight gradients"] * is_fused
@@ -234,13 +237,13 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     ) -> MicrobatchResults:
         """Compute the loss of a batch without gradients. Collective; the arguments are those of `forward_backward`.
 
-        Pass the counts of the whole batch with each part of a batch, and add the parts' results with `+`.
+        To evaluate a batch in parts, pass the counts of the whole batch with each part, and add the results with `+`.
         """
         self.require_weights("evaluate")
         return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=False)
 
     def clip_gradients(self, limit: float) -> float:
-        """Clip the gradients of the whole model to the norm `limit` (0 disables clipping); return the norm before it.
+        """Clip the gradients of the whole model to the norm `limit` (0: no clipping); return the norm before clipping.
 
         Raises:
             FloatingPointError: the norm is not finite. Raised on every rank; the weights are unchanged.
@@ -269,7 +272,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Number of schedule steps of this model and of the second model that its checkpoints include."""
+        """Numbers of schedule steps: of this model and, if its checkpoints include a second model, of that model."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
@@ -388,7 +391,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return `reference_logprobs` [B, S] of the rows' own tokens under the reference."""
+        """Return `reference_logprobs` [B, S]: the log-probability of each token of `data` under the reference model."""
         # The reference model computes its own routing to experts.
         data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
         with self.reference_weights():
@@ -396,7 +399,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Put the reference weights in the model inside the context; the current weights return even after an error."""
+        """Put the reference weights in the model inside the context; restore the current ones after it, even on error."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
         self.finish_param_gather()
@@ -461,7 +464,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Prepare `generate` with the current weights.
 
         Args:
-            params: sampling parameters. If None, those of the previous call, or of a GRPO configuration.
+            params: sampling parameters. If None, the parameters of the previous call or, at the first call, of a GRPO
+                configuration.
             max_sequence_length: limit of prompt and response together; `data.max_sequence_length` if None.
             tokenizer: tokenizer; the model directory's own if None.
 
@@ -478,7 +482,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         elif isinstance(self.config, RLConfig):
             self.generation = megatron_generation_of(self.config, self, tokenizer)
         else:
-            raise ContractError("prepare_for_generation: give SamplingParams; the configuration is not GRPO's")
+            raise ContractError("prepare_for_generation: give SamplingParams; only a GRPO configuration contains them")
         return self.generation.prepare_for_generation()
 
     def generate(
@@ -502,13 +506,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return self.memory.offload_training_state()
 
     def offload_after_refit(self) -> int:
-        """Move the weights to the host too; return the device bytes freed."""
+        """Offload the training state, and move the weights to the host; return the device bytes freed."""
         self.sender.release()
         return self.memory.offload_all()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Prepare the policy for training inside the context. Weights that were offloaded are offloaded again after."""
+        """Prepare the policy for training inside the context. Weights that were offloaded before are
+        offloaded again after it."""
         was_away = self.weights_offload.is_away
         self.prepare_for_training()
         try:
@@ -535,7 +540,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.sender.broadcast(bucket_bytes, adapters_only)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
-        """Return keys in groups of at most `bucket_bytes`; request one group after the other."""
+        """Return the keys of the tensors in groups of at most `bucket_bytes`, to be requested one group after another."""
         return self.sender.buckets(bucket_bytes, adapters_only)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
@@ -556,7 +561,7 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
         raise ContractError("train: the batch has no rows")
     if isinstance(data, LocalBatch):
         if size != total:
-            raise ContractError(f"train: a replica's own rows are of one global batch; it has {total} rows")
+            raise ContractError(f"train: gbs={size}, but a replica's own rows are of one global batch of {total} rows")
         return [data]
     if size < 1 or total % size:
         raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")
@@ -647,7 +652,7 @@ def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: S
     """Return a message with the row and position of the first log-probability that is not finite. Collective.
 
     Args:
-        indices: numbers of this rank's rows in the global batch.
+        indices: index of each of this rank's rows in the global batch.
     """
     found = None
     for output in outputs:
@@ -664,13 +669,17 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
         for name, value in output["metrics"].items():
             if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
                 found = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                return f"{loss_name}: metric {name!r} is {found}; return numbers, one metric an element"
+                return f"{loss_name}: metric {name!r} is {found}; a metric must be one number"
     return sorted({name for output in outputs for name in output["metrics"]})
 
 
 def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
-    """Return microbatches as rows of a table on the device: whether it counts, loss, rows, valid samples, metrics,
-    which metrics it has. Numbers of the host are copied as one block, and the host does not wait for the device's."""
+    """Return a table on the device with one row for each microbatch.
+
+    The columns are: whether the microbatch counts, its loss, number of rows, number of valid samples, the metrics
+    `names`, and whether it has each of these metrics. Numbers on the host are copied as one block. The host does not
+    wait for numbers on the device.
+    """
     width, device = 4 + 2 * len(names), platform.device()
     if not outputs:
         return torch.zeros(len(microbatches), width, dtype=torch.float64, device=device)
