@@ -20,11 +20,11 @@ Bin = list[int]
 
 
 def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, multiple: int = 1) -> list[list[Bin]]:
-    """Return [rank][bin] → units: the fewest bins that fit, the same number on each of `count` ranks, with even cost.
+    """Return each rank's bins of units: as few bins as possible, equally many on each of `count` ranks, of even cost.
 
     Each rank's number of bins is a multiple of `multiple`.
 
-    If that number of bins leaves room, the units are spread over them by cost, so that no bin has only the remainder.
+    If the bins have room to spare, the units are spread over them by cost, so that no bin has only the remainder.
     Bins are empty only if there are fewer units than bins.
 
     Raises:
@@ -62,7 +62,7 @@ def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[Bin] | None:
-    """Return `count` bins: the costliest units first, each into the cheapest with room. None if a unit fits in none."""
+    """Put units, costliest first, into the cheapest bin with room; return `count` bins, or None if a unit fits none."""
     bins: list[Bin] = [[] for _ in range(count)]
     heap = [(0.0, box, capacity) for box in range(count)]
     too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending; returned to the heap for smaller units
@@ -197,7 +197,7 @@ def plan_microbatches(
         ContractError: there are fewer rows than shards, or a row does not fit a microbatch.
     """
     if len(rows) < shards:
-        raise ContractError(f"{len(rows)} rows leave some of {shards} shards without any")
+        raise ContractError(f"{len(rows)} rows are fewer than the {shards} shards; each shard needs at least one row")
     if packing is not None:
         cost = [round_up(lengths[row], packing.get("sequence_length_pad_multiple", 1)) for row in rows]
         shards_of_bins = pack(cost, cost, packing["max_tokens_per_microbatch"], shards)
@@ -217,7 +217,7 @@ def plan_microbatches(
 
 
 def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[Bin]:
-    """Return bins of units with similar lengths; the number of units times the longest is at most `capacity`."""
+    """Return bins of units with similar lengths; their number times the longest length is at most `capacity`."""
     bins: list[Bin] = []
     for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
         if widths[unit] > capacity:

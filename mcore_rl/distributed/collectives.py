@@ -51,7 +51,7 @@ def gather_objects_on_rank_zero(value: Any) -> list[Any]:
 class InternedObjects:
     """An all-gather of small objects that sends each distinct object only once.
 
-    Every rank creates one at the same time, and each call is collective over all processes.
+    All ranks must create this object and call `gather` equally often: each call is collective over all processes.
     """
 
     def __init__(self) -> None:
@@ -367,7 +367,7 @@ def gather_from_replicas(value: T, topology: Topology) -> list[T]:
 
 
 def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
-    """Gather the items with these numbers, in this order, on rank 0; return [] on other ranks. Collective.
+    """Gather the items with the numbers `wanted`, in this order, on rank 0; return [] on other ranks. Collective.
 
     Args:
         own: items by number, on the first rank of each replica.

@@ -218,7 +218,7 @@ class _Pair:
         self.row_tiles, self.column_tiles = student.row_tiles, student.column_tiles
 
     def log_sum_exp(self, group: ProcessGroup | None) -> Tensor:
-        """Return [2, T], log Σ exp of the student's and the teacher's logits over the whole vocabulary."""
+        """Return log Σ exp of the student's and of the teacher's logits over the whole vocabulary, [2, T]."""
         both = []
         for tiles in (self.student, self.teacher):
             nothing = torch.empty(tiles.count, 0, dtype=torch.long, device=tiles.device)

@@ -620,7 +620,7 @@ class Tiles:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
     def all(self, local: Tensor) -> Iterator[Tile]:
-        """Yield all tiles of the shard. `local` [T, K] are the targets' columns relative to the shard's first column."""
+        """Yield all tiles of the shard. `local` [T, K] are the targets' columns, counted from the shard's start."""
         if self._kept is not None:
             yield from self._kept
             return

@@ -47,7 +47,7 @@ def from_parallel_logits_to_logprobs(
     cp_size = group_size(cp_group)
     padded = vocab_parallel_logits.shape[1] * cp_size
     if padded < width:
-        raise ContractError(f"logits of {padded} positions for targets of {width}")
+        raise ContractError(f"the logits have {padded} positions, fewer than the {width} of target")
     layout = PackLayout((width,) * rows, (padded,) * rows, rows * padded, cp_size)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         logits = vocab_parallel_logits.flatten(0, 1)
@@ -91,7 +91,7 @@ def allgather_cp_sharded_tensor(
         return tensor
     if tensor.shape[seq_dim] % 2:
         raise ContractError(
-            f"a context-parallel share has two chunks of one length, not {tensor.shape[seq_dim]} tokens"
+            f"a context-parallel share has two chunks of equal length, but got {tensor.shape[seq_dim]} tokens"
         )
     shares = all_gather_forward_reduce_scatter_backward(tensor.movedim(seq_dim, 0), cp_group)
     first, second = shares.chunk(2 * group_size(cp_group))[::2], shares.chunk(2 * group_size(cp_group))[1::2]

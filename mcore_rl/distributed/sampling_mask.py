@@ -30,18 +30,18 @@ class KeptTokens:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return the kept tokens of one list for each position."""
+        """Return the kept tokens in `lists`, one list for each position."""
         counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
         return cls(counts, torch.tensor([token for ids in lists for token in ids], dtype=torch.int32))
 
     @classmethod
     def of_table(cls, table: Int[Tensor, "positions most"]) -> KeptTokens:
-        """Return the kept tokens of a table in which −1 is no token."""
+        """Return the kept tokens in the rows of `table`, one row for each position; −1 means no token."""
         return cls((table >= 0).sum(1, dtype=torch.int32), table[table >= 0].int())
 
     @classmethod
     def none(cls, positions: int) -> KeptTokens:
-        """Return no kept tokens for this number of positions."""
+        """Return an object for this number of positions, all without kept tokens."""
         return cls(torch.zeros(positions, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class KeptTokens:
         return KeptTokens(counts.int(), self.ids[(ends[positions] - counts).repeat_interleave(counts) + offsets])
 
     def padded(self, positions: int) -> KeptTokens:
-        """Return these kept tokens, followed by positions without any, up to this number of positions."""
+        """Append positions without kept tokens, up to `positions` in all."""
         return self + KeptTokens.none(positions - len(self))
 
     @staticmethod
@@ -83,7 +83,7 @@ def kept_tiles(
 
     Args:
         targets: the sampled tokens.
-        first_column, columns: the shard's place in the vocabulary.
+        first_column, columns: first token id of the shard, and number of its token ids.
         shape: the largest number of rows and columns of a tile.
     """
     rows = torch.arange(len(kept)).repeat_interleave(kept.counts.long())

@@ -92,7 +92,7 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient of a tile of products, in the dtype of factors of matrix products."""
+    """Return the gradient of a tile of products, in `Tiles.factor_dtype`."""
     out = x if tiles.factor_dtype == x.dtype else torch.empty_like(x, dtype=tiles.factor_dtype)
     with_entropy = tokens.of_entropy is not None
     gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](

@@ -91,7 +91,7 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | int | None = None,
 ) -> Float[Tensor, "*rest"]:
-    """Return `masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
+    """Return `masked_sum` divided by `global_normalization_factor`, or by Σ mask if it is None, plus 1e-8."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
     total = masked_sum(values, mask, dim)
@@ -111,7 +111,7 @@ def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch
 
 
 def counts_of(data: Mapping[str, Any], mask: Tensor) -> dict[str, Tensor]:
-    """Return the counts that losses over tokens report: of tokens that carry loss, by `mask`, and of samples."""
+    """Return metrics of losses over tokens: the number of tokens in `mask`, and the number of valid samples."""
     return {"num_unmasked_tokens": mask.sum(), "num_valid_samples": sample_mask_of(data, mask).sum()}
 
 
@@ -157,7 +157,7 @@ class LogprobLoss(LossFunction):
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` reads only the tokens of `tokens_read`; each class declares it for itself.
+    """Whether `from_logprobs` reads only the tokens of `tokens_read`. Each class must set it: a base class's value does not count.
 
     A policy then passes 0 for the other tokens and does not compute their part of the LM head.
     """
@@ -290,12 +290,12 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself declares `takes_hidden_states`; a subclass may need logits."""
+    """Return whether the class of `loss_fn` itself sets `takes_hidden_states`; a subclass may need logits."""
     return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself declares it; a subclass may read more than its base class."""
+    """Return whether the class of `loss_fn` itself sets `reads_counted_tokens_only`; a subclass may read more."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
@@ -345,7 +345,7 @@ def reduce_metrics(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
-    """Reduce the metrics of several steps: declared minimum or maximum, else the mean over steps that have it."""
+    """Reduce metrics of several steps: to the minimum or maximum if declared, else to the mean over steps with them."""
     values: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
@@ -380,7 +380,7 @@ _REDUCE = {"sum": _sum, "mean": _mean, "min": _min, "max": _max}
 
 
 class LossBySource(LogprobLoss):
-    """Another loss, whose metrics are also computed for the samples of each source alone, as `SOURCE/…`.
+    """The loss `loss_fn`, with additional metrics for the samples of each source alone, named `SOURCE/…`.
 
     The data have a column `source` [B]: the number of each row's source.
 

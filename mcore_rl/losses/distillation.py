@@ -47,7 +47,7 @@ class DistillationLossDataDict(TypedDict):
 
     teacher_topk_logits, teacher_topk_indices: [B, S, k], the teacher's top k at each *input* position; for
         kl_type=reverse_unnormalized log-probabilities at the loss's temperature. With several teachers [B, S, M · k],
-        the top k of a row's first teacher, its second, …
+        the top k of the row's first teacher, then of its second, …
     teacher_weights: [B, 1, M] weights of each row's teachers; a single teacher of weight 1 if there is no such entry.
     """
 
@@ -299,11 +299,11 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
-        """Run the teacher on `microbatches`; keep its final hidden states for this rank's counted tokens."""
+        """Run the teacher on the next microbatches and keep its hidden states [counted tokens, hidden] on this rank."""
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-        raise ContractError(f"{type(self).__name__} takes no logits: give it to a policy, which has hidden states")
+        raise ContractError(f"{type(self).__name__} cannot use logits: pass it to a policy, which has hidden states")
 
     def from_hidden_states(
         self,

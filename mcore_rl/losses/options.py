@@ -65,7 +65,7 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a key that dictionaries must have, because the documented reference requires it; YAML files need not."""
+    """Return a field that dictionaries must contain, because the documented reference requires it; YAML may omit it."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 
@@ -206,7 +206,7 @@ OF_BATCH: frozenset[PreferenceLossType] = frozenset(("aot", "aot_unpaired"))
 WITH_F_DIVERGENCE: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 )
-"""Losses of the difference of two scores. Only in it does f-DPO's unknown normalisation of a prompt cancel."""
+"""Losses of the difference of two scores. Only in a difference does f-DPO's unknown normalisation cancel."""
 SMOOTHED: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "robust", "simpo", "exo_pair", "aot", "aot_unpaired")
 )
@@ -360,14 +360,14 @@ class DPOOptions(LossOptions):
         if isinstance(kinds, str):
             self.require(
                 weights is None,
-                "preference_loss_weights are of a list of preference losses; set preference_loss_weight for one",
+                "preference_loss_weights are for a list of preference losses; for one loss set preference_loss_weight",
             )
             return
         named = ", ".join(kinds)
-        self.require(len(set(kinds)) == len(kinds), f"preference_loss=[{named}] names one of them twice")
+        self.require(len(set(kinds)) == len(kinds), f"preference_loss=[{named}] names a loss twice")
         self.require(
             weights is None or len(weights) == len(kinds),
-            f"preference_loss_weights: {len(weights or ())} weights for the {len(kinds)} of preference_loss=[{named}]",
+            f"preference_loss_weights: {len(weights or ())} weights for {len(kinds)} losses, preference_loss=[{named}]",
         )
         self.require(
             weights is None or any(weights),
@@ -407,7 +407,7 @@ class KTOOptions(LossOptions):
     def check(self) -> None:
         self.require(
             self.needs_reference_point or self.mismatched == "dataset",
-            f"mismatched is of the reference point, which loss={self.loss} does not have; leave it out",
+            f"mismatched is for the reference point, which loss={self.loss} does not have; leave it out",
         )
 
 

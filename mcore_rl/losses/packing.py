@@ -30,11 +30,11 @@ class SequencePackingLossWrapper:
 
     Args:
         loss_fn: the loss of unpacked rows.
-        cu_seqlens_q: cumulative true lengths [N + 1]. May equal the padded ones.
+        cu_seqlens_q: cumulative lengths [N + 1] without padding; may equal `cu_seqlens_q_padded`.
         cu_seqlens_q_padded: cumulative lengths in the pack; `cu_seqlens_q` if None.
 
     Raises:
-        ContractError: the two have different numbers of entries.
+        ContractError: the two tensors have different numbers of entries.
     """
 
     def __init__(self, loss_fn: LossFunction, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
@@ -127,7 +127,7 @@ def accepted_groups(
     """Return the arguments for parallel groups that `loss_fn` takes.
 
     Raises:
-        ContractError: it does not take a group over which its logits are split.
+        ContractError: `loss_fn` does not take a group over which its logits are split.
     """
     parameters = inspect.signature(loss_fn).parameters.values()
     names = {parameter.name for parameter in parameters}
@@ -149,7 +149,7 @@ def accepted_groups(
 def _logits_of_row(
     logits: Tensor, layout: PackLayout, row: int, width: int, context_parallel_group: ProcessGroup | None
 ) -> Tensor:
-    """Return [width / CP, Vp], one row of the pack [T / CP, Vp], with zeros after its end."""
+    """Return row `row` of a pack's logits [T / CP, Vp], as [width / CP, Vp] with zeros after its end."""
     cp_size, padded = layout.cp_size, layout.padded_lengths[row]
     start = int(layout.starts[row]) // cp_size
     cut = logits[start : start + padded // cp_size]

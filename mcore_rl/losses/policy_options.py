@@ -109,7 +109,7 @@ class PolicyLossOptions(LossOptions):
             "truncated_importance_sampling_type and _ratio_min need truncated_importance_sampling_ratio",
         )
         self.require(
-            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs one"
+            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs a value"
         )
         self.require(
             upper is None or lower is None or lower <= upper,
@@ -118,7 +118,7 @@ class PolicyLossOptions(LossOptions):
         )
         self.require(
             kind != "seq-mask-tis" or not self.weighs_sequences,
-            "seq-mask-tis leaves out sequences and weighs tokens: importance weights must be one a token",
+            "seq-mask-tis leaves out sequences and weighs tokens: it needs one importance weight per token",
         )
 
     @property

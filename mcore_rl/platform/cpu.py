@@ -182,7 +182,7 @@ def install_products() -> None:
 
 @contextlib.contextmanager
 def kernel_of_torch() -> Iterator[None]:
-    """Compute products inside as programs without this package do, for comparisons."""
+    """Compute products inside the context with torch's own kernel, as without this package; for comparisons."""
     while _kernels:
         _kernels.pop()._destroy()
     try:

@@ -102,7 +102,7 @@ class RunDirectory:
             for iteration in self.checkpoints.iterations():
                 if foreign := unlisted_files(iteration):
                     raise UserError(
-                        f"output_dir: {iteration} holds {foreign[0]}, which no run saved in this form; move it away"
+                        f"output_dir: {iteration}: {foreign[0]} was added or changed after a run saved it; move it away"
                     )
 
     def holds_results(self) -> bool:

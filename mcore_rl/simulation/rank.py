@@ -318,6 +318,6 @@ def _check_routing(config: TrainingConfig) -> None:
         raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
     if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
         raise UserError(
-            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch computes shapes of "
-            "grouped products only in bfloat16; leave it out"
+            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated, because torch derives "
+            "the shapes of grouped products only for bfloat16; leave it out"
         )

@@ -292,7 +292,7 @@ def test_what_is_laid_over_need_not_be_set(write, tmp_path):
             ["kto.mismatched=batch", "batch.global_batch_size=1"],
             "kto.mismatched: a batch of one record has no other response; set dataset",
         ),
-        (KTOConfig, ["kto={loss: apo_zero_unpaired, mismatched: batch}"], "kto: mismatched is of the reference point"),
+        (KTOConfig, ["kto={loss: apo_zero_unpaired, mismatched: batch}"], "kto: mismatched is for the reference point"),
         (DPOConfig, ["dpo={discopop_tau: 0.1}"], "discopop_tau applies to preference_loss=discopop, not to sigmoid"),
         (SFTConfig, ["sft.loss=chunked_nll"], "sft.loss: Input should be 'nll' or 'dft'"),
     ],

@@ -36,7 +36,7 @@ def test_packed_and_dynamic_shards(lengths, shards, packed, multiple):
     else:
         arguments = {"dynamic_batching_args": {**keys, "sequence_length_round": multiple}}
     if len(lengths) < shards:
-        with pytest.raises(ValueError, match="leave some of"):
+        with pytest.raises(ValueError, match="are fewer than the"):
             data.shard_by_batch_size(shards, **arguments)
         return
     made, order = data.shard_by_batch_size(shards, **arguments)

@@ -62,7 +62,7 @@ def test_a_server_that_tells_no_experts_is_named(root, tmp_path):
     with serving(root / "mixture", tmp_path, []) as (urls, _, _):
         process, _ = train(root, tmp_path.name, *options, urls, check=False)
     assert process.returncode == 3 and process.stderr_text.count("\n") == 1
-    assert "it tells no routed_experts (it must run with --enable-return-routed-experts)" in process.stderr_text
+    assert "its response has no routed_experts (it must run with --enable-return-routed-experts)" in process.stderr_text
 
 
 # ------------------------------------------------------------------ sampling masks

@@ -66,7 +66,7 @@ FAILURES = {
         ),
         "has the weights of version a.2/a.3, not a.3",
     ),
-    "aborted": (lambda n: (200, {"finish_reason": "abort"}), "was ended by others"),
+    "aborted": (lambda n: (200, {"finish_reason": "abort"}), "the request ended early"),
 }
 
 

@@ -280,7 +280,7 @@ def test_apo_zero_unpaired_is_kto_with_reference_point_zero():
     expected = torch.where(data["desirable"], 1.3 * (1 - value), 0.7 * value).mean()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
     assert metrics["kl_reference_point"] == 0
-    with pytest.raises(ContractError, match="mismatched is of the reference point, which loss=apo_zero_unpaired does"):
+    with pytest.raises(ContractError, match="mismatched is for the reference point, which loss=apo_zero_unpaired does"):
         KTOLossFn({**common, "loss": "apo_zero_unpaired", "mismatched": "batch"})
     with pytest.raises(ContractError, match="KTOLossFn: data lacks kl_reference_point"):
         KTOLossFn(common).from_logprobs(logprobs, data, torch.tensor(10.0), None)

@@ -423,7 +423,7 @@ def test_packs_of_a_loss_written_by_a_user():
         ),
         (
             {**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
-            "icepop needs one",
+            "icepop needs a value",
         ),
         ({"clip_type": "cispo", "ratio_clip_c": 3.0}, "neither sequence-level ratios nor a dual clip"),
         ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio leaves no ratio"),

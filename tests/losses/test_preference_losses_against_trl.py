@@ -167,13 +167,16 @@ def test_masked_pairs_and_empty_responses_are_harmless(kind):
         ),
         ({"preference_loss": "orpo"}, "is an addition to the likelihood of the chosen: set sft_loss_weight"),
         ({"simpo_gamma": 1.0}, "simpo_gamma applies to preference_loss=simpo, not to sigmoid"),
-        ({"preference_loss": ["sigmoid", "sigmoid"]}, "preference_loss=.sigmoid, sigmoid. names one of them twice"),
+        ({"preference_loss": ["sigmoid", "sigmoid"]}, "preference_loss=.sigmoid, sigmoid. names a loss twice"),
         ({"preference_loss": ["sigmoid", "sft"]}, "preference_loss: must be one of sigmoid, ipo, "),
         ({"preference_loss": []}, "preference_loss: must be a list that is not empty"),
-        ({"preference_loss_weights": [0.5]}, "are of a list of preference losses; set preference_loss_weight for one"),
+        (
+            {"preference_loss_weights": [0.5]},
+            "are for a list of preference losses; for one loss set preference_loss_weight",
+        ),
         (
             {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5]},
-            "preference_loss_weights: 1 weights for the 2 of preference_loss=.sigmoid, hinge.",
+            "preference_loss_weights: 1 weights for 2 losses, preference_loss=.sigmoid, hinge.",
         ),
         (
             {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5, -1]},

@@ -150,7 +150,7 @@ def leave_the_directory(iteration):
 @pytest.mark.parametrize(
     ("poison", "message"),
     [
-        (poison_index, "which an index has no use for"),
+        (poison_index, "which an index never contains"),
         (poison_common, "common.pt names .*system"),
         (poison_an_object, "_extra_state.* names .*system"),
         (leave_the_directory, "is not a file of this directory"),

@@ -231,7 +231,7 @@ def test_expert_layouts_that_megatron_would_get_wrong():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("mixtral", {"num_experts_per_tok": 7}, "7 experts a token"),
+        ("mixtral", {"num_experts_per_tok": 7}, "7 experts per token"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("glm4_moe", {"n_group": 3}, "3 groups"),
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),

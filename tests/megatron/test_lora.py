@@ -229,7 +229,12 @@ DOWN = ["experts.down_proj"]
 @pytest.mark.parametrize(
     ("family", "lora", "model", "message"),
     [
-        ("mixtral", {"target_modules": DOWN, "dropout": 0.1}, {}, "model.lora.dropout: is not for experts.down_proj"),
+        (
+            "mixtral",
+            {"target_modules": DOWN, "dropout": 0.1},
+            {},
+            "model.lora.dropout: not supported for experts.down_proj",
+        ),
         ("mixtral", {"target_modules": ["gate_up_proj"]}, {}, "there are q_proj, k_proj, v_proj, o_proj, experts."),
         ("llama", {"target_modules": DOWN}, {}, "llama has no experts.down_proj to adapt"),
     ],
@@ -577,8 +582,8 @@ def load_each_others(whole, config, directory):
 def test_adapters_and_whole_models_are_told_apart(model_of, tmp_path):
     whole, config = make_config(model_of("llama")), lora_config(model_of("llama"), rank=2)
     of_whole, of_adapters = run_processes(load_each_others, whole, config, tmp_path, world_size=1)[0]
-    assert "whole/iter_0000001 holds a whole model, which model.lora takes from model.path" in of_whole
-    assert "adapters/iter_0000001 holds adapters alone; set model.lora" in of_adapters
+    assert "whole/iter_0000001 holds a whole model, but with model.lora the model comes from model.path" in of_whole
+    assert "adapters/iter_0000001 holds only adapters; set model.lora" in of_adapters
 
 
 def one_step(config):

@@ -126,7 +126,7 @@ def test_what_a_stopped_run_left_is_not_believed_once_damaged(spoiled, whole, mo
     stored.with_suffix(".checksums").write_text(line)
     ((again, said, scored),) = run_processes(precompute, make_config(model_of("llama")), tmp_path, world_size=1)
     assert torch.equal(again, rows) and sum(scored) == 14
-    assert "no batch of it has its checksum; it begins anew" in said[0]
+    assert "no batch matches its checksum; it is computed anew" in said[0]
     assert list(tmp_path.iterdir()) == [stored]
 
 

@@ -378,7 +378,7 @@ def no_adapters(config):
 
     policy = MegatronPolicy(config, total_steps=0, rows_per_unit=2)
     for call in (policy.adapter_settings, lambda: policy.prepare_refit_info(adapters_only=True)):
-        with pytest.raises(RuntimeError, match="adapters: the model has none"):
+        with pytest.raises(RuntimeError, match="adapters: the model has no adapters"):
             call()
     policy.shutdown()
 

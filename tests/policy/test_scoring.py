@@ -122,8 +122,8 @@ def ask_for_what_is_not_there(config, method, *args):
 @pytest.mark.parametrize(
     ("head", "method", "arguments", "message"),
     [
-        ("reward", "get_logprobs", (), "get_logprobs: a model with model.head=reward has none"),
-        ("lm", "get_rewards", (), "get_rewards: a model with model.head=lm has none"),
+        ("reward", "get_logprobs", (), "get_logprobs: model.head must be lm, got reward"),
+        ("lm", "get_rewards", (), "get_rewards: model.head must be reward, got lm"),
         ("lm", "get_topk_logits", (0,), "k must be between 1 and 250, got 0"),
     ],
 )

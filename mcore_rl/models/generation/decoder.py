@@ -487,7 +487,7 @@ class Decoder:
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
-        """Return the number of replicas that run the model now, [1]; `this_one` is 1 for a replica that does, else 0."""
+        """Return the number of replicas that run the model now, [1]; `this_one` is 1 if this replica does, else 0."""
         runs = torch.full((1,), this_one, device=platform.device())
         return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 

@@ -78,7 +78,7 @@ class GenerationInterface(ABC):
         """Prepare `generate` with the policy's current weights; return True on success.
 
         Args:
-            weight_version: a number of these weights, for a backend with its own copy of the weights.
+            weight_version: version number of these weights, for a backend that has a copy of the weights.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 Data- and context-parallel ranks are replicas that divide the prompts. The tensor- and pipeline-parallel ranks of a
 replica run the same steps. A replica runs up to `max_batch_size` sequences at once (`ContinuousBatch`). A prompt that
-is already being answered (the others of its group) is not computed again.
+a running sequence has too is not computed again.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ class StopStrings:
 
 @dataclass
 class _Look:
-    """Data of a step that the host reads: who sampled a stop token [n], and for stop strings all tokens [n].
+    """Data of a step that the host reads.
 
+    stopped: [n] whether each sequence sampled a stop token. tokens: [n] the sampled tokens, if there are stop strings.
     drawn: number of tokens in each sequence's response, including this step's.
     """
 
@@ -245,7 +246,7 @@ class ContinuousBatch:
         return drawn[0].long(), drawn[1].float(), kept
 
     def _look(self, lag: int) -> None:
-        """Read the steps before the last `lag`: mark sequences that have ended, the same on every rank of a replica."""
+        """Read all steps but the last `lag`; mark the sequences that ended in them, alike on all ranks of a replica."""
         while len(self.kept_tables) > lag:
             draws, table = self.kept_tables.popleft()
             of_step = KeptTokens.of_table(table.read())
@@ -384,7 +385,8 @@ class MegatronGeneration(GenerationInterface):
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         record_experts: return the experts of every token.
 
-    lag: see `ContinuousBatch`. makes_room: the policy that releases its gradients and optimizer state meanwhile.
+    lag: see `ContinuousBatch`. makes_room: the policy, if it releases gradients and optimizer state
+        during generation.
 
     Raises:
         UserError: `record_experts` is set and the model has no experts.

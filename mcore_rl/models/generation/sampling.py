@@ -68,7 +68,7 @@ class SamplingParams:
 def sample(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sample one token per row, without a wait of the host.
+    """Sample one token per row; the host does not wait for the device.
 
     Args:
         logits: [n, Vp] fp32, this rank's columns; −inf in the vocabulary's padding.
@@ -90,7 +90,7 @@ def sample(
             if params.max_kept_tokens is not None:  # then `keeps_mask`
                 logprobs, kept = _at_most(logprobs, params.max_kept_tokens, group)
             logprobs = _log_softmax(logprobs, group)
-        assert uniform is not None, "drawing takes a uniform number a row"
+        assert uniform is not None, "sampling needs one uniform number per row"
         tokens = _draw(logprobs, uniform, group)
     local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
     chosen = logprobs.gather(1, local[:, None])[:, 0]
@@ -165,8 +165,8 @@ def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _at_most(logprobs: Tensor, most: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Keep the `most` most likely tokens, of equally likely ones the first, and return the ids of the tokens that are
-    left, −1 for none."""
+    """Set all but the `most` most likely tokens to −inf; of equally likely tokens, keep the first. Return the
+    log-probabilities and the ids of the kept tokens, −1 for none."""
     most = min(most, logprobs.shape[1] * group_size(group))
     lowest = vocab_parallel_topk(logprobs, most, group)[0][:, -1:]
     above, level = logprobs > lowest, (logprobs == lowest) & (lowest > -torch.inf)

@@ -47,7 +47,7 @@ def decode_routed_experts(
     if array.shape != expected or array.dtype.name not in DTYPES:
         raise ValueError(
             f"routed_experts of shape {array.shape} and type {array.dtype}, not {expected} (tokens fed to the model, "
-            f"layers, experts a token) and one of {', '.join(DTYPES)}"
+            f"layers, experts per token) and one of {', '.join(DTYPES)}"
         )
     chosen = array[:, list(experts.sparse_layers)].astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts.count:
@@ -201,7 +201,7 @@ class VLLMServer:
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
-            raise ServerError(f"{self.url}: a request was ended by others ({choice['finish_reason']})")
+            raise ServerError(f"{self.url}: the request ended early (finish_reason={choice['finish_reason']})")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
         if self.experts is not None:
@@ -209,13 +209,13 @@ class VLLMServer:
             try:
                 experts = decode_routed_experts(choice.get("routed_experts"), num_tokens, self.experts)
             except ValueError as error:
-                raise WrongServerError(f"{self.url}: it tells {error}") from None
+                raise WrongServerError(f"{self.url}: its response has {error}") from None
             response.routed_experts = experts
         if params.keeps_mask:
             try:
                 response.kept_tokens = decode_sampling_mask(choice.get("sampling_mask"), response.token_ids)
             except ValueError as error:
-                raise WrongServerError(f"{self.url}: it tells {error}") from None
+                raise WrongServerError(f"{self.url}: its response has {error}") from None
         spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
         return Answer(response, spans)
 

@@ -144,7 +144,7 @@ class VLLMGeneration(StreamingGeneration):
 
         The future raises TrainingError if no server is left, RequestError if this request fails.
         """
-        assert self._pool is not None, "on the first rank of a replica, when weights have been sent"
+        assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
         longest = min(params.max_new_tokens, self.max_sequence_length - len(prompt))
         states = random_states(params.seed, torch.tensor([sample_id]))
@@ -398,7 +398,7 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
     if model["max_model_len"] < wanted:
         raise UserError(
             f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
-            f"data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
+            f"but data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
         )
     if config.generation.offload and platform.has_gpu() and not _option(server, "enable_sleep_mode", unknown=True):
         raise UserError(

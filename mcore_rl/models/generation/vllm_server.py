@@ -103,7 +103,7 @@ class VLLMServerProcesses:
         return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
 
     def end(self, *urls: str) -> None:
-        """End these servers, if they exist, once: their process ids may be reused afterwards."""
+        """End these servers, if they exist. Each is ended only once: its process id may be reused afterwards."""
         ending = [self._processes.pop(url) for url in urls if url in self._processes]
         processes = {process.pid: process for process in ending}
         end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)

@@ -129,7 +129,7 @@ class KeyValueMixer(TokenMixer):
     """A mixer that keeps keys and values of all tokens for generation.
 
     heads: number of query heads. groups: number of heads of cached keys and values, each of size head_dim.
-    scale: factor of the products of queries and keys.
+    scale: factor by which query–key products are multiplied.
     window: number of tokens that a token sees at most, including itself; None for all previous tokens.
     """
 
@@ -166,8 +166,8 @@ class GroupedQueryAttention(KeyValueMixer):
     output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
     post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
     rope_factor: factor on cos and sin of the rotary embedding.
-    neighbours: number of first elements of each query and key head of which rotary embeddings rotate neighbours in the
-        Hugging Face model. Megatron rotates elements half a head apart, so that the rows of the weight change places.
+    neighbours: number of elements at the start of each query and key head that the Hugging Face model rotates in pairs
+        of neighbours. Megatron rotates pairs that are half a head apart, so the rows of the weight are reordered.
     has_sinks: whether each query head has a sink: the score of one more key, whose value is 0.
     query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
     """
@@ -249,8 +249,9 @@ class FusedQKVAttention(GroupedQueryAttention):
 
 
 class PackSelfAttention(SelfAttention):
-    """Megatron's self-attention with options of single layers, for which Megatron asks its configuration, and corrected
-    output gates.
+    """Megatron's self-attention with options for each layer, and with corrected output gates.
+
+    Megatron itself reads these options from its configuration, for all layers alike.
 
     Args:
         output_bias: whether the output projection has a bias; Megatron's option also gives the MLP biases.
@@ -365,7 +366,9 @@ class LatentAttention(KeyValueMixer):
 
     def check(self) -> None:
         if self.value_dim > self.head_dim:
-            raise UserError(f"model.path: v_head_dim={self.value_dim} above the size of a key ({self.head_dim})")
+            raise UserError(
+                f"model.path: v_head_dim={self.value_dim} must be at most the size of a key ({self.head_dim})"
+            )
 
     def flops_per_token_squared(self) -> float:
         return 3.0 * self.heads * (self.head_dim + self.value_dim)
@@ -425,7 +428,7 @@ class PackLatentAttention(MegatronModule):
         packed_seq_params: PackParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to the same shape, and None for the bias."""
+        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of that shape; the second result is None."""
         mixer = self.mixer
         plain, rotated = self._queries(hidden_states).split((mixer.plain, mixer.rotated), -1)
         query = torch.cat((plain, self._rotate(rotated, rotary_pos_emb)), -1)
@@ -451,7 +454,7 @@ class PackLatentAttention(MegatronModule):
         return output
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
-        """Return [T / CP, heads / TP, head_dim]."""
+        """Return the queries before rotation, [T / CP, heads / TP, head_dim]."""
         if self.mixer.query_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -488,7 +491,7 @@ class PackParams(PackedSeqParams):
     visible: AttentionPattern | None = None
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    routed: Any = None  # RoutedTokens, which `moe` defines above this module
+    routed: Any = None  # RoutedTokens; `moe`, which defines it, imports this module
 
 
 class PackedCausalAttention(MegatronModule):
@@ -496,7 +499,7 @@ class PackedCausalAttention(MegatronModule):
 
     Args:
         window: number of tokens that a token sees at most, including itself; None for all previous tokens.
-        sinks: number of query heads that have a sink (gpt-oss); the parameter is named as Megatron's.
+        sinks: number of query heads that have a sink (gpt-oss); the parameter has Megatron's name.
     """
 
     softmax_offset: torch.nn.Parameter | None

@@ -187,7 +187,7 @@ class HiddenStateGPTModel(GPTModel):
         self.output_layer = RewardHead(config)
 
     def lm_head_weight(self) -> Tensor:
-        """Return [Vp, hidden], the LM head of the padded vocabulary; with tied weights this is the embedding."""
+        """Return the LM head of the padded vocabulary, [Vp, hidden]; with tied weights it is the embedding."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.gather is not None:

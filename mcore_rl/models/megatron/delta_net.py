@@ -57,7 +57,7 @@ class GatedDeltaNet(TokenMixer):
 
     @property
     def convolved_size(self) -> int:
-        """Size of what is convolved of a key head: query, key and values."""
+        """Number of convolved channels of a key head: its query, its key and its values."""
         return 2 * self.key_dim + self.values_size
 
     @property
@@ -83,7 +83,7 @@ class GatedDeltaNet(TokenMixer):
         yield Mapping(f"{ours}out_proj.weight", (output,), Columns())
 
     def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:
-        """Return the parts of the input projection, and their order in it."""
+        """Return the parts of the input projection, and how their rows are interleaved."""
         tensors = {
             "qkv": (self.key_dim, self.key_dim, self.values_size),
             "z": (self.values_size,),
@@ -94,7 +94,7 @@ class GatedDeltaNet(TokenMixer):
         return sum(parts, ()), Grouped(self.heads, sum(tensors.values(), ()))
 
     def _stacked(self, name: str, sizes: tuple[int, ...], rest: tuple[int, ...]) -> tuple[Part, ...]:
-        """Return the parts of a tensor in which parts of `sizes` rows for each key head follow each other."""
+        """Return the consecutive parts of a tensor; part i has `sizes[i]` rows for each key head."""
         parts, first = [], 0
         for size in sizes:
             parts.append(Part(name, (self.heads * size, *rest), first))
@@ -138,7 +138,7 @@ class DeltaWeights(NamedTuple):
 def rule_inputs(
     net: GatedDeltaNet, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return queries, keys, values, decays and rates of tokens.
+    """Return the inputs of the delta rule for T tokens: queries, keys, values, decays and rates.
 
     Args:
         convolved: [T, heads, convolved].
@@ -187,7 +187,7 @@ class PackedDeltaRule(torch.nn.Module):
         return heads_for_tokens(out[to_ranks], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
 
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
-        """Return [T, heads, values] of tokens in pack order."""
+        """Apply convolution and delta rule to the tokens in pack order; return the outputs, [T, heads, values]."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
         convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
         inputs = rule_inputs(self.net, convolved, rows[..., size:], weights)
@@ -281,7 +281,7 @@ class DeltaNetLayer(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [T / CP (/ TP with SP), 1, hidden] to the same shape."""
+        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of the same shape."""
         net = self.net
         projected, _ = self.in_proj(hidden_states)
         heads = projected.squeeze(1).unflatten(-1, (-1, net.convolved_size + net.values_size + 2 * net.repeats))

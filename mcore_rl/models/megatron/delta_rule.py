@@ -9,8 +9,8 @@ value v, decay g ≤ 0 and rate β changes it and reads it:
 computed one after the other. `delta_step` computes one token of each sequence. Several value heads share a key head.
 
 Both are in torch. On GPUs, unless the run is deterministic, `packed_rule` and `packed_convolution` call the kernels of
-`fla` (0.6 or newer) and `causal_conv1d` in training and scoring, for packs without shared prompts. The kernels have not
-run: the tests call stand-ins with the signatures of their functions.
+`fla` (0.6 or newer) and `causal_conv1d` in training and scoring, for packs without shared prompts. These kernels
+are untested: the tests call stand-ins with the signatures of their functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 CHUNK = 64
 """Number of tokens in a chunk."""
 EPSILON = 1e-6
-"""Is added to the squared norms of queries and keys."""
+"""Value that is added to the squared norms of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Step:
     """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
 
     count: number of chunks.
-    sources: the chunk of the previous step that each continues; None if these are all chunks of it in order.
+    sources: index of the chunk of the previous step that each chunk continues; None if they are all of its chunks in
+        order.
     ends: chunks that are the last of their segment.
     """
 
@@ -118,7 +119,7 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
 
     Args:
         lengths: number of tokens of each segment.
-        parents: the segment that each continues, which precedes it; −1 for none.
+        parents: index of the segment that each segment continues, which comes before it; −1 for none.
     """
     counts = [-(-length // CHUNK) for length in lengths]
     by_step: list[list[tuple[int, int]]] = []
@@ -185,7 +186,7 @@ def delta_rule(
     plan: ChunkPlan,
     with_states: bool = False,
 ) -> tuple[Float[Tensor, "tokens heads repeats value_dim"], Tensor | None]:
-    """Compute the rule over a pack.
+    """Apply the rule to the tokens of a pack; return the outputs, and the states if `with_states`.
 
     Args:
         query, key: of the key heads, not normalized. Each key head has `repeats` value heads.

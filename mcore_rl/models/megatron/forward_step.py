@@ -121,7 +121,7 @@ class LogprobHead:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return rows [n, S − 1], complete on every rank; 0 where `mask` [n, S − 1] is 0.
+        """Return log-probabilities and entropies (or None) [n, S − 1], complete on every rank; 0 where `mask` is 0.
 
         Only positions that the mask counts are multiplied with the LM head. A rank without such positions keeps one,
         so that all ranks call the same collectives.
@@ -163,7 +163,7 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
     """Return the tokens that the sampler kept at each position of the flattened rows [N·S]; None if it kept all.
 
     Raises:
-        ContractError: a token that carries loss has none.
+        ContractError: a token that carries loss has no kept tokens.
     """
     data = microbatch.data
     if "kept_tokens" not in data:
@@ -193,7 +193,7 @@ def final_hidden_states(
 
 
 def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-    """Return [n, S, H], the hidden states at the rows' tokens; complete on every rank, 0 in the padding."""
+    """Return the hidden states at the rows' tokens, [n, S, H]; complete on every rank, 0 in the padding."""
     topology = model.topology
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     return _rows_of_pack(hidden, microbatch, topology)
@@ -248,7 +248,7 @@ class RewardOfSequences:
         return self._of_pack(hidden, layout)[platform.sent(last, hidden.device)]
 
     def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        """Return [T], the reward head's output at each position of a pack."""
+        """Return the reward head's output at each position of a pack, [T]."""
         topology = self.model.topology
         if topology.sequence_parallel:  # all ranks then compute the same values, so each needs only its own gradient
             hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)

@@ -52,14 +52,14 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
     )
     if not is_block_scaled and method != "mxfp4":
         raise UserError(
-            f"model.path: {path} is quantized by {method!r}, which is not supported; FP8 with a scale for each block "
-            "and MXFP4 are. Use a copy of the model in bfloat16"
+            f"model.path: {path} is quantized by {method!r}, which is not supported. Supported are FP8 with a scale "
+            "for each block, and MXFP4. Use a copy of the model in bfloat16"
         )
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The place of an expert's weight in a tensor of all experts of a layer: `rows` of the expert's rows."""
+    """The place of an expert's weight in the tensor `packed` of all experts of a layer: `rows` of `expert`'s rows."""
 
     packed: str
     expert: int
@@ -157,7 +157,7 @@ class SafetensorsDirectory:
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
         """Multiply a part of an FP8 tensor by the scales of its blocks."""
-        assert self._block_size is not None, "`check` has refused the tensor"
+        assert self._block_size is not None, "`check` rejects such a tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):
             places = torch.arange(*part.indices(self.shape(name)[dimension])) // size
@@ -305,7 +305,7 @@ class ShardedWriter:
     def _check(self) -> None:
         written = SafetensorsDirectory(self.directory)
         if written.stored_names() != set(self.expected):
-            raise RuntimeError(f"{self.directory}: the export does not hold the names it should")
+            raise RuntimeError(f"{self.directory}: the export does not contain the expected tensors")
         for name, (shape, dtype) in self.expected.items():
             found = written.read(name)
             if tuple(found.shape) != shape or found.dtype != dtype:

@@ -59,7 +59,7 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
 def check_shared_prefixes(hf: Any) -> None:
     """Raise UserError for a model that cannot compute common prefixes of a pack once."""
     if isinstance(family_of(hf), Mixture):
-        raise UserError("batch.share_prefixes: not for mixtures of experts; leave it out")
+        raise UserError("batch.share_prefixes: is not supported for mixtures of experts; leave it out")
 
 
 def check_model_fits(
@@ -84,7 +84,7 @@ def check_model_fits(
             _check_grouped_gemm(family, model, parallel.expert_tensor_size)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
-        raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each a layer")
+        raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each stage a layer")
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` without gradient; in float32 on the CPU by oneDNN for any size."""
+    """Compute `F.linear` without gradient. On the CPU in float32, oneDNN computes it for any size."""
     if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return cpu.linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -102,7 +102,7 @@ def bias_of_first_rank(bias: Tensor) -> Tensor:
 
 
 class ExpertBiasMixin:
-    """A row-parallel linear layer that may be an expert's and have a bias.
+    """A row-parallel linear layer that may belong to an expert and may have a bias.
 
     Megatron would sum the bias's gradients over tensor-parallel ranks, which hold the biases of other experts.
     """
@@ -201,7 +201,7 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
-        # On GPUs torch's norm is one kernel, which keeps as little as `_Normed`. On the CPU it rounds otherwise and
+        # On GPUs torch's norm is one kernel, which keeps as little as `_Normed`. On the CPU it rounds differently and
         # keeps more.
         is_fused = x.is_cuda and weight.dtype == x.dtype and hasattr(torch.ops.aten, "_fused_rms_norm")
         if is_fused or (self.in_generation and x.dtype == torch.float32):
@@ -378,9 +378,9 @@ def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
 
 
 def rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """Rotate the first elements of each head (RoPE, arXiv:2104.09864); the others stay.
+    """Rotate the first elements of each head (RoPE, arXiv:2104.09864); the other elements are unchanged.
 
-    The elements of a pair are half of the rotated elements apart. Only the angles are kept for the backward pass.
+    The two elements of a pair are rotated / 2 elements apart. Only the angles are kept for the backward pass.
 
     Args:
         x: [T, …, heads, head_dim].
@@ -417,7 +417,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Return `rope_type`, `rope_theta`, `partial_rotary_factor` and the scaling's own keys, from transformers 4 or 5.
+    """Return `rope_type`, `rope_theta`, `partial_rotary_factor` and keys of the scaling, for transformers 4 and 5.
 
     Raises:
         UserError: the rope type is not supported.

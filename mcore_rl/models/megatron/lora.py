@@ -180,7 +180,7 @@ class PEFTDirectory:
         """Raise an error for tensors that are missing, unknown or misshapen.
 
         Raises:
-            UserError: the message names the first of them.
+            UserError: the message names the first such tensors.
         """
         for what, names in (("lacks", set(shapes) - self.names), ("has unknown", self.names - set(shapes))):
             if names:
@@ -209,7 +209,7 @@ class PEFTDirectory:
         if made_for is not None and made_for != weights:
             raise UserError(
                 f"model.lora.path: {self.path} was trained on other weights ({self.base}) than {path} has; "
-                f"remove its {BASE_FILE} to use it all the same"
+                f"remove its {BASE_FILE} to use it anyway"
             )
         named = Path(self.base)  # a directory, or a name on the hub
         same = named.resolve() == path.resolve() if named.is_dir() else named.name == path.name
@@ -295,7 +295,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Factor of B · A."""
+        """Factor by which B · A is multiplied."""
         return self.alpha / self.rank
 
     def __str__(self) -> str:
@@ -344,14 +344,14 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
     for target in targets:
         if target not in known:
-            experts = "; of mixtures attention and routed experts have adapters" if isinstance(family, Mixture) else ""
+            experts = "; in mixtures, only these have adapters" if isinstance(family, Mixture) else ""
             raise UserError(
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; there are {', '.join(known)}{experts}"
             )
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
     if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
         raise UserError(
-            f"model.lora.dropout: is not for {', '.join(adapted)}, which PEFT adapts as parameters; leave it out"
+            f"model.lora.dropout: not supported for {', '.join(adapted)}, which PEFT adapts as parameters; leave it out"
         )
     table = {
         adapter.megatron: adapter
@@ -383,7 +383,7 @@ def adaptable_modules(family: Family) -> tuple[str, ...]:
 
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
-    """Return whether it is a projection of attention, of a routed expert, or of the MLP in a model without experts."""
+    """Return whether a weight is a projection of attention, a routed expert, or the MLP of a model without experts."""
     if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False
     is_projection = isinstance(mapping.kind, GateUp | Columns)
@@ -392,7 +392,7 @@ def _is_adaptable(mapping: Mapping, family: Family) -> bool:
 
 
 def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
-    """Return for each part of a weight its target's name, PEFT's module, and the first row of its B there."""
+    """Return for each part of a weight: name of the target, PEFT's module, first row of the part in the module's B."""
     if not mapping.is_expert:
         modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
         return [(module.rpartition(".")[2], module, first) for module, first in modules]
@@ -461,7 +461,7 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class ZerosIfMissing:
-    """A source that adds zeros to `source` for the rows of projections without adapter."""
+    """A source that reads `source`, and returns zeros for the rows of projections without adapter."""
 
     source: TensorSource
     rank: int
@@ -474,7 +474,7 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """A source whose values are the index in `names` of each row's owner, −1 for rows without owner."""
+    """A source in which all values of a tensor are the index of its name in `names`; −1 for other tensors."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names

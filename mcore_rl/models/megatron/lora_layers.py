@@ -50,7 +50,7 @@ class Adapter(torch.nn.Module):
         a: [n · rank, columns], the stacked A of the layer's n adapted projections.
         b: [rows, rank], the B of the layer's rows, for all its projections.
         owners: [rows] index of the projection that each row belongs to; −1 for none.
-        sequence_parallel: whether the layer's unsharded side is split by tokens.
+        sequence_parallel: whether the layer's unsharded input or output is split by tokens.
         fork: whether tensor-parallel ranks see different inputs and need different dropout.
     """
 
@@ -63,7 +63,7 @@ class Adapter(torch.nn.Module):
         self.register_buffer("owned", owned.to(b)[..., None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's part of a layer's input to the addition to its part of the output."""
+        """Return what the adapter adds to this rank's part of the layer's output, from its part `x` of the input."""
         if self.dropout and self.training:
             with get_cuda_rng_tracker().fork() if self.fork else nullcontext():
                 x = F.dropout(x, self.dropout)
@@ -130,7 +130,7 @@ class ExpertAdapter(Adapter):
         return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
 
     def of_all(self, adapters: Sequence[ExpertAdapter], rows: Tensor, ends: Tensor) -> Tensor:
-        """Map a layer's input for all experts to their adapters' additions [T, out], by one grouped product each.
+        """Return what all experts' adapters add to a layer's output [T, out], by one grouped product for A and for B.
 
         The products are in the precision of `rows`, for which there are kernels. They need rows of a multiple of
         16 bytes: zeros fill up the rank.

@@ -87,7 +87,8 @@ class RouterStatistics:
     """The load of a router in a step, and the global batch's denominators.
 
     num_sequences, num_tokens: counted sequences and their tokens in the global batch.
-    tokens: [experts] number of this rank's tokens sent to each expert. entropy, balance, z: this rank's parts of means.
+    tokens: [experts] number of this rank's tokens sent to each expert. entropy, balance, z: this rank's
+        summands of means over the global batch.
     uncounted: number of choices by tokens that do not count (padding), which are sent to experts as well.
     received: number of tokens that reached this rank's experts, counted once per expert.
     """
@@ -190,8 +191,8 @@ class Router(TopKRouter):
         return spread, routing_map
 
     def chosen_last(self) -> Tensor:
-        """Return [T, topk], the experts of the tokens of the last pass."""
-        assert self.recorded is not None, "nothing was generated or scored last"
+        """Return the experts of the last pass's tokens, [T, topk]."""
+        assert self.recorded is not None, "the last pass was not in evaluation mode"
         return self.recorded
 
     @property
@@ -220,14 +221,14 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _frequency(self, counted: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return [T, experts], f of each token's sequence, summed over context- and sequence-parallel ranks."""
+        """Return f_e of each token's sequence, [T, experts], counted over context- and sequence-parallel ranks."""
         count = self.experts.count
         counts = counted.new_zeros(tokens.num_sequences + 1, count, dtype=torch.float32)
         counts = all_reduce(counts.index_add(0, tokens.sequence, counted.float()), self.tp_cp_group)
         return (counts * (count / self.experts.topk) / tokens.lengths[:, None])[tokens.sequence]
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Return [T, topk], the experts with the best scores, from the groups whose two best experts score highest."""
+        """Return the experts with the best scores, [T, topk], from the groups whose two best experts score highest."""
         experts = self.experts
         scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
         if experts.selection_bias:
@@ -240,7 +241,7 @@ class Router(TopKRouter):
         return scores.topk(experts.topk, dim=-1).indices
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Return [T, topk], the weights of the chosen experts."""
+        """Return the weights of the chosen experts, [T, topk]."""
         experts = self.experts
         if experts.score == "softmax":
             normaliser = logits.gather(1, chosen) if experts.normalise else logits
@@ -302,7 +303,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
-    """Return [experts] int32 on the device of `rows`: the end of each expert's rows."""
+    """Return the end of each expert's rows, [experts] int32 on the device of `rows`."""
     return platform.sent(tokens_per_expert, rows.device).cumsum(0, dtype=torch.int32)
 
 
@@ -325,8 +326,9 @@ class ExpertsMixin:
     load: statistics of the current training step; None outside of a step.
 
     Args:
-        has_biases: whether the experts' linear layers have biases. Megatron's option, which is for all linear layers,
-            is refused for tensor-parallel experts, and here beside a fused dropout, which experts do not have.
+        has_biases: whether the experts' linear layers have biases. Megatron's option is for all linear layers, and
+            Megatron rejects it for tensor-parallel experts. It is therefore set only in the experts' copy of the
+            configuration, where the fused dropout, which experts do not have, is off.
     """
 
     load: RouterStatistics | None = None
@@ -363,7 +365,7 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
     """
 
     takes_weights_of_parts = True
-    """Whether submodules' weights are used without their forward passes. Hooks for them belong on this module then."""
+    """Whether submodules' weights are used without the submodules' forward passes. Hooks then belong on this module."""
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
@@ -473,7 +475,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Map [T, experts] to [this rank's experts], the tokens per expert from all ranks."""
+        """Return the number of tokens from all ranks for each of this rank's experts; `routing_map` is [T, experts]."""
         counts: Tensor = super().preprocess(routing_map)
         self.num_out_tokens = routing_map.sum()  # the host gets it with the other counts
         self._maybe_update_cuda_sync_point("before_permutation_1")
@@ -491,7 +493,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         rows = hidden_states.flatten(0, -2)
         self.hidden_shape_before_permute = rows.shape
-        # The place of choice n in [experts, T] is the first one up to which n are chosen.
+        # Choice n is at the first place of [experts, T] up to which, inclusive, there are n choices.
         number = torch.arange(1, int(self.num_out_tokens) + 1, device=rows.device)
         place = torch.searchsorted(routing_map.T.flatten().cumsum(0), number)
         self.reversed_local_input_permutation_mapping = place % len(rows)
@@ -512,7 +514,7 @@ class BalancedDispatcher(Dispatcher):
     imbalance = 1.0
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Map [T, experts] to [this rank's experts], the tokens per expert from all ranks; counts are on the host."""
+        """Return the number of tokens from all ranks for each of this rank's experts; all counts are on the host."""
         super().preprocess(routing_map).cpu()  # Megatron counts, ranks exchange counts, and the host waits
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size
         shares = (torch.arange(self.num_experts + 1, device="cpu") * choices // self.num_experts).diff()

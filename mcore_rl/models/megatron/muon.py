@@ -31,7 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in the optimizer's state and in checkpoints."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic Newton–Schulz iteration. Their singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic Newton–Schulz iteration. All singular values end between about 0.7 and 1.2."""
 EPSILON = 1e-7
 
 
@@ -55,7 +55,7 @@ def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[T
 
 
 def factor(rows: int, columns: int, scale: str) -> float:
-    """Return the factor of an orthogonalized matrix in an update.
+    """Return the factor by which an orthogonalized matrix is multiplied in an update.
 
     match_rms_adamw: 0.2·√max(rows, columns), which gives the update the root mean square of AdamW's
     (arXiv:2502.16982, section 2.2). original: √max(1, rows / columns).
@@ -67,7 +67,7 @@ def factor(rows: int, columns: int, scale: str) -> float:
 class OwnMatrix:
     """A parameter of which this rank updates elements start … end − 1 (row-major).
 
-    main: these elements in fp32, a parameter of the torch optimizer `of`. group: its group there.
+    main: these elements in fp32, a parameter of the torch optimizer. group: the parameter group that contains it.
     """
 
     mapping: Mapping
@@ -80,7 +80,7 @@ class OwnMatrix:
 
 
 class Muon:
-    """The update of the marked matrices, made before Megatron's optimizer updates all other parameters.
+    """The optimizer of the marked matrices; it runs before Megatron's optimizer updates all other parameters.
 
     Raises:
         UserError: see `named_mappings`.
@@ -119,7 +119,7 @@ class Muon:
             own.state[MOMENTUM].lerp_(own.main.grad, 1 - momentum)
             update = own.main.grad.lerp(own.state[MOMENTUM], momentum)  # Nesterov's
             own.parameter.main_grad.view(-1)[own.start : own.end] = update
-            own.main.grad = None  # AdamW passes over a parameter without a gradient
+            own.main.grad = None  # AdamW skips a parameter without a gradient
         gather_gradients(self.wrapped)
         for own, shard in self._orthogonalized():
             lr = own.group["lr"]

@@ -48,7 +48,7 @@ MUON_ATTRIBUTE = "is_updated_by_muon"
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON = (("cuda", torch.bfloat16),)
 """Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters. It rounds
-otherwise than the default form: in float32 on a GPU, a gradient norm of the third step differed from the CPU's by
+differently from the default form: in float32 on a GPU, a gradient norm of the third step differed from the CPU's by
 1.3e-5, where the default form is within 1e-5."""
 
 BUCKET_SIZE: int | None = None
@@ -132,11 +132,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWInBfloat16:
-    """The update by AdamW with moments in bfloat16, computed in fp32, one parameter after the other. It is made before
-    Megatron's optimizer, which then has no gradients left.
+    """An AdamW update with moments in bfloat16, computed in fp32, one parameter after the other. It runs before
+    Megatron's optimizer, and leaves no gradients for it.
 
     Args:
-        optimizer: the optimizer whose parameters are updated, if they have no state of another kind.
+        optimizer: Megatron's optimizer. Its parameters are updated, except those that have a state already (Muon's).
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -169,7 +169,7 @@ class AdamWInBfloat16:
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Return the norm of the whole gradient, the same on all ranks; the host waits once for the device. Collective.
 
-    Megatron's own function reads the norm of each tensor on the host if neither Transformer Engine nor apex is there.
+    Without Transformer Engine and apex, Megatron's own function reads the norm of each tensor on the host.
     """
     gradients: dict[ProcessGroup, list[Tensor]] = {}
     for chained in optimizer.chained_optimizers:

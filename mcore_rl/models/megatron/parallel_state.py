@@ -58,7 +58,7 @@ def _variables() -> dict[str, Any]:
 
 
 _NO_LAYOUT = _variables()
-"""Their values before any layout is built."""
+"""Values of these variables before any layout is built."""
 
 
 def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Topology:
@@ -67,7 +67,7 @@ def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Top
     Each call needs a matching call of `destroy_parallel`.
 
     Args:
-        may_differ: whether the layout may be another one than that of the models that exist. Then Megatron's functions
+        may_differ: whether the layout may differ from the layout of existing models. If it does, Megatron's functions
             return its groups only inside `groups_of`.
 
     Raises:
@@ -97,7 +97,7 @@ def destroy_parallel(topology: Topology | None = None) -> None:
     """Release the process groups of a layout; the groups of all layouts are destroyed with the last user's call.
 
     Args:
-        topology: the layout's; None: that of the run. Groups that were destroyed before are not an error.
+        topology: topology of the layout; the run's if None. It is no error if the groups were destroyed before.
     """
     if _layouts:
         released = _layouts[:1] if topology is None else [one for one in _layouts if one.topology is topology]
@@ -112,7 +112,7 @@ def destroy_parallel(topology: Topology | None = None) -> None:
 
 
 def is_run_layout(topology: Topology) -> bool:
-    """Return whether this is the layout of the run's trained model, not one of a teacher's or a judge's own."""
+    """Return whether this is the layout of the run's trained model, not the layout of a teacher or a judge."""
     return topology is _layouts[0].topology
 
 
@@ -144,7 +144,7 @@ def _layout_of(topology: Topology) -> _Layout:
 
 
 def _build_layout(config: ParallelConfig) -> _Layout:
-    """Build the groups of a layout; those of the first one stay the ones that Megatron's functions return."""
+    """Build the groups of a layout. Megatron's functions continue to return the groups of the first layout."""
     before = _variables()
     vars(parallel_state).update(_NO_LAYOUT)
     try:
@@ -183,7 +183,7 @@ def _build_groups(config: ParallelConfig) -> Topology:
 
 
 def process_groups() -> ProcessGroupCollection:
-    """Return Megatron's process groups, as its modules take them."""
+    """Return Megatron's process groups, in the form that Megatron's modules accept."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -60,7 +60,7 @@ class TELinearMixin:
 
     def set_activation_dtype(self, inp: Tensor) -> None:
         """Check the precision of the parameters; called before each product."""
-        # Adapters are in float32 beside weights in bfloat16. Transformer Engine would refuse them.
+        # With adapters in float32 and weights in bfloat16, Transformer Engine would otherwise raise an error.
         self.allow_different_data_and_param_types = bool(self.adapter)
         super().set_activation_dtype(inp)  # type: ignore[misc]
 

@@ -52,7 +52,7 @@ class Kind(ABC):
 
     @abstractmethod
     def split(self, stacked: Tensor) -> list[Tensor]:
-        """Split all shards [size, …] (a single one if not sharded) into the parts, as views if possible."""
+        """Split the stacked shards [size, …] of all ranks ([1, …] if not sharded) into parts, as views if possible."""
 
     def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
         """Return the shape on each of `size` ranks: the shape of the stacked parts, or the rank's share of it."""
@@ -96,7 +96,7 @@ class FirstRow(Replicated):
 
 @dataclass(frozen=True)
 class Stacked(Kind):
-    """Stacked parts with given numbers of rows, the same on every rank."""
+    """A parameter of stacked parts, the same on every rank; `rows` are the parts' numbers of rows."""
 
     rows: tuple[int, ...]
     partition_dim = None
@@ -176,7 +176,7 @@ class GateUp(Kind):
 class Interleaved(Kind):
     """Rows (or biases) of several parts, interleaved by groups: the first group's rows of each part, the second's, …
 
-    groups: number of groups. sizes: rows of each part per group.
+    groups: number of groups. sizes: for each part, the number of its rows in one group.
     """
 
     groups: int
@@ -184,10 +184,10 @@ class Interleaved(Kind):
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each part per group."""
+        """For each part (for example q, k and v), the number of its rows in one group."""
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
-        """Convert a part's rows [groups, rows, …] from the directory's order in a group to the parameter's."""
+        """Reorder the rows [groups, rows, …] of part number `part` inside each group, from the directory's order."""
         return rows
 
     def restored(self, rows: Tensor, part: int) -> Tensor:
@@ -229,8 +229,8 @@ class QueryKeyValue(Interleaved):
     """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
 
     heads: number of query heads per group. head_dim: number of rows per head.
-    neighbours: number of first rows of each query and key head whose pairs are neighbours in the Hugging Face tensors,
-        and half of this number apart in the parameter.
+    neighbours: number of rows at the start of each query and key head that are rotated in pairs of neighbours in the
+        Hugging Face tensors. In the parameter the two rows of a pair are half of this number apart.
     """
 
     groups: int
@@ -363,7 +363,7 @@ def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
 def assemble(
     pieces: Iterable[tuple[Part, Tensor]], shapes: Dictionary[str, Shape], copies: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of `shapes` after its last part has come.
+    """Yield each tensor of `shapes`, with its name, as soon as all of its parts have been read.
 
     Args:
         copies: copy a tensor that is a single part; otherwise it is valid only until the next one.

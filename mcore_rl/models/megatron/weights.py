@@ -102,7 +102,7 @@ class _GatheredTensor:
         self.expert_rank = _expert_rank_of(mapping, model)
         top = model.topology
         replica = top.expert_data.rank if mapping.is_expert else top.data.rank + top.context.rank
-        # The replica that gathers; its ranks with the first shard; of these the first rank's peers on all stages.
+        # Ranks of the replica that gathers; those that have its first shard; those of them that broadcast over stages.
         self.gathers = not first_only or replica == 0
         self.passes_on = not first_only or (self.gathers and self.ranks.rank == 0)
         self.crosses_stages = not first_only or top.data.rank + top.context.rank + top.tensor.rank == 0
@@ -129,7 +129,7 @@ class _GatheredTensor:
         return stacked if self.yields else None
 
     def _sent(self, tensor: Tensor | None, shape: Shape, ranks: ParallelDimension, source: int) -> Tensor | None:
-        """Return `tensor` of rank `source` of a group on all of its ranks."""
+        """Broadcast `tensor` from rank `source` to all `ranks` and return it."""
         if ranks.size == 1:
             return tensor
         if ranks.rank != source:
@@ -175,7 +175,7 @@ ADAPTER = ".adapter."
 
 
 def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
-    """Return the name in the family's table of a chunk's parameter.
+    """Convert the name of a chunk's parameter to its name in the family's table.
 
     Args:
         first_layer, first_expert: numbers in the whole model of the chunk's first layer and of the rank's first expert.
@@ -245,7 +245,7 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a tensor of which the gradient norm counts this rank's part; otherwise it counts only the first rank's.
+    """Mark a tensor, so that the gradient norm counts this rank's part; of others it counts only the first rank's.
 
     Megatron marks shards only when it initialises them. Tensor-parallel ranks also hold the unsharded tensors of
     different experts.
@@ -285,7 +285,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(
-                f"model.path: {source.path}: {name} is {tuple(source.shape(name))}, but {shape} by its config.json"
+                f"model.path: {source.path}: {name} is {tuple(source.shape(name))}, but its config.json implies {shape}"
             )
 
 

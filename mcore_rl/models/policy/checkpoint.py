@@ -46,7 +46,7 @@ class PolicyCheckpoint:
         self.second, self.second_name = second, name
 
     def restore_to_device(self) -> bool:
-        """Restore what a checkpoint holds and what is offloaded for an inference engine. Collective.
+        """Restore to the device what a checkpoint contains and what is offloaded for an inference engine. Collective.
 
         Returns:
             Whether the device of every rank had room for it.

@@ -30,7 +30,7 @@ class PolicyInterface(ABC):
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Return the log-probabilities of the rows' own tokens.
+        """Return the log-probability of each token of the rows.
 
         Args:
             data: `input_ids` [B, S], right-padded, and `input_lengths` [B].
@@ -41,7 +41,7 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return the log-probabilities of the rows' own tokens under the initial weights."""
+        """Return the log-probability of each token of the rows under the initial weights."""
 
     @abstractmethod
     def train(

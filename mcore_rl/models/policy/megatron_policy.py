@@ -399,7 +399,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Put the reference weights in the model inside the context; restore the current ones after it, even on error."""
+        """Put the reference weights in the model inside the context; the current weights are restored even on error."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
         self.finish_param_gather()
@@ -540,7 +540,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.sender.broadcast(bucket_bytes, adapters_only)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
-        """Return the keys of the tensors in groups of at most `bucket_bytes`, to be requested one group after another."""
+        """Return the keys of the tensors in groups of at most `bucket_bytes`; request one group after the other."""
         return self.sender.buckets(bucket_bytes, adapters_only)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:

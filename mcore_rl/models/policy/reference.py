@@ -291,7 +291,7 @@ class _ResumableFile:
         if size not in (0, *ends[records - 1 : records]) or _checksum(self.path, size) != checksum:
             size = checksum = records = 0
         if there and not size:
-            say(f"reference log-probabilities: {self.path}: no batch of it has its checksum; it begins anew")
+            say(f"reference log-probabilities: {self.path}: no batch matches its checksum; it is computed anew")
         with open(self.path, "ab") as file:
             file.truncate(size)
         self.lines.write_text(f"{size} {checksum}\n")
@@ -341,7 +341,7 @@ def _problem(path: Path, tokens: int) -> str | None:
         return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"
     with open(path, "rb") as file:
         file.seek(size)
-        return None if file.read() == _digest(path, size) else "its digest is not that of its values"
+        return None if file.read() == _digest(path, size) else "its digest does not match its values"
 
 
 def _digest(path: Path, size: int) -> bytes:

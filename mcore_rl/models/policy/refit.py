@@ -28,12 +28,12 @@ HEADER_NUMBERS = 2
 
 
 def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
-    """Convert to values that JSON can hold."""
+    """Convert `info` to values that JSON can represent."""
     return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.items()}
 
 
 def decode_refit_info(encoded: Mapping[str, Any]) -> RefitInfo:
-    """Convert back from the values of `encode_refit_info`."""
+    """Invert `encode_refit_info`."""
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in encoded.items()}
 
 

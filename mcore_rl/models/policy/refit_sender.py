@@ -57,7 +57,7 @@ class WeightSender:
 
     def _lora(self) -> LoRA:
         if self.model.lora is None:
-            raise RuntimeError("adapters: the model has none (model.lora); refit sends its weights")
+            raise RuntimeError("adapters: the model has no adapters (model.lora); send its weights")
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:
@@ -75,7 +75,7 @@ class WeightSender:
 
         Args:
             adapters_only: send only the adapters, not the model's weights with merged adapters. The receivers must
-                have got the matching `info`.
+                have received the matching `info`.
 
         Raises:
             RuntimeError: `connect` was not called, or the model has no adapters.

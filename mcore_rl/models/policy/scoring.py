@@ -50,10 +50,10 @@ from mcore_rl.utils.console import size_text
 
 
 class ScoringModel:
-    """A model that is not trained. Models of the same parallel layout share its process groups.
+    """A model that computes scores. Models of the same parallel layout share process groups.
 
-    Its layout may differ from the trained model's. It then gets its rows from all replicas of the trained model, and
-    each process gets the results for its own rows.
+    The model's layout may differ from the trained model's. The model then gets rows from all replicas of the trained
+    model, and each process gets the results for its own rows.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass
@@ -130,7 +130,7 @@ class ScoringModel:
         return ", ".join((str(model.path), size, layers, *mixers, *layout))
 
     def describe_untrained(self) -> str | None:
-        """Describe in one line the tensors of the directory that exports contain unchanged; None if there are none."""
+        """Describe in one line the model directory's tensors that exports copy unchanged; None if there are none."""
         names = sorted(filter(self.model.family.passes_on, SafetensorsDirectory(self.config.model.path).names()))
         if not names:
             return None
@@ -156,7 +156,7 @@ class ScoringModel:
         self.finish_param_gather()
 
     def require(self, purpose: str, *offloads: Offload) -> None:
-        """Raise RuntimeError if any of `offloads` is away."""
+        """Raise RuntimeError if the tensors of any of `offloads` are offloaded; `purpose` starts the message."""
         if any(offload.is_away for offload in offloads):
             raise RuntimeError(f"{purpose}: weights or optimizer state are offloaded; call prepare_for_training first")
 
@@ -245,7 +245,7 @@ class ScoringModel:
         if token >= self.model.vocab_size:
             raise TrainingError(
                 f"{key}: {self.config.model.path} has {self.model.vocab_size} rows of embeddings, none for token "
-                f"{token:.0f} of an answer, which no text has"
+                f"{token:.0f} of a response, which is not one of the tokenizer's"
             )
 
     def get_logprobs(
@@ -291,7 +291,7 @@ class ScoringModel:
     ) -> BatchedDataDict[Any]:
         """Return `topk_logits` and `topk_indices` [B, S, k]: the largest logits after each position and their tokens.
 
-        `DistillationLossFn` of a student takes them from its teacher. They are 0 in the padding.
+        The `DistillationLossFn` of a student reads these values of its teacher. They are 0 in the padding.
 
         Args:
             temperature: return log-probabilities at this temperature in place of logits.
@@ -355,7 +355,7 @@ class ScoringModel:
     ) -> dict[str, Tensor]:
         """Return columns [B, …] of the rows of `data`: the results of `compute` on the last stage's hidden states.
 
-        They are on the host, the same on all ranks that have these rows; places beyond a microbatch's width are 0.
+        The columns are on the host, the same on all ranks that have these rows; beyond a microbatch's width they are 0.
 
         Args:
             zeros: function of rows that returns their columns as zeros on the device.
@@ -366,7 +366,7 @@ class ScoringModel:
         """
         self.require_weights(purpose)
         if self.config.model.head != model_head:
-            raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
+            raise RuntimeError(f"{purpose}: model.head must be {model_head}, got {self.config.model.head}")
         if isinstance(data, LocalBatch) and self.has_own_layout and data.share.replicas is not self.topology.data:
             own = self.own_rows(data.all_rows(*COLUMNS_OF_ROWS))
             found = self._map_microbatches(purpose, own, zeros, compute, model_head, micro_batch_size)
@@ -454,7 +454,7 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """[Vp, hidden] LM head rows for this rank's share of the student's vocabulary; on the student's last stage.
+        """LM head rows for this rank's shard of the student's vocabulary, [Vp, hidden]; on the student's last stage.
 
         This is the rank's own shard, or a copy of other rows if the vocabularies or the layouts differ in size. Rows
         without a token are zeros. Collective over the ranks of the last stage; over all ranks if the teacher has its
@@ -467,7 +467,7 @@ class TeacherModel(ScoringModel):
         whole = None if weight is None else all_gather(weight, own.group).flatten(0, 1)
         if self.has_own_layout:
             whole = broadcast_from_holder(whole)
-        assert whole is not None, "read on the last stage, or on all ranks"
+        assert whole is not None, "`head` is read on the last stage, or on all ranks"
         whole = F.pad(whole, (0, 0, 0, self.head_rows * tensor.size))
         return whole[self.head_rows * tensor.rank :][: self.head_rows].clone()
 
@@ -475,7 +475,7 @@ class TeacherModel(ScoringModel):
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         """Return hidden states that predict each microbatch's counted tokens, with `head`; {} before the last stage.
 
-        For its share of the batch, this rank keeps [counted tokens, hidden size] in memory.
+        The hidden states [counted tokens, hidden size] of this rank's share of the batch stay in memory.
 
         Raises:
             RuntimeError: the weights are offloaded.

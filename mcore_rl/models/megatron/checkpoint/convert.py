@@ -52,7 +52,6 @@ def describe(iteration: Path) -> Iterator[str]:
 
     Raises:
         UserError: the checkpoint names code to run.
-        UserError: it names code to run.
     """
     index = check_trusted(iteration)
     common = torch.load(iteration / "common.pt", weights_only=True)
@@ -153,7 +152,7 @@ def megatron_to_hf(
     hf_config = load_hf_config(source)
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
-        raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
+        raise UserError(f"{source} has another architecture than {iteration}: {key} {was} → {now}")
     if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
         lora = LoRAConfig.model_validate(adapters)
         return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)

@@ -80,7 +80,7 @@ class _IndexUnpickler(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which an index has no use for")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which an index never contains")
 
 
 def read_index(iteration: Path) -> Metadata:
@@ -302,7 +302,7 @@ def _rows(
     """Yield a region of a row-major tensor as regions of parts whose rows fit into a block.
 
     Yields:
-        the element at which the first row starts, a row's shape, the region's offsets in a row, its values.
+        the element at which the first row starts, a row's shape, the region's offsets in a row, the region's values.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
@@ -343,7 +343,7 @@ class _Slice(io.RawIOBase):
 
 
 def verify(iteration: Path) -> list[str]:
-    """Read every byte of a checkpoint and return a list of its defects. Ranks share the files. Collective."""
+    """Read every byte of a checkpoint and return a list of its defects. Each rank reads some files. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
 
@@ -407,12 +407,12 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
     """Raise UserError if only one of checkpoint and model has adapters."""
     there = any(ADAPTER in key for key in index.state_dict_metadata)
     if there and model.lora is None:
-        raise UserError(f"{iteration} holds adapters alone; set model.lora to go on with them")
+        raise UserError(f"{iteration} holds only adapters; set model.lora to continue their training")
     if model.lora is not None and not there:
         raise UserError(
-            f"{iteration} holds a whole model, which model.lora takes from model.path; convert it "
-            "(scripts/convert_checkpoint.py megatron-to-hf) if that is not where it came from, and leave "
-            "checkpoint.resume out"
+            f"{iteration} holds a whole model, but with model.lora the model comes from model.path; leave out "
+            "checkpoint.resume, and if model.path is another model, convert the checkpoint "
+            "(scripts/convert_checkpoint.py megatron-to-hf)"
         )
 
 
@@ -430,7 +430,7 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
         set_random_states(saved["states"][torch.distributed.get_rank()])
         return "random states"
     seed_everything(run.config.seed + int(state.get("step", 0)))
-    return "random states (seeded anew: the layout is another)"
+    return "random states (seeded anew: the parallel layout is different)"
 
 
 def _load_weights_and_moments(

@@ -212,7 +212,7 @@ class PlannedShards:
         """Plan the shards that each rank writes. Collective.
 
         Args:
-            state: shards that all ranks of `group` hold alike; the ranks divide them among themselves.
+            state: shards that are the same on all ranks of `group`; each rank writes some of them.
             own: parts that only this rank holds.
         """
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
@@ -250,7 +250,7 @@ class OneFileWriter(FileSystemWriterAsync):
     """A writer of a rank's tensors and objects into one file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan. The directory exists: no rank uses a file system that may hang while others wait."""
+        """Return the plan. The directory exists already: a rank that created it could hang while others wait."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -356,7 +356,7 @@ class ShardWriter:
         now = time.monotonic()
         if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
             self._deadline = now + self._timeout
-        # Before it is handed over, the process has only written an earlier checkpoint.
+        # Until the job is submitted, `has_written` is about an earlier checkpoint.
         waits_for_others = self._rank == 0 and self._is_submitted and self._process.has_written
         if now <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
@@ -429,7 +429,7 @@ VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch"
 
 
 def _described(run: TrainingState) -> TrainingConfig:
-    """Return the configuration with explicit adapter settings. Their directory may not exist when it is loaded."""
+    """Return the configuration with explicit adapter settings: at loading, the adapter's directory may be gone."""
     lora, asked = run.model.lora, run.config.model.lora
     if lora is None or asked is None:
         return run.config
@@ -456,7 +456,7 @@ class PendingSave:
         own = list(run.policy.optimizer_shards(weights))
         for part in run.beside:
             own += part.optimizer_shards(weights_beside[part.name])
-        # Most of the bytes are of the optimizer, and no other rank has them: they are copied during the planning.
+        # Most bytes belong to the optimizer, and only this rank has them: they are copied while the save is planned.
         staging.clear()
         staged = dict(zip((item.index for item, _ in own), staging.add([tensor for _, tensor in own]), strict=True))
         self.partial: Path = self._on_rank_zero(lambda: store.begin(step))
@@ -481,7 +481,7 @@ class PendingSave:
         try:
             self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, staged, commit))
         except SaveError:
-            staging.process.kill()  # where it could begin, it would answer the next save with this one's report
+            staging.process.kill()  # a process that has begun would answer the next save with this one's report
             raise
 
     def _on_rank_zero(self, action: Callable[[], T]) -> T:
@@ -509,7 +509,7 @@ class PendingSave:
             time.sleep(POLL_SECONDS)
 
     def _discard(self, error: str | None) -> None:
-        """Raise SaveError on every rank, after no process writes any more and the shards are removed."""
+        """Remove the shards, which no process writes any more, and raise SaveError on every rank."""
         try:
             raise_on_all_ranks(error)
         finally:

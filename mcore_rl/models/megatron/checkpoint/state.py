@@ -33,11 +33,11 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return Megatron's description of the reference; it equals the model's under any parallel layout.
+    """Return Megatron's description of the reference: that of the model, with other names and values.
 
     Args:
         model_state: the model's own description.
-        kept: the reference's values of the model's tensors, by their `id`.
+        kept: the reference's values of the model's tensors, by the tensors' `id`.
     """
     described: dict[str, Any] = {}
     for chunk, name, entry, value in _pairs(model_state, kept):
@@ -103,7 +103,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Yield rectangles of `part`, which starts at element `first`, inside the elements start … end − 1 in `values`."""
+    """Yield the rectangles of `part`, which begins at element `first`, in `values`, the elements start … end − 1."""
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
         return

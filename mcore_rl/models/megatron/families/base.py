@@ -55,7 +55,7 @@ class Family:
     has_windows = True
     """Whether `sliding_window` is used; False for families for which transformers ignores it."""
     gradient_tolerance: ClassVar[float] = 1e-4
-    """Largest relative difference of a gradient between layouts that is rounding."""
+    """Largest relative difference between the gradients of two parallel layouts that counts as rounding."""
     has_dropout = False
     """Whether the published models' configurations have dropout, which is then ignored."""
     has_layer_types = True
@@ -82,7 +82,7 @@ class Family:
 
     @staticmethod
     def text_config(hf: Any) -> Any:
-        """Return the configuration of the text model; `hf` is that of the directory, which may have other parts."""
+        """Return the configuration of the text model; `hf` is for the whole model, which may have other parts."""
         return hf
 
     # ------------------------------------------------------------ differences between families
@@ -120,7 +120,7 @@ class Family:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the products of queries and keys."""
+        """Factor by which query–key products are multiplied."""
         return float(self.head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
@@ -156,7 +156,7 @@ class Family:
     def _grouped_query_attention(
         self, layer: int, kind: type[GroupedQueryAttention] = GroupedQueryAttention, **fields: Any
     ) -> GroupedQueryAttention:
-        """Return attention of this family's dimensions."""
+        """Return the layer's attention with this family's dimensions; `fields` replace or add fields of `kind`."""
         common: dict[str, Any] = {
             "hidden": self.hidden_size,
             "heads": self.num_attention_heads,
@@ -229,11 +229,11 @@ class Family:
             hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
-        """Return names and sizes of the dimensions that tensor-parallel ranks must divide evenly."""
+        """Return names and sizes of the dimensions that the tensor-parallel size must divide."""
         return {"attention heads": self.num_attention_heads, "intermediate size": self.intermediate_size}
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
-        """Return names and sizes of the dimensions that tensor- and context-parallel ranks together divide evenly."""
+        """Return names and sizes of the dimensions that the tensor- times the context-parallel size must divide."""
         return {}
 
     # ------------------------------------------------------------ tensors

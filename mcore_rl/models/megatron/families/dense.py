@@ -49,7 +49,7 @@ class Olmo2(Family):
 
 
 class PackedMLP(Family):
-    """A family whose gate and up projections are one tensor, one after the other."""
+    """A family that stores gate and up projections in one tensor, one after the other."""
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         hidden, width = self.hidden_size, self.hf.intermediate_size
@@ -153,7 +153,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Olmo3(Olmo2):
-    """OLMo-3: OLMo-2 with windows in most layers, which rotate in their own way."""
+    """OLMo-3: OLMo-2 with windows in most layers; these layers have their own rotary frequencies."""
 
     model_type = "olmo3"
     has_windows = True
@@ -223,7 +223,9 @@ class Gemma3(Family):
         if parameters["rope_type"] == "linear":
             return inverse / parameters["factor"]
         if parameters["rope_type"] != "default":
-            raise UserError(f"model.path: rope type {parameters['rope_type']!r} is not supported; linear is")
+            raise UserError(
+                f"model.path: rope type {parameters['rope_type']!r} is not supported; it must be default or linear"
+            )
         return inverse
 
     def _rope_parameters(self, kind: str) -> dict[str, Any]:

@@ -87,7 +87,9 @@ class Mixture(Family):
         super().check(max_sequence_length)
         experts = self.experts
         if experts.topk > experts.count:
-            raise UserError(f"model.path: {experts.topk} experts a token are more than there are ({experts.count})")
+            raise UserError(
+                f"model.path: {experts.topk} experts per token, but a layer has only {experts.count} experts"
+            )
         if experts.count % experts.groups:
             raise UserError(f"model.path: {experts.count} experts cannot be divided into {experts.groups} groups")
 
@@ -258,7 +260,9 @@ class Ernie45MoE(Mixture):
         if self.hf.use_bias:
             raise UserError("model.path: use_bias=true (biases in all linear layers) is not supported")
         if self.hf.moe_norm_min > 1e-6:
-            raise UserError(f"model.path: moe_norm_min={self.hf.moe_norm_min} is not supported; 1e-6 or less is")
+            raise UserError(
+                f"model.path: moe_norm_min={self.hf.moe_norm_min} is not supported; it must be at most 1e-6"
+            )
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)
@@ -341,7 +345,7 @@ class DeepseekV3(Glm4MoE):
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the products of queries and keys, with YaRN's correction (`mscale_all_dim`)."""
+        """Factor by which query–key products are multiplied, with YaRN's correction (`mscale_all_dim`)."""
         rope, scale = rope_parameters(self.hf), float(self.head_dim**-0.5)
         if rope["rope_type"] != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
             scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
@@ -387,7 +391,7 @@ class Glm4MoELite(DeepseekV3):
 
 
 class DeepseekV32(Glm4MoELite):
-    """DeepSeek-V3.2. An indexer chooses the `index_topk` keys that a token sees: all keys of a short sequence.
+    """DeepSeek-V3.2. An indexer chooses `index_topk` keys that a token sees; in a short sequence these are all keys.
 
     Attention of short sequences is then that of DeepSeek-V3, and the indexer gets no gradient.
     """
@@ -399,7 +403,7 @@ class DeepseekV32(Glm4MoELite):
         if max_sequence_length > self.hf.index_topk:
             raise UserError(
                 f"data.max_sequence_length={max_sequence_length}: {self.model_type} sees only index_topk="
-                f"{self.hf.index_topk} keys in longer sequences, which is not supported; the limit must not be above it"
+                f"{self.hf.index_topk} keys in longer sequences, which is not supported; set at most this number"
             )
 
     def passes_on(self, name: str) -> bool:

@@ -19,7 +19,7 @@ from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3Mo
 class Hybrid(Family):
     """A family with gated delta nets in the layers whose type is `linear_attention`.
 
-    delta_net: the class of their mixers.
+    delta_net: class of the mixers of these layers.
     """
 
     has_qk_norm = True
