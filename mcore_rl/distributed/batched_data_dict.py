@@ -38,7 +38,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     micro_batch_indices: set on a shard made by token budget or packing. For each global batch in it, [start, end) of
         the rows of each microbatch, counted from that batch's first row.
-    micro_batch_lengths: likewise, padded tokens of each pack, or the width of each padded microbatch.
+    micro_batch_lengths: for each global batch, the padded tokens of each pack, or the width of each padded microbatch.
     elem_counts_per_gb: number of rows of each global batch in the shard.
     """
 
@@ -288,7 +288,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def _planned(self) -> list[tuple[int, int, int]]:
         """Return (start, end, length) of each microbatch; rows are counted from the first row of this shard."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
-            raise ContractError("shard with sequence_packing_args or dynamic_batching_args first")
+            raise ContractError("the shard was made without sequence_packing_args or dynamic_batching_args")
         planned, first = [], 0
         for indices, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
             planned += [(first + start, first + end, n) for (start, end), n in zip(indices, lengths, strict=True)]

@@ -91,7 +91,7 @@ def allgather_cp_sharded_tensor(
         return tensor
     if tensor.shape[seq_dim] % 2:
         raise ContractError(
-            f"a context-parallel share has two chunks of equal length, but got {tensor.shape[seq_dim]} tokens"
+            f"a context-parallel share must have two chunks of equal length, got {tensor.shape[seq_dim]} tokens"
         )
     shares = all_gather_forward_reduce_scatter_backward(tensor.movedim(seq_dim, 0), cp_group)
     first, second = shares.chunk(2 * group_size(cp_group))[::2], shares.chunk(2 * group_size(cp_group))[1::2]

@@ -157,7 +157,7 @@ class LogprobLoss(LossFunction):
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` reads only the tokens of `tokens_read`. Each class must set it: a base class's value does not count.
+    """Whether `from_logprobs` reads only the tokens of `tokens_read`. The value of a base class does not count.
 
     A policy then passes 0 for the other tokens and does not compute their part of the LM head.
     """
@@ -239,7 +239,7 @@ class LogprobLoss(LossFunction):
         raise NotImplementedError
 
     def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
-        """Return a mask [B, S − 1] of the predicted tokens that the loss reads: those that carry loss."""
+        """Return a mask [B, S − 1] of the predicted tokens that the loss reads: by default those that carry loss."""
         return token_mask_of(data, data["token_mask"])
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:

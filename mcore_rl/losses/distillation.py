@@ -230,8 +230,8 @@ class SampledDistillationLossFn(LogprobLoss):
     """Policy gradient of the reverse KL at the student's own samples: −sg(w·A)·log π at each sampled token.
 
     A = Σ_m weight_m·(log π_m − log π), over the teachers m, is the advantage of the sampled token (arXiv:2601.02780).
-    w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. The mean over the
-    samples of the gradient is that of KL(π ‖ π_m) at each position, for the given prefix. Token level.
+    w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. Averaged over
+    samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. Token level.
 
     It reads `teacher_logprobs` [B, S], the sum over the teachers of weight · log-probability of each token;
     `teacher_weight` [B], the sum of the weights (1 if there is no such entry); and `generation_logprobs` [B, S], if the

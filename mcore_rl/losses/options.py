@@ -311,7 +311,7 @@ class DPOOptions(LossOptions):
             )
         self.require(
             "orpo" not in kinds or self.sft_loss_weight > 0,
-            "preference_loss=orpo is an addition to the likelihood of the chosen: set sft_loss_weight (1 in the paper)",
+            "preference_loss=orpo is an addition to the likelihood of chosen responses: set sft_loss_weight (paper: 1)",
         )
         self.require(
             self.preference_loss_weight > 0 or self.sft_loss_weight > 0,

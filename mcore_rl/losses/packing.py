@@ -105,7 +105,7 @@ class SequencePackingLossWrapper:
         size = getattr(self.loss_fn, "rows_per_unit", 1)
         if layout.num_sequences % size:
             raise ContractError(
-                f"{type(self.loss_fn).__name__}: units of {size} rows, but {layout.num_sequences} sequences in the pack"
+                f"{type(self.loss_fn).__name__}: needs a multiple of {size} rows, the pack has {layout.num_sequences}"
             )
         total: Tensor = logits.new_zeros((), dtype=torch.float32)
         parts, samples = [], []

@@ -149,7 +149,7 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
     """Return DPPO's loss with p·log(p / q) + (1 − p)·log((1 − p) / (1 − q)), p previous and q current."""
     log_q, log_p = batch.current.detach(), batch.prev
     not_q, not_p = -torch.expm1(log_q), -torch.expm1(log_p)
-    of_others = torch.xlogy(not_p, not_p) - torch.xlogy(not_p, not_q)  # 0 for p = 1, infinite for q = 1 alone
+    of_others = torch.xlogy(not_p, not_p) - torch.xlogy(not_p, not_q)  # 0 if p = 1; infinite if only q = 1
     return _dppo(batch, options, log_p.exp() * (log_p - log_q) + of_others)
 
 

@@ -357,7 +357,7 @@ POLICY_LOSS_OPTIONS: Mapping[PolicyLossName, type[PolicyLossOptions]] = {
 
 
 def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
-    """Return the class of options that a dictionary's `name` chooses; that of clipped_pg without one.
+    """Return the class of options that a dictionary's `name` chooses; the class of clipped_pg without a name.
 
     Raises:
         ContractError: no loss has this name, or another loss has one of the keys.

@@ -615,7 +615,7 @@ class WeightedDPOLossFn(DPOLossFn):
         next_token_logprobs: Tensor | None = None,
         **named_groups: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss from logits; `groups` are those of `LogprobLoss`."""
+        """Compute the loss from logits; `groups` are the arguments for parallel groups, as in `LogprobLoss`."""
         if data is None or next_token_logits is None or next_token_logprobs is not None:
             raise ContractError(f"{type(self).__name__}: give data and next_token_logits, not log-probabilities")
         logprobs, _ = self.next_token_logprobs(next_token_logits, data, *groups, **named_groups)

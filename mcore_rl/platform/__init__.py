@@ -234,7 +234,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 class HostCopy:
-    """A host copy of a tensor that is no longer written to, started without waiting for the device."""
+    """A copy on the host of a tensor that no longer changes. The host does not wait for the device to start it."""
 
     def __init__(self, of: torch.Tensor) -> None:
         self._event: Event | None = None

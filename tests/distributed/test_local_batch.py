@@ -319,7 +319,7 @@ def scored_and_trained(config, data, division):
     assert in_parts == pytest.approx(whole, rel=1e-6, abs=1e-7)
     trained = policy.train(own, loss_fn)
     parts = trained.pop("all_mb_metrics")
-    with pytest.raises(ContractError, match="own rows are of one global batch"):
+    with pytest.raises(ContractError, match="own rows belong to one global batch"):
         policy.train(own, loss_fn, gbs=2)
     policy.shutdown()
     return whole_scores, (list(share.indices), own_scores), whole, evaluated, trained, parts, flops

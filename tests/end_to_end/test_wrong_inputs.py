@@ -169,7 +169,7 @@ KEYS = [
     ("sft", "model.lora.dropout=1", "model.lora.dropout: .*less than 1"),
     ("sft", "model.lora.r=4", "unknown key model.lora.r; "),
     ("sft", "model.lora=16", "model.lora: is a section of keys, found 16"),
-    ("dpo", "model.lora.target_modules=[q_proj, wk]", "model.lora.target_modules: llama has no wk to adapt; there are q_proj, k_"),
+    ("dpo", "model.lora.target_modules=[q_proj, wk]", "model.lora.target_modules: llama has no wk to adapt; it has q_proj, k_"),
     ("dpo", "model.lora.path={root}/nowhere", "model.lora.path: {root}/nowhere must be a PEFT adapter with adapter_config.json"),
     ("dpo", "model.lora.path={root}/dora", "model.lora.path: {root}/dora/adapter_config.json: use_dora=True is not supported"),
     ("dpo", "model.lora.path={root}/no_tensors", "no_tensors/adapter_model.safetensors cannot be read"),

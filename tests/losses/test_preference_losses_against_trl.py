@@ -165,7 +165,7 @@ def test_masked_pairs_and_empty_responses_are_harmless(kind):
             {"preference_loss": "hinge", "label_smoothing": 0.1},
             "label_smoothing applies to preference_loss=sigmoid, robust",
         ),
-        ({"preference_loss": "orpo"}, "is an addition to the likelihood of the chosen: set sft_loss_weight"),
+        ({"preference_loss": "orpo"}, "is an addition to the likelihood of chosen responses: set sft_loss_weight"),
         ({"simpo_gamma": 1.0}, "simpo_gamma applies to preference_loss=simpo, not to sigmoid"),
         ({"preference_loss": ["sigmoid", "sigmoid"]}, "preference_loss=.sigmoid, sigmoid. names a loss twice"),
         ({"preference_loss": ["sigmoid", "sft"]}, "preference_loss: must be one of sigmoid, ipo, "),

@@ -44,7 +44,7 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class Blocks:
-    """Allocation of block numbers: the free blocks, and the number of sequences that use each other block.
+    """Allocation of block numbers: the number of sequences that use each block, and the free blocks.
 
     Slots of recurrent states are allocated in the same way.
     """
@@ -209,7 +209,7 @@ class KeyValueLayerCache(LayerCache):
         gathered: dict[Shape, Tensor],
         sinks: Tensor | None,
     ) -> None:
-        # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
+        # If there are fewer key-value heads than ranks, several ranks share a head and divide its queries.
         self.mixer, self.groups, self.gathered = mixer, max(1, mixer.groups // tensor_parallel), gathered
         self.sinks = sinks
         shape = (0, BLOCK_SIZE, 2, self.groups, mixer.head_dim)
@@ -382,8 +382,8 @@ def _each_token(blocks: Sequence[int], length: int) -> list[int]:
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
-# Token mixing of one layer: its number on this rank, and the inputs [T, …] of its core attention (such as queries, keys
-# and values) → [T, heads · d].
+# A function that mixes the tokens in one layer: from the layer's number on this rank and the inputs [T, …] of its core
+# attention (such as queries, keys and values) to [T, heads · d].
 Attend = Callable[..., Tensor]
 
 

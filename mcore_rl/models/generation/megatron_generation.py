@@ -101,7 +101,7 @@ class RunningSequence:
         return self.ended_at is not None or self.drawn >= self.limit
 
     def experts(self) -> Tensor:
-        """Return [tokens that were inputs of the model, layers, topk] int16."""
+        """Return the experts of all tokens that were inputs of the model, [tokens, layers, topk] int16."""
         of_response = [step[column] for draws, column in self.places for step in draws.experts]
         recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
         return recorded[: len(self.prompt) + self.response_length - 1].cpu()

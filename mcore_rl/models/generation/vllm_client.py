@@ -127,7 +127,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response. spans: (version, number of tokens) of its tokens in order; versions are those sent to the servers."""
+    """A response, and the versions of the weights that generated it.
+
+    spans: (version, number of tokens) of consecutive tokens; a version is a name that the servers got with the weights.
+    """
 
     response: Response
     spans: list[tuple[str, int]]
@@ -346,7 +349,11 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Raise WrongServerError for weights that are older than those at the request's start, or not of this run."""
+        """Return the response with the numbers of the weights' versions.
+
+        Raises:
+            WrongServerError: the weights are older than version `oldest`, or do not come from this run.
+        """
         numbers = [self._versions.get(name, -1) for name, _ in answer.spans]
         if not numbers or min(numbers) < oldest:
             has = "/".join(sorted({name for name, _ in answer.spans}))

@@ -172,7 +172,7 @@ def _check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UserError(f"generation.vllm.port: {host}:{port} cannot be listened on ({error.strerror})") from None
+        raise UserError(f"generation.vllm.port: a server cannot listen on {host}:{port} ({error.strerror})") from None
 
 
 def _last_error(printed: str) -> str:

@@ -65,7 +65,7 @@ class LayerModules:
     attention: Any
     grouped_experts: Any
     grouped_linears: tuple[Any, Any] | None = None
-    """Column- and row-parallel linear layers of all experts together. None: experts have a linear layer each."""
+    """Column- and row-parallel linear layers of all experts together. None: each expert has its own layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +104,11 @@ class TokenMixer(ABC):
         """
 
     def describe(self) -> str:
-        """Describe in a few words what computes the mixer; empty if the implementation of the layers says it."""
+        """Describe in a few words what computes the mixer; empty if `transformer_impl` says it already."""
         return ""
 
     def flops_per_token(self) -> float:
-        """Return the floating-point operations of forward and backward per token, without those of the weights."""
+        """Return the floating-point operations of forward and backward per token, except the operations of weights."""
         return 0.0
 
     def flops_per_token_squared(self) -> float:
@@ -116,7 +116,7 @@ class TokenMixer(ABC):
         return 0.0
 
     def flops(self, tokens: int, before: int = 0) -> float:
-        """Return the operations of forward and backward over a sequence, without those of the weights.
+        """Return the operations of forward and backward over a sequence, except the operations of weights.
 
         Args:
             before: number of tokens before these, which they see but which are not computed again.

@@ -104,7 +104,7 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
     mlp = ModuleSpec(module=MLP, submodules=_linears(family, modules))
     mixer = family.token_mixer(layer)
-    # Names of the norms in Megatron's checkpoints, whose own layers fuse them into the linear layers.
+    # Names of the norms in Megatron's checkpoints: Megatron's own layers fuse the norms into the linear layers.
     keys = {"input_layernorm.": f"self_attention.{mixer.input_linear}.layer_norm_"}
     if not is_sparse:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -174,7 +174,9 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
     lacking = (token_mask_of(data, data["token_mask"]) > 0) & (kept.counts.view(-1, width)[:, 1:] == 0)
     if bool(lacking.any()):
         row, position = lacking.nonzero()[0].tolist()
-        raise ContractError(f"kept_tokens: row {row} has none for position {position + 1}, which carries loss")
+        raise ContractError(
+            f"kept_tokens: row {row} has no kept tokens for position {position + 1}, which carries loss"
+        )
     return kept
 
 
@@ -200,7 +202,7 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Return, on the device, the hidden states of `final_hidden_states` from those of `hidden_of_rows`."""
+    """Select the hidden states of `final_hidden_states` from `rows`, the result of `hidden_of_rows`; on the device."""
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     positions = LossPositions.of(microbatch.layout, mask, context_rank)
@@ -241,7 +243,7 @@ class RewardOfSequences:
         self.model = model
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return [n, 1] rewards in fp32, complete on every rank."""
+        """Return the rewards, [n, 1] in fp32, complete on every rank."""
         layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
         last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
@@ -259,7 +261,7 @@ class ValuesOfTokens(RewardOfSequences):
     """A head for the value of the state before each token: the reward head's output at the previous token."""
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return [n, S] values in fp32, complete on every rank; column 0 and positions after a row's end are 0."""
+        """Return the values, [n, S] in fp32, complete on every rank; column 0 and positions after a row's end are 0."""
         index, there = microbatch.layout.token_table(microbatch.data["input_ids"].shape[1])
         of_pack = self._of_pack(hidden, microbatch.layout)
         before, there = (platform.sent(x, hidden.device) for x in (index[:, :-1], there[:, 1:]))
@@ -337,7 +339,7 @@ class LossHead:
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
-    """Return [T / CP, Vp] logits in the model's precision; −inf in the vocabulary's padding."""
+    """Return logits [T / CP, Vp] in the model's precision; −inf in the vocabulary's padding."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)

@@ -346,7 +346,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
         if target not in known:
             experts = "; in mixtures, only these have adapters" if isinstance(family, Mixture) else ""
             raise UserError(
-                f"model.lora.{key}: {family.model_type} has no {target} to adapt; there are {', '.join(known)}{experts}"
+                f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
             )
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
     if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
@@ -480,5 +480,5 @@ class SourceByOwner:
         self.names = names
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return [rows, 1] indices."""
+        """Return the index of `name` for each row, [rows, 1]."""
         return torch.full((rows.stop - rows.start, 1), self.names.index(name) if name in self.names else -1)

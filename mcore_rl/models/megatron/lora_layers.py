@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
         return self.scale * F.linear(low, self.spread())
 
     def spread(self) -> Tensor:
-        """Return [rows, n · rank]: B with each row in the columns of its projection, zeros elsewhere."""
+        """Return B with each row in the columns of its projection, [rows, n · rank]; zeros elsewhere."""
         owned: Any = self.owned
         return (self.lora_B[:, None] * owned).flatten(1)
 

@@ -115,7 +115,7 @@ class Muon:
         """
         momentum = self.config.muon_momentum
         for own in self.matrices:
-            assert own.main.grad is not None, "clip_gradients has prepared it"
+            assert own.main.grad is not None, "clip_gradients must run first"
             own.state[MOMENTUM].lerp_(own.main.grad, 1 - momentum)
             update = own.main.grad.lerp(own.state[MOMENTUM], momentum)  # Nesterov's
             own.parameter.main_grad.view(-1)[own.start : own.end] = update
@@ -167,7 +167,7 @@ def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
 
 
 class _Parts:
-    """The parts of a parameter's update as tensors of the model directory, of which a rank reads its shard."""
+    """The update of a parameter as tensors of the model directory, from which each rank reads its shard."""
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:
         pieces = flat.split([math.prod(part.shape) for part in mapping.parts])

@@ -154,7 +154,7 @@ class AdamWInBfloat16:
     def step(self) -> None:
         """Update the parameters with the gradients that `clip_gradients` has prepared."""
         for parameter, group, state in self.parameters:
-            assert parameter.grad is not None, "clip_gradients has prepared it"
+            assert parameter.grad is not None, "clip_gradients must run first"
             moments = [state[name].float() for name in MOMENTS]
             adamw(
                 [parameter], [parameter.grad], [moments[0]], [moments[1]], [], [state["step"]],

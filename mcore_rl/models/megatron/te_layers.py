@@ -175,4 +175,4 @@ class TEGroupedRowLinear(TEGroupedLinearMixin, TERowParallelGroupedLinear):
 
 
 class TEGroupedExperts(ExpertsMixin, TEGroupedMLP):
-    """Megatron's experts, of which one call computes each linear layer."""
+    """Megatron's experts; one call computes a linear layer of all experts."""

@@ -134,7 +134,7 @@ class _GatheredTensor:
             return tensor
         if ranks.rank != source:
             tensor = torch.empty(shape, dtype=self.dtype, device=platform.device())
-        assert tensor is not None, "the source has it"
+        assert tensor is not None, "rank `source` has the tensor"
         tensor = tensor.contiguous()
         torch.distributed.broadcast(tensor, group=ranks.group, group_src=source)
         return tensor

@@ -1,6 +1,6 @@
 """The policy on Megatron.
 
-Every rank makes the same calls. Their data is a global batch, or those rows of one that belong to the rank's replica.
+Every rank makes the same calls. The data is a global batch, or the rows of it that belong to the rank's replica.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs` [B, S]: the log-probability of each token of `data` under the reference model."""
-        # The reference model computes its own routing to experts.
+        # The reference model chooses the experts itself.
         data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
         with self.reference_weights():
             return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
@@ -561,7 +561,9 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
         raise ContractError("train: the batch has no rows")
     if isinstance(data, LocalBatch):
         if size != total:
-            raise ContractError(f"train: gbs={size}, but a replica's own rows are of one global batch of {total} rows")
+            raise ContractError(
+                f"train: gbs={size}, but a replica's own rows belong to one global batch of {total} rows"
+            )
         return [data]
     if size < 1 or total % size:
         raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")

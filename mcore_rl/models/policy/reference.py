@@ -147,7 +147,11 @@ class ReferenceLogprobs(Protocol):
     """A source of the records' log-probabilities under the reference."""
 
     def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
-        """Return [B, S] log-probabilities of the `rows` of these records; column t scores token t."""
+        """Return the log-probabilities of `rows`, [B, S]; column t scores token t.
+
+        Args:
+            units, indices: the dataset, and the indices of the records whose rows these are.
+        """
         ...
 
 
@@ -229,7 +233,7 @@ class PrecomputedLogprobs:
         return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
-        """Return [n, width] log-probabilities of the sequences with these indices; column t scores token t."""
+        """Return the log-probabilities of the sequences with these indices, [n, width]; column t scores token t."""
         picked = [self._of_sequence(index) for index in sequences]
         out = torch.zeros(len(picked), width)
         for row, values in enumerate(picked):

@@ -57,7 +57,7 @@ class WeightSender:
 
     def _lora(self) -> LoRA:
         if self.model.lora is None:
-            raise RuntimeError("adapters: the model has no adapters (model.lora); send its weights")
+            raise RuntimeError("adapters: the model has no adapters (model.lora); send its weights instead")
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:

@@ -77,7 +77,7 @@ class ScoringModel:
             with groups_of(self.topology):
                 self._build(rows_per_unit)
         except BaseException:
-            destroy_parallel(self.topology)  # the model does not use the process groups
+            destroy_parallel(self.topology)  # no model was built that uses the process groups
             raise
 
     def _build(self, rows_per_unit: int) -> None:
@@ -254,7 +254,7 @@ class ScoringModel:
         return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
-        """Return [B, S] log-probabilities of every real token of these rows."""
+        """Return the log-probability of every real token of the rows, [B, S]."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ class ScoringModel:
         return BatchedDataDict(self._map_microbatches("get_topk_logits", data, zeros, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Return `rewards` [B, 1] of a model with a reward head."""
+        """Return `rewards` [B, 1]; the model must have a reward head."""
         head = RewardOfSequences(self.model)
         return BatchedDataDict(
             self._map_microbatches(
@@ -375,7 +375,7 @@ class ScoringModel:
             return {name: values[:, :width] for name, values in fetch_rows(found, held, wanted).items()}
         rows = zeros(data)
         microbatches = self._microbatches(data, micro_batch_size)
-        # Indexing with a list of the host would copy it and wait, for every microbatch.
+        # Indexing with a list would copy it to the device and make the host wait, for every microbatch.
         indices = platform.to_device([row for microbatch in microbatches for row in microbatch.rows])
         index_of = dict(zip(microbatches, indices.split([len(mb.rows) for mb in microbatches]), strict=True))
 
@@ -500,7 +500,7 @@ class TeacherModel(ScoringModel):
         are in memory until the counted ones are picked.
         """
         found: dict[Hashable, HiddenAndHead] = {}
-        for start in range(0, len(microbatches), self.topology.pipeline.size):  # as many on all replicas
+        for start in range(0, len(microbatches), self.topology.pipeline.size):  # all replicas have equally many
             found |= self._logits_of_some(microbatches[start : start + self.topology.pipeline.size])
         return found
 

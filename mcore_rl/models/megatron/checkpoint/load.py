@@ -198,7 +198,9 @@ class RegionReader:
     def _entry(self, key: str, dimensions: int) -> TensorStorageMetadata:
         entry = self.index.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != dimensions:
-            raise UserError(f"{self.iteration} does not fit the model: it holds no {key} of {dimensions} dimensions")
+            raise UserError(
+                f"{self.iteration} does not fit the model: it holds no tensor {key} of {dimensions} dimensions"
+            )
         return entry
 
     def pieces(self, region: Region) -> list[Piece]:

@@ -205,7 +205,9 @@ class ModelState:
         if common is None:
             self.optimizer.reload_model_params()
             return
-        step = common["optimizer"]["param_groups"][0].get("step") or 0  # no key: Megatron's, before the first update
+        step = (
+            common["optimizer"]["param_groups"][0].get("step") or 0
+        )  # Megatron stores no step before the first update
         for inner in optimizers_with_parameters(self.optimizer):
             _set_step(inner.optimizer, step)
 
@@ -214,7 +216,7 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer state that all ranks share: its parameter groups. Only the step is loaded from it.
 
     Experts have a separate optimizer with the same step and rates. Megatron's function would read the whole state, and
-    Transformer Engine's optimizer refuses that of Muon and moments in bfloat16.
+    Transformer Engine's optimizer rejects the states of Muon and of moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}

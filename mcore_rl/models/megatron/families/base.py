@@ -142,7 +142,9 @@ class Family:
     def _rope_frequencies(self) -> tuple[Tensor, float]:
         part = rope_parameters(self.hf)["partial_rotary_factor"]
         if part != 1 and not self.rotates_partly:
-            raise UserError(f"model.path: partial_rotary_factor={part}: {self.model_type} rotates whole heads")
+            raise UserError(
+                f"model.path: partial_rotary_factor={part} is not supported: {self.model_type} rotates whole heads"
+            )
         return rope_frequencies(self.hf)
 
     def rope_kind(self, layer: int) -> int:
@@ -182,9 +184,7 @@ class Family:
         hf = self.hf
         if self.activation not in self.activations:
             known = ", ".join(self.activations)
-            raise UserError(
-                f"model.path: activation {self.activation!r} is not supported; {self.model_type} has {known}"
-            )
+            raise UserError(f"model.path: activation {self.activation!r} is not supported; supported are {known}")
         if getattr(hf, "attention_bias", False) and not self.has_qkv_bias:
             raise UserError("model.path: attention_bias=true (a bias on the output projection) is not supported")
         if getattr(hf, "mlp_bias", False):

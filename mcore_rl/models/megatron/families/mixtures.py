@@ -104,7 +104,7 @@ class Mixture(Family):
             "moe_layer_freq": 1 if all(sparse) else sparse,  # checkpoints stack layers of equal kind
             "moe_shared_expert_intermediate_size": experts.shared_width or None,
             "moe_shared_expert_gate": experts.shared_gate,
-            # Megatron refuses a bias for the choice with softmax; our own router computes the scores.
+            # With softmax, Megatron rejects a bias for the choice of experts; our own router computes the scores.
             "moe_router_score_function": "sigmoid" if experts.selection_bias else experts.score,
             "moe_router_pre_softmax": True,  # our own router converts scores to weights
             "moe_router_enable_expert_bias": experts.selection_bias,
@@ -393,7 +393,7 @@ class Glm4MoELite(DeepseekV3):
 class DeepseekV32(Glm4MoELite):
     """DeepSeek-V3.2. An indexer chooses `index_topk` keys that a token sees; in a short sequence these are all keys.
 
-    Attention of short sequences is then that of DeepSeek-V3, and the indexer gets no gradient.
+    Attention over short sequences then equals DeepSeek-V3's, and the indexer gets no gradient.
     """
 
     model_type = "deepseek_v32"
@@ -403,7 +403,7 @@ class DeepseekV32(Glm4MoELite):
         if max_sequence_length > self.hf.index_topk:
             raise UserError(
                 f"data.max_sequence_length={max_sequence_length}: {self.model_type} sees only index_topk="
-                f"{self.hf.index_topk} keys in longer sequences, which is not supported; set at most this number"
+                f"{self.hf.index_topk} keys in longer sequences, which is not supported; set at most index_topk"
             )
 
     def passes_on(self, name: str) -> bool:
