@@ -193,7 +193,10 @@ PACKS = {"max_tokens_per_microbatch": 4}
     ("call", "message"),
     [
         (lambda d: d.make_microbatch_iterator(3), r"\(4\) is not a multiple of the provided microbatch size \(3\)"),
-        (lambda d: list(d.make_microbatch_iterator_for_packable_sequences()), "shard with sequence_packing_args"),
+        (
+            lambda d: list(d.make_microbatch_iterator_for_packable_sequences()),
+            "shard was made without sequence_packing_args",
+        ),
         (lambda d: d.reorder_data([0, 0, 1, 2]), "name each of the 4 rows once"),
         (lambda d: d.chunk(4, 4), "no chunk 4 of 4"),
         (lambda d: d.shard_by_batch_size(2, batch_size=3), r"Total batch size \(4\) is not a multiple of batch_size"),

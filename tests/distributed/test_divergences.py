@@ -181,9 +181,9 @@ def test_bad_input():
         (
             HiddenAndHead(teacher.hidden[:2], teacher.weight),
             {},
-            r"same T and Vp; the student's are \(\(3, 7\), \(8, 7\)\)",
+            r"equal T and Vp for both models; the student has \(\(3, 7\), \(8, 7\)\)",
         ),
-        (HiddenAndHead(teacher.hidden, teacher.weight[:7]), {}, r"the teacher's \(\(3, 7\), \(7, 7\)\)"),
+        (HiddenAndHead(teacher.hidden, teacher.weight[:7]), {}, r"the teacher \(\(3, 7\), \(7, 7\)\)"),
         (teacher, {"temperature": 0.0}, "temperature must be positive"),
         (teacher, {"js_beta": 1.0}, "js_beta must be between 0 and 1, got 1.0"),
     ):
