@@ -411,7 +411,7 @@ class BatchShare:
         return values[list(self.indices)]
 
     def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
-        """Gather a value for each row of the global batch, in fp64 on the host; `own` is for this replica's rows."""
+        """Gather `own`, a value for each of the replica's rows, from all replicas: [total] in fp64 on the host."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
         return reduced(values, self.replicas)

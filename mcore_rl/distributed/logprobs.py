@@ -54,7 +54,8 @@ def combine_over_vocabulary(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
     """Combine a shard's statistics into statistics of the whole vocabulary, with one all-gather.
 
-    With w a shard's probability and H its entropy, the entropy is Σ w·(H − log w): no negative terms that would cancel.
+    With w a shard's probability and H its entropy, the whole entropy is Σ w·(H − log w). No term is negative, so
+    nothing cancels.
 
     Args:
         lse: log Σ exp x over the shard, [T].
@@ -668,7 +669,7 @@ class Tiles:
         return self.tempered(self.product(rows, columns))
 
     def tempered(self, x: Tensor) -> Tensor:
-        """Divide `x` by the temperature in place. `x` are products, or gradients of logits."""
+        """Divide `x` (products, or gradients of logits) by the temperature, in place."""
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:

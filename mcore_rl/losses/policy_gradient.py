@@ -602,12 +602,12 @@ class ClippedPGLossFn(PolicyGradientLossFn):
 
     @property
     def use_cispo(self) -> bool:
-        """Whether `clip_type` is cispo; the option's name in other versions of the reference."""
+        """Whether `clip_type` is cispo. Other versions of the reference have this option in place of `clip_type`."""
         return self.options.clip_type == "cispo"
 
 
 def build_policy_loss(options: PolicyLossOptions) -> PolicyGradientLossFn:
-    """Return the loss for these options, of the class that computes it."""
+    """Return an instance of the loss class that supports these options."""
     return ClippedPGLossFn(options) if isinstance(options, ClippedPGOptions) else PolicyGradientLossFn(options)
 
 

@@ -650,7 +650,7 @@ class WeightedDPOLossFn(DPOLossFn):
 
 
 def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
-    """Return the loss for these options, of the class that computes it."""
+    """Return an instance of the loss class that supports these options."""
     return WeightedDPOLossFn(options) if options.use_weighting else DPOLossFn(options)
 
 

@@ -202,7 +202,7 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Select the hidden states of `final_hidden_states` from `rows`, the result of `hidden_of_rows`; on the device."""
+    """Return the hidden states of `final_hidden_states`, picked from `rows` (of `hidden_of_rows`), on the device."""
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     positions = LossPositions.of(microbatch.layout, mask, context_rank)

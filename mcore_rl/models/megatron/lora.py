@@ -344,7 +344,9 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
     for target in targets:
         if target not in known:
-            experts = "; in mixtures, only these have adapters" if isinstance(family, Mixture) else ""
+            experts = (
+                "; in mixtures, only attention and routed experts have adapters" if isinstance(family, Mixture) else ""
+            )
             raise UserError(
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
             )

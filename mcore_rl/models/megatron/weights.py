@@ -102,7 +102,7 @@ class _GatheredTensor:
         self.expert_rank = _expert_rank_of(mapping, model)
         top = model.topology
         replica = top.expert_data.rank if mapping.is_expert else top.data.rank + top.context.rank
-        # Ranks of the replica that gathers; those that have its first shard; those of them that broadcast over stages.
+        # Whether this rank is in the replica that gathers, has its first shard, and sends or receives over the stages.
         self.gathers = not first_only or replica == 0
         self.passes_on = not first_only or (self.gathers and self.ranks.rank == 0)
         self.crosses_stages = not first_only or top.data.rank + top.context.rank + top.tensor.rank == 0
@@ -245,7 +245,7 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a tensor, so that the gradient norm counts this rank's part; of others it counts only the first rank's.
+    """Mark a tensor, so that the gradient norm counts this rank's part; else it counts only the first rank's.
 
     Megatron marks shards only when it initialises them. Tensor-parallel ranks also hold the unsharded tensors of
     different experts.

@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return Megatron's description of the reference: that of the model, with other names and values.
+    """Return Megatron's description of the reference: the model's description with other names and values.
 
     Args:
         model_state: the model's own description.
@@ -103,7 +103,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Yield the rectangles of `part`, which begins at element `first`, in `values`, the elements start … end − 1."""
+    """Yield rectangles of `part` within the elements start … end − 1, which are `values`; `part` begins at `first`."""
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
         return
@@ -205,9 +205,7 @@ class ModelState:
         if common is None:
             self.optimizer.reload_model_params()
             return
-        step = (
-            common["optimizer"]["param_groups"][0].get("step") or 0
-        )  # Megatron stores no step before the first update
+        step = common["optimizer"]["param_groups"][0].get("step") or 0  # Megatron stores none before the first update
         for inner in optimizers_with_parameters(self.optimizer):
             _set_step(inner.optimizer, step)
 
