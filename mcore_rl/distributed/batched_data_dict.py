@@ -458,7 +458,7 @@ class LocalBatch(BatchedDataDict[DictT]):
         return whole
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
-        """Select rows as from any batch; the result is not a share of the global batch."""
+        """Select rows as in any batch; the result is no `LocalBatch`."""
         return BatchedDataDict(self.data).select_indices(indices)
 
 

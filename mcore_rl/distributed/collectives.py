@@ -58,7 +58,7 @@ class InternedObjects:
         self._known: dict[int, Any] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value identified by its `repr`; eight bytes per rank if all ranks have seen all values."""
+        """Gather every rank's `value`, identified by its `repr`; known values cost only eight bytes per rank."""
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
         own = platform.to_device([digest])
         digests: list[int] = all_gather(own, torch.distributed.group.WORLD)[:, 0].tolist()
@@ -292,7 +292,7 @@ class _AllReduceForwardAllReduceBackward(torch.autograd.Function):
 def all_reduce_forward_all_reduce_backward(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
 ) -> Shaped[Tensor, "*shape"]:
-    """Sum over the group. Each rank uses the sum, so its gradient is the sum of all ranks' gradients."""
+    """Sum `x` over the group. Each rank uses the sum, so the gradient of `x` is the sum of all ranks' gradients."""
     return x if group_size(group) == 1 else _AllReduceForwardAllReduceBackward.apply(x, group)
 
 

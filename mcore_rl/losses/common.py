@@ -101,7 +101,7 @@ def masked_mean(
 
 
 def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
-    """Return the sample mask [B], in the loss's own precision."""
+    """Return the sample mask [B], in the precision of `like`."""
     return data["sample_mask"].to(like)
 
 
@@ -127,7 +127,7 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: objec
 
 
 def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
-    """Return a normalisation tensor of one element as a scalar."""
+    """Return `count`, a tensor of one element, as a scalar; raise ContractError for any other value."""
     if count is None or not isinstance(count, Tensor) or count.numel() != 1:
         raise ContractError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
     return count.reshape(())
@@ -362,7 +362,7 @@ def _sum(values: list[Any], samples: list[Any]) -> Any:
 
 
 def _mean(values: list[Any], samples: list[Any]) -> Any:
-    """Return the weighted mean; 0 without any sample, independent of the values."""
+    """Return the mean weighted by `samples`; 0 if there are no samples, whatever the values are."""
     counted = [(torch.as_tensor(v), torch.as_tensor(n)) for v, n in zip(values, samples, strict=True)]
     total = sum(torch.where(n > 0, v * n, 0) for v, n in counted)
     return total / sum(n for _, n in counted).clamp(min=torch.finfo(torch.float32).tiny)  # type: ignore[union-attr]

@@ -192,7 +192,7 @@ def vespo(batch: PolicyBatch, options: VESPOOptions) -> PolicyTerms:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    """Return an option's value for each token, in the precision of `like`."""
+    """Return `if_positive` where `positive` is True, else `otherwise`, in the shape and precision of `like`."""
     return torch.full_like(like, otherwise).masked_fill(positive, if_positive)
 
 

@@ -505,7 +505,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return self._means_over_pairs(per_pair, rewards, sample_mask_of(data, logprobs), seqs)
 
     def _logprobs_of_sides(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
-        """Return the mean log-probabilities of whole responses, in nats."""
+        """Return the mean log-probabilities of whole responses, chosen and rejected, in nats."""
         sums = masked_sum(logprobs, token_mask_of(data, logprobs), dim=-1)
         mask = sample_mask_of(data, logprobs)
         means = (masked_mean(side, m, global_normalization_factor=seqs / 2) for side, m in zip(
@@ -523,7 +523,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return weighted_sum(self.kinds, Pairs(chosen, rejected, chosen - rejected - margin, beta, self.options))
 
     def _pairs(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> tuple[Float[Tensor, " rows"], Pairs]:
-        """Return the rewards of all rows, and what the losses read of each pair."""
+        """Return the rewards of all rows, and the inputs of the losses on pairs."""
         mask, options = token_mask_of(data, logprobs), self.options
         log_ratios = self._log_ratios(logprobs, data, mask)
         rewards = scores = _divided(log_ratios, mask) if self.averages else log_ratios
@@ -551,7 +551,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return chosen - rejected
 
     def _log_ratios(self, logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return each row's log-probability relative to the reference, or itself without a reference, in nats."""
+        """Return each row's log-probability in nats, minus the reference's if the loss has a reference."""
         if self.needs_reference:
             logprobs = logprobs - self._reference(data, logprobs)
         return masked_sum(logprobs, self._token_weights(mask), dim=-1)

@@ -107,7 +107,7 @@ def compiles(x: Tensor) -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors' elements as one kernel for all sizes.
+    """Return `function`, an operation on tensors' elements, compiled into one kernel for all sizes.
 
     The kernel does not round intermediate results to the inputs' precision.
     """
@@ -297,7 +297,7 @@ def _hide(package: str) -> None:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Allow to import Megatron inside the context. Without a GPU, Megatron's functions are not compiled.
+    """Context in which Megatron is imported. Without a GPU, Megatron's functions are not compiled.
 
     Megatron marks functions for compilation when it is imported. Importing torch's compiler takes a third of a
     program's starting time, and the compiled kernels would be for GPUs.

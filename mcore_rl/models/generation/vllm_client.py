@@ -289,7 +289,7 @@ class ServerPool:
         return task.future
 
     def announce(self, name: str, number: int) -> None:
-        """Declare that the servers get weights of this name and number, until `settle`."""
+        """Declare that from now until `settle` the servers receive the weights with this name and number."""
         with self._changed:
             self._versions[name] = self._announced = number
 

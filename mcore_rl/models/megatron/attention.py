@@ -463,7 +463,7 @@ class PackLatentAttention(MegatronModule):
         return heads
 
     def _rotate(self, x: Tensor, angles: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate [T, heads, rotated] by angles [T, 1, rotated]; the pairs are half a head apart in the result."""
+        """Rotate `x` [T, heads, rotated] by `angles` [T, 1, rotated]; in the result, pairs are half a head apart."""
         angles = angles[0] if isinstance(angles, tuple) else angles
         if self.mixer.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
@@ -576,7 +576,7 @@ class PackedCausalAttention(MegatronModule):
         )
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
-        """Return the ranks' [T / CP, groups, …] rows in rank order, or only the rows in `index` if it is given."""
+        """Gather the rows `own` [T / CP, groups, …] of all ranks in rank order; return all, or the rows `index`."""
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]
 

@@ -452,8 +452,8 @@ def efficient_varlen(
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
 
-    With a window it calls `sdpa_by_segment`, because the operator's autograd formula ignores `window_size`. It does the
-    same with sinks, which the operator does not support.
+    With a window this function calls `sdpa_by_segment`, because the operator's autograd formula ignores `window_size`.
+    It does the same with sinks, which the operator does not support.
     """
     if window is not None or sinks is not None:
         return sdpa_by_segment(query, key, value, visible, scale, window, sinks)

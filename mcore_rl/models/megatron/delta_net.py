@@ -105,7 +105,7 @@ class GatedDeltaNet(TokenMixer):
         return describe_kernels()
 
     def flops_per_token(self) -> float:
-        """Return the operations of convolution and rule: products inside chunks, and with the states between them."""
+        """Return the operations of convolution and delta rule: products inside chunks, and with states between chunks."""
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
         inside = CHUNK * (4 * key + self.repeats * (3 * value + key))
@@ -125,7 +125,7 @@ class InterleavedDeltaNet(GatedDeltaNet):
 
 
 class DeltaWeights(NamedTuple):
-    """The weights of convolution and rule by key head.
+    """The weights of the convolution and of the delta rule, by key head.
 
     convolution: [heads, convolved, width]. log_decay, shift: [heads, repeats], A_log and dt_bias.
     """
@@ -159,7 +159,7 @@ def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class PackedDeltaRule(torch.nn.Module):
-    """Convolution and rule within each sequence of a pack; generation replaces it by a module with a state."""
+    """Convolution and delta rule within each sequence of a pack; in generation a module with a state replaces it."""
 
     def __init__(self, net: GatedDeltaNet, config: TransformerConfig, cp_group: Any) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of convolution and rule: at least fp32."""
+    """Return the precision in which convolution and delta rule are computed: `dtype`, but at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -186,7 +186,7 @@ def delta_rule(
     plan: ChunkPlan,
     with_states: bool = False,
 ) -> tuple[Float[Tensor, "tokens heads repeats value_dim"], Tensor | None]:
-    """Apply the rule to the tokens of a pack; return the outputs, and the states if `with_states`.
+    """Apply the delta rule to the tokens of a pack; return the outputs, and the states if `with_states`.
 
     Args:
         query, key: of the key heads, not normalized. Each key head has `repeats` value heads.
@@ -221,7 +221,7 @@ def delta_rule(
 def _scan(
     new: Tensor, reads: Tensor, key: Tensor, whole: Tensor, steps: Sequence[Step], with_states: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the states step by step.
+    """Compute the states between the chunks, step by step.
 
     Args:
         new, reads: [chunks, …, CHUNK, value_dim] and [chunks, …, CHUNK, key_dim]; a chunk with state S before it adds
@@ -257,7 +257,7 @@ def delta_step(
     rate: Float[Tensor, "n heads repeats"],
     state: Float[Tensor, "n heads repeats key_dim value_dim"],
 ) -> tuple[Float[Tensor, "n heads repeats value_dim"], Float[Tensor, "n heads repeats key_dim value_dim"]]:
-    """Compute the rule for one token of each sequence; return the outputs and the new states."""
+    """Compute the delta rule for one token of each sequence; return the outputs and the new states."""
     wide = state.dtype
     q, k = (l2_normalized(x.to(wide))[:, :, None, None] for x in (query, key))  # [n, heads, 1, 1, key_dim]
     state = state * decay.to(wide).exp()[..., None, None]
@@ -268,7 +268,7 @@ def delta_step(
 
 
 def rule_kernel() -> Callable[..., Any] | None:
-    """Return the function of `fla` for the rule; None if there is no GPU or the package is missing."""
+    """Return the function of `fla` for the delta rule; None if there is no GPU or the package is missing."""
     return _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 
 

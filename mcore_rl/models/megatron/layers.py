@@ -482,7 +482,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(*args) if positions is None else positions
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Return angles [T / CP, 1, rotated] for positions, otherwise Megatron's [S, 1, 1, rotated]."""
+        """Return angles [T / CP, 1, rotated] if `max_seq_len` is positions, else Megatron's [S, 1, 1, rotated]."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         self.frequencies = platform.sent(self.frequencies, max_seq_len.device)

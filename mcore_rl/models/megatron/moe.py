@@ -78,13 +78,13 @@ class RoutedTokens:
         return cls(sequence, mask[sequence], torch.tensor((*layout.lengths, 1), dtype=torch.float32), experts)
 
     def tensors(self) -> list[Tensor]:
-        """Return the existing tensors in the order of the constructor."""
+        """Return the tensors that are not None, in the order of the constructor's arguments."""
         return [self.sequence, self.weight, self.lengths, *([] if self.experts is None else [self.experts])]
 
 
 @dataclass
 class RouterStatistics:
-    """The load of a router in a step, and the global batch's denominators.
+    """The load of a router in a step, and the counts of the global batch that means are divided by.
 
     num_sequences, num_tokens: counted sequences and their tokens in the global batch.
     tokens: [experts] number of this rank's tokens sent to each expert. entropy, balance, z: this rank's
@@ -343,7 +343,7 @@ class ExpertsMixin:
         super().__init__(num_local_experts, config, *args, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Map tokens [T, hidden], sorted by expert, and the weights [T] of their outputs to [T, hidden]."""
+        """Map tokens [T, hidden], sorted by expert, to outputs [T, hidden]; `probs` [T] are the outputs' weights."""
         # A recomputation is counted in its pass with gradient, as in the router.
         if self.load is not None and self.training and torch.is_grad_enabled():
             self.load.received += len(hidden)
@@ -445,7 +445,7 @@ class StepRouterStatistics:
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
     def metrics(self) -> dict[str, float]:
-        """Return per layer maximum over mean expert load, dropped choices and entropy, and the summed losses."""
+        """Return for each layer maximum / mean load of experts, dropped choices and entropy; and the summed losses."""
         fullest = self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)
         values = torch.stack((fullest, self.dropped, *self.means.unbind(1)))  # the host waits for the device once
         load, dropped, entropy, balance, z = values.tolist()
@@ -461,7 +461,7 @@ class StepRouterStatistics:
         }
 
     def update_biases(self, model: ModelShard, rate: float) -> None:
-        """Raise the bias of experts with fewer tokens than the mean by `rate`, lower others (arXiv:2408.15664)."""
+        """Raise by `rate` the bias of experts with fewer tokens than the mean, and lower others (arXiv:2408.15664)."""
         for router in routers_of(model):
             tokens = self.tokens[router.index]
             router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)

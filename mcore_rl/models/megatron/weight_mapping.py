@@ -187,7 +187,7 @@ class Interleaved(Kind):
         """For each part (for example q, k and v), the number of its rows in one group."""
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
-        """Reorder the rows [groups, rows, …] of part number `part` inside each group, from the directory's order."""
+        """Reorder rows [groups, rows, …] of part number `part` in each group from the directory's to our order."""
         return rows
 
     def restored(self, rows: Tensor, part: int) -> Tensor:
@@ -347,7 +347,7 @@ class Mapping:
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:
-        """Split all shards [size, …] into the parts, as views if possible."""
+        """Split the stacked shards [size, …] of all ranks into the parts, as views if possible."""
         return list(zip(self.parts, self.kind.split(stacked), strict=True))
 
 

@@ -114,7 +114,7 @@ class _GatheredTensor:
         return there and (not self.mapping.is_expert or self.expert_rank == self.topology.expert.rank)
 
     def whole(self, shard: Tensor | None, adapter: Any) -> Tensor | None:
-        """Return all shards stacked, [TP, …] ([1, …] if not sharded), on ranks that yield it; None elsewhere."""
+        """Return the stacked shards [TP, …] ([1, …] if not sharded) on ranks that yield the tensor; None elsewhere."""
         size = 1 if self.mapping.kind.partition_dim is None else self.ranks.size
         shape = self.mapping.kind.shard_shape(self.mapping.parts, self.ranks.size)
         stacked = None
@@ -153,7 +153,7 @@ def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
 
 
 def gather_shards(shard: Tensor, ranks: ParallelDimension) -> Tensor:
-    """Gather […] of each rank into [size, …]."""
+    """Gather the shards […] of all `ranks` into one tensor [size, …]."""
     stacked = shard.new_empty((ranks.size, *shard.shape))
     own, whole = shard.contiguous().view(-1), stacked.view(ranks.size, -1)
     if platform.has_gpu() or stacked.nbytes <= GLOO_BYTES:

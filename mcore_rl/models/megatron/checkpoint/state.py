@@ -96,7 +96,7 @@ def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]
 
 
 def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return a parameter's places in whole tensors: one, or several if it is stored in adjacent parts."""
+    """Return the stored parts of a parameter: one, or several adjacent parts."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 

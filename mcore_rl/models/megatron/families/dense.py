@@ -108,7 +108,7 @@ class SeedOss(Family):
 
 
 class SmolLM3(Family):
-    """SmolLM3, in which some layers do not rotate: their frequencies are 0."""
+    """SmolLM3, in which some layers have no rotary embedding: their frequencies are 0."""
 
     model_type = "smollm3"
 
