@@ -105,7 +105,7 @@ class GatedDeltaNet(TokenMixer):
         return describe_kernels()
 
     def flops_per_token(self) -> float:
-        """Return the operations of convolution and delta rule: products inside chunks, and with states between chunks."""
+        """Return the operations of convolution and delta rule: products inside chunks, and with states between them."""
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
         inside = CHUNK * (4 * key + self.repeats * (3 * value + key))
