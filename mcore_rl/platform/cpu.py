@@ -164,8 +164,11 @@ def install_stand_ins(device: torch.device) -> None:
     distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)
 
 
-SMALLEST = 2**20
+SMALLEST = 2**22
 """The fewest multiplications for which oneDNN is called; below, the call itself takes longer than the product."""
+BLOCKS = (512, 256)
+"""Numbers of tokens that are multiplied at a time; a rest is filled up to the next power of 2. oneDNN compiles code for
+each shape and keeps it (0.3 to 0.6 MB), and packs have any number of tokens."""
 
 _kernels: list[torch.library.Library] = []
 
@@ -192,14 +195,62 @@ def kernel_of_torch() -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` of float32 tensors by oneDNN, without gradient."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
+    """Compute `F.linear` of float32 tensors by oneDNN, for any number of tokens, without gradient."""
+    y = _rows_times(x.flatten(0, -2), weight, bias)
+    return y.unflatten(0, x.shape[:-1])
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype != torch.float32 or y.dtype != torch.float32 or math.prod((*x.shape, y.shape[1])) < SMALLEST:
         return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
-    if not x.is_contiguous() and x.numel() > y.numel():  # a left factor is copied: let it be the smaller one
-        return linear(y.t(), x).t().contiguous()
-    return linear(x, y.t())
+    if x.t().is_contiguous() and not x.is_contiguous():  # the gradient of a weight is summed over tokens
+        return _sum_over_rows(x.t(), y)
+    return _rows_times(x, y.t())
+
+
+def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias for the rows x of tokens."""
+    blocks = list(_blocks(len(x)))
+    parts = (_onednn(_filled(x[rows], size), weight, bias)[: rows.stop - rows.start] for rows, size in blocks)
+    if len(blocks) == 1:
+        return next(parts).contiguous()
+    result = x.new_empty(len(x), len(weight))
+    for (rows, _), part in zip(blocks, parts, strict=True):
+        result[rows] = part
+    return result
+
+
+def _sum_over_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Return xᵀ · y for rows x and y of the same tokens."""
+    if x.shape[1] > y.shape[1]:  # oneDNN copies the left factor, because it is transposed: let it be the smaller one
+        return _sum_over_rows(y, x).t().contiguous()
+    parts = (_onednn(_filled(x[rows], size).t(), _filled(y[rows], size).t()) for rows, size in _blocks(len(x)))
+    result = next(parts)
+    for part in parts:
+        result += part
+    return result
+
+
+def _blocks(count: int) -> Iterator[tuple[slice, int]]:
+    """Yield the range of each block of tokens, and the number of rows that it is filled up to."""
+    start = 0
+    while start < count:
+        rest = count - start
+        size = next((block for block in BLOCKS if block <= rest), 1 << (rest - 1).bit_length())
+        yield slice(start, min(start + size, count)), size
+        start += size
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """Return the rows of `x`, followed by rows of zeros."""
+    if len(x) == rows:
+        return x
+    filled = x.new_zeros(rows, x.shape[1])
+    filled[: len(x)] = x
+    return filled
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
