@@ -2,6 +2,7 @@
 
 import pytest
 from recipes import LARGE, RECIPES, read_recipe
+from small_models import and_long
 
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.simulation.search import chosen_ranks, simulate
@@ -19,8 +20,13 @@ def test_it_fits_its_model(path, tmp_path, monkeypatch):
     assert f"{path.relative_to(LARGE.parent.parent)}" in path.read_text()  # its command
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+SIMULATED = ("dpo_8b_32k_16gpu", "grpo_30b_a3b_16gpu", "sft_235b_a22b_128gpu")
+COSTLY = and_long(
+    [], [path for path in RECIPES if path.stem in SIMULATED], [path for path in RECIPES if path.stem not in SIMULATED]
+)
+
+
+@pytest.mark.parametrize("path", COSTLY, ids=lambda path: path.stem)
 def test_it_fits_its_gpus(path, tmp_path, monkeypatch):
     """The costliest stages at the peak of a step in which every pack is full; 80 GB, of which some is not ours. Routers
     are not replayed, because that is not simulated."""
