@@ -267,7 +267,7 @@ def test_a_student_learns_on_its_own_answers(files):
     assert metrics[0]["num_unmasked_tokens"] != given
     for change, message in (
         (f"distillation.teacher={files / 'nothing'}", "distillation.teacher: "),
-        ("distillation.topk=251", "distillation.topk=251: the teacher has 250 tokens"),
+        ("distillation.topk=251", "distillation.topk=251: the teacher has only 250 tokens"),
         (f"distillation.teacher={files / 'wide'}", "an LM head of 300 rows, the student's has 250"),
         ("distillation.js_beta=0.2", "js_beta applies to kl_type=js, not to mixed"),
         ("distillation.max_new_tokens=9", "apply to the student's own answers: set on_policy=true"),

@@ -73,4 +73,6 @@ def test_the_schema_refuses_what_the_program_refuses(key, value):
 def test_the_schema_explains():
     schema = json_schema(PROGRAMS["dpo"].config)
     assert schema["$defs"]["OptimizerConfig"]["properties"]["clip_grad"]["description"].startswith("Maximum norm")
-    assert schema["$defs"]["DPOAlgorithmConfig"]["properties"]["reference"]["description"].startswith("swap: compute")
+    assert schema["$defs"]["DPOAlgorithmConfig"]["properties"]["reference"]["description"].startswith(
+        "How the reference"
+    )

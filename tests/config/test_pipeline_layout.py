@@ -94,7 +94,7 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
             "sets the layers of every stage; leave num_layers_in_first/la",
         ),
         ("Et|tL", {"account_for_loss_in_pipeline_split": True}, "sets the layers of every stage"),
-        (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "out evenly"),
+        (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "divided evenly"),
         ("", {}, "must not be empty"),
         ("E(t*9999)*9999|tL", {}, "is longer than 10,000 with its repetitions"),
         ("E(t*99)*99|(t*99)*99L", {}, "is longer than 10,000 with its repetitions"),

@@ -208,7 +208,10 @@ def test_sources_and_columns_that_do_not_go_together(section, message):
         ),
         (['{"prompt": "a", "completion": ""}'], "line 1: the record has no response tokens"),
         (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: the record has no response tokens"),
-        (['{"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "completion": "b"}'], "no record is left"),
+        (
+            ['{"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "completion": "b"}'],
+            "no record is short enough",
+        ),
     ],
 )
 def test_bad_lines_name_file_and_line(tmp_path, lines, message):

@@ -187,7 +187,7 @@ def test_products_leave_their_sums_in_fp32_on_a_device():
     tiles = module.Tiles(hidden, weight, 9, 0.5)
     assert tiles.product(slice(0, 2), slice(0, 4)).dtype == torch.float32
     total = torch.empty(6, 9, device="meta")
-    with ProductCounter(lambda: "all") as counter:
+    with ProductCounter(lambda: ("", ""), lambda _: False) as counter:
         tiles.add_product(total, hidden, weight.T)
     assert module.adds_widened(total.device) and total.dtype == torch.float32
     assert counter.get_total_flops() == 2 * 6 * 4 * 9

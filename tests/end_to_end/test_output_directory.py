@@ -188,7 +188,7 @@ def test_what_never_comes_is_told(files, tmp_path):
     assert "checkpoint.save_interval=7 is never reached: the run has 2 steps" in text
     assert "optimizer.warmup_steps=5 is shortened to 1: there are 2 updates" in text
     assert "data.validation is not used during training: there is no trainer.validation_interval" in text
-    assert "never comes" not in run(files, f"output_dir={tmp_path / 'a'}", "checkpoint.export_hf=false")
+    assert "never reached" not in run(files, f"output_dir={tmp_path / 'a'}", "checkpoint.export_hf=false")
 
 
 def test_the_logs_of_a_run_are_not_its_data(files, out):

@@ -317,7 +317,7 @@ BESIDE = [
     ("dpo", ["dpo.reference_model={root}/judge"], "dpo.reference_model: {root}/judge is a reward model, where a language"),
     ("dpo", ["dpo.reference_model={root}/five_heads"], "dpo.reference_model: "),
     ("distill", ["distillation.teacher={root}/gpt2"], "distillation.teacher: model type 'gpt2' is not supported|distillation.teacher: {root}/gpt2"),
-    ("distill", ["distillation.topk=251"], "distillation.topk=251: the teacher has 250 tokens"),
+    ("distill", ["distillation.topk=251"], "distillation.topk=251: the teacher has only 250 tokens"),
     ("ppo", ["critic.path={root}/nowhere"], "critic.path: {root}/nowhere must be a Hugging Face model"),
     ("ppo", ["critic.path={root}/wide"], "critic.path: {root}/wide"),
     ("ppo", ["critic.pretraining_steps=3"], "critic.pretraining_steps=3: the run has 3 steps, in none of which"),

@@ -218,7 +218,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
     port = config.generation.vllm.port
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(UserError, match=f"vllm.port: 127.0.0.1:{port} cannot"),
+        pytest.raises(UserError, match=f"vllm.port: a server cannot listen on 127.0.0.1:{port}"),
     ):
         VLLMServerProcesses(config, tmp_path / "logs")
     assert not (tmp_path / "logs").exists()

@@ -191,7 +191,7 @@ def test_training_begins_from_converted_weights(model_of, tmp_path):
         "lacks optimizer, schedule, random states, data position; set checkpoint.allow_partial" in refused.stderr_text
     )
     begun = run("train_sft.py", *arguments, "checkpoint.allow_partial=true")
-    assert "begun anew: optimizer, schedule, random states, data position" in begun.stdout_text
+    assert "start anew: optimizer, schedule, random states, data position" in begun.stdout_text
     assert_same_tensors(tmp_path / "out" / "hf", model_of("llama"))  # a learning rate of 0 keeps them
     again = run("train_sft.py", *arguments, "checkpoint.allow_partial=true", "trainer.max_steps=2")
     assert f"resumed from {tmp_path / 'out' / 'checkpoints' / 'iter_0000001'}" in again.stdout_text

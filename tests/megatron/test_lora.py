@@ -235,7 +235,7 @@ DOWN = ["experts.down_proj"]
             {},
             "model.lora.dropout: not supported for experts.down_proj",
         ),
-        ("mixtral", {"target_modules": ["gate_up_proj"]}, {}, "there are q_proj, k_proj, v_proj, o_proj, experts."),
+        ("mixtral", {"target_modules": ["gate_up_proj"]}, {}, "it has q_proj, k_proj, v_proj, o_proj, experts."),
         ("llama", {"target_modules": DOWN}, {}, "llama has no experts.down_proj to adapt"),
     ],
 )

@@ -122,7 +122,9 @@ def test_a_policy_that_was_not_made_for_pairs_keeps_a_losss_pairs_together(layou
 def metrics_of_a_loss_of_ones_own(config):
     policy, data = policy_of(config), make_data()
     metrics = policy.evaluate(data, WholeMicrobatch())
-    with pytest.raises(ValueError, match=r"Vector: metric 'of_each_row' is a tensor \[3\]; return numbers"):
+    with pytest.raises(
+        ValueError, match=r"Vector: metric 'of_each_row' is a tensor \[3\]; a metric must be one number"
+    ):
         policy.evaluate(data, Vector())
     policy.shutdown()
     return metrics

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from importlib import import_module
 
 import pytest
@@ -85,9 +86,13 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
 
     scoring.run_microbatches, MegatronPolicy.forward_backward = counted, noted
     train_program = getattr(import_module(f"mcore_rl.algorithms.{algorithm}"), f"train_{algorithm}")
-    with ProductCounter(lambda: inside[-1]) as products:
+    with ProductCounter(lambda: (inside[-1], ""), lambda _: False) as products:
         train_program(config)
-    return {name: count for name, count in products.counts.items() if name != "besides"}, trained[-1]
+    by_model = Counter[str]()
+    for product, count in products.counts.items():
+        by_model[product.phase] += count
+    del by_model["besides"]
+    return dict(by_model), trained[-1]
 
 
 SMALL = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 8}
