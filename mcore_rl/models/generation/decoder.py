@@ -1,8 +1,8 @@
 """The decoder: the training model's modules, with a core attention that reads a cache.
 
-Keys and values are in blocks that sequences allocate as they grow (arXiv:2309.06180). Layers with a recurrent state
-have a slot for each sequence. The host keeps the block tables, slots and all lengths, so nothing here waits for the
-device.
+Keys and values are stored in blocks, which a sequence allocates as it grows (arXiv:2309.06180). A layer with a
+recurrent state stores one state, in a slot, for each sequence. The host keeps the block tables, the slot numbers and
+all lengths, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ GROWTH = 4
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks for this number of tokens."""
+    """Return the number of blocks that store `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 class Blocks:
-    """Allocation of block numbers: the number of sequences that use each block, and the free blocks.
+    """Allocates block numbers: counts the sequences that use each block, and lists the free blocks.
 
-    Slots of recurrent states are allocated in the same way.
+    A second object of this class allocates the slots of recurrent states.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Blocks:
         self.free: list[int] = []
 
     def take(self, count: int) -> list[int]:
-        """Return this number of free blocks; the cache grows if there are not enough."""
+        """Allocate `count` free blocks and return their numbers; add new blocks if not enough are free."""
         if (missing := count - len(self.free)) > 0:
             capacity = len(self.users)
             more = max(missing, capacity // GROWTH)
@@ -66,13 +66,13 @@ class Blocks:
         return taken
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """Add a user to these blocks and return them."""
+        """Count one more sequence as a user of each of `blocks`; return `blocks`."""
         for block in blocks:
             self.users[block] += 1
         return list(blocks)
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Release the blocks of a sequence."""
+        """Release the blocks of a sequence; a block becomes free when no other sequence uses it."""
         for block in blocks:
             self.users[block] -= 1
             if not self.users[block]:
@@ -81,10 +81,10 @@ class Blocks:
 
 @dataclass
 class _Part:
-    """Sequences whose keys and values are gathered together.
+    """A part of the running sequences, whose keys and values are gathered into one tensor.
 
-    rows: range of these sequences among all sequences. longest: length of the first, longest sequence, in tokens.
-    table: [sequences, blocks], the block numbers of each sequence up to that length.
+    rows: the part's range in the list of running sequences. longest: length of the part's longest sequence, which is
+    its first, in tokens. table: [sequences, blocks], the block numbers of each sequence of the part.
     """
 
     rows: slice
@@ -94,8 +94,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts that run as one pack: the keys that their queries see, the place of each token among all blocks, and each
-    prompt's slot."""
+    """Prompts that run as one pack.
+
+    visible: the keys that each query sees. places: for each token, its place in the blocks, counted in tokens from the
+    start of block 0. slots: the slot of each prompt.
+    """
 
     visible: AttentionPattern
     places: Tensor
@@ -104,11 +107,11 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Step:
-    """One token for each running sequence.
+    """A step that runs the last token of each running sequence.
 
-    parts: the parts into which the sequences are divided. places: place of each sequence's last token among the tokens
-    of all blocks. seen: for each window of the layers, a mask of the keys that each last token sees. slots: the slot of
-    each sequence.
+    parts: the parts into which the sequences are divided. places: for each last token, its place in the blocks,
+    counted in tokens from the start of block 0. seen: for each window size of the layers' attention, a mask [sequences,
+    keys] of the keys that the last tokens see. slots: the slot of each sequence.
     """
 
     parts: Sequence[_Part]
@@ -120,21 +123,20 @@ class _Step:
 class LayerCache(ABC):
     """Cache of one layer for the sequences on this rank.
 
-    `prefill` and `step` take the same tensors [T, …] as the layer's core attention in training, and return its output
-    [T, …].
+    `prefill` and `step` take the inputs [T, …] of the layer's core attention and return its output [T, …].
     """
 
     @abstractmethod
     def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
-        """Run whole prompts and store what later tokens need of them."""
+        """Run whole prompts through the core attention, and store in the cache what later tokens need."""
 
     @abstractmethod
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
-        """Run the last token of each sequence."""
+        """Run the last token of each sequence through the core attention, and store what later tokens need."""
 
 
 def _grown(storage: Tensor, count: int) -> Tensor:
-    """Return `storage`, extended with zeros if it has fewer than `count` entries."""
+    """Return `storage`, extended with zeros to `count` entries if it has fewer."""
     if len(storage) >= count:
         return storage
     # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
@@ -144,10 +146,10 @@ def _grown(storage: Tensor, count: int) -> Tensor:
 
 
 class StateLayerCache(LayerCache):
-    """The states of a gated delta net: those of its convolution and of its delta rule.
+    """Cache of a gated delta net: for each sequence, the states of the convolution and of the delta rule.
 
-    convolution: [slots, width − 1, heads, convolved], the last inputs of the convolution.
-    states: [slots, heads, repeats, key_dim, value_dim], the states of the rule, at least fp32.
+    convolution: [slots, width − 1, heads, convolved], the last width − 1 inputs of the convolution.
+    states: [slots, heads, repeats, key_dim, value_dim], the states of the delta rule, in fp32 or wider.
     """
 
     def __init__(self, layer: DeltaNetLayer, tensor_parallel: int, dtype: torch.dtype) -> None:
@@ -158,11 +160,11 @@ class StateLayerCache(LayerCache):
         self.states = torch.zeros(0, *state, dtype=exact(dtype), device=platform.device())
 
     def grow(self, slots: int) -> None:
-        """Make room for this number of slots."""
+        """Extend the storage to `slots` slots."""
         self.convolution, self.states = _grown(self.convolution, slots), _grown(self.states, slots)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy slots to other slots."""
+        """Copy the contents of the slots `sources` to the slots `destinations`."""
         for storage in (self.convolution, self.states):
             storage[destinations] = storage[sources]
 
@@ -192,13 +194,13 @@ class StateLayerCache(LayerCache):
 
 
 class KeyValueLayerCache(LayerCache):
-    """Keys and values of one layer.
+    """Cache of one layer's keys and values.
 
-    storage: [blocks, BLOCK_SIZE, 2, groups, head_dim].
-    gathered: workspaces for the blocks of a part, by the shape of a block; shared with other layers.
+    storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
+    gathered: for each shape of a block, a workspace into which the blocks of a part are gathered. All layers share it.
 
     Args:
-        sinks: sinks [heads] of this rank's query heads, if the layer has them.
+        sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
     """
 
     def __init__(
@@ -217,26 +219,26 @@ class KeyValueLayerCache(LayerCache):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Number of bytes of one token's keys and values."""
         return math.prod(self.storage.shape[2:]) * self.storage.itemsize
 
     def grow(self, blocks: int) -> None:
-        """Make room for this number of blocks."""
+        """Extend the storage to `blocks` blocks."""
         self.storage = _grown(self.storage, blocks)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy blocks to other blocks."""
+        """Copy the contents of the blocks `sources` to the blocks `destinations`."""
         self.storage[destinations] = self.storage[sources]
 
     def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
-        """Attend inside each prompt and store its keys and values: queries [T, heads, d] → [T, heads · d]."""
+        """Compute attention inside each prompt, [T, heads · d], and store the prompts' keys and values."""
         query, key, value = inputs
         self._write(prompts.places, key, value)
         scale, window = self.mixer.scale, self.mixer.window
         return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
-        """Attend with the last token of each sequence: queries [n, heads, d] → [n, heads · d]."""
+        """Store the key and value of each sequence's last token; return that token's attention, [n, heads · d]."""
         query, key, value = inputs
         self._write(step.places, key, value)
         seen = step.seen[self.mixer.window]
@@ -244,13 +246,18 @@ class KeyValueLayerCache(LayerCache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def make_workspace(self, blocks: int) -> None:
-        """Create the workspace for parts of up to this number of blocks."""
+        """Create the workspace for parts of up to `blocks` blocks, if there is none that is large enough."""
         shape = self.storage.shape[1:]
         if shape not in self.gathered or len(self.gathered[shape]) < blocks:
             self.gathered[shape] = self.storage.new_empty(blocks, *shape)
 
     def _attend(self, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
-        """Compute attention of one part: all sequences' queries [n, heads, d] → [count, heads · d]."""
+        """Return the attention of the sequences in `part`, [sequences of the part, heads · d].
+
+        Args:
+            query: queries [n, heads, d] of all n sequences.
+            seen: mask [n, keys] of the keys that each query sees.
+        """
         gathered = self.gathered[self.storage.shape[1:]][: part.table.numel()]
         torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
         rows = gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
@@ -271,15 +278,15 @@ class KeyValueLayerCache(LayerCache):
         return attended.flatten(1)
 
     def _write(self, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [T, groups, d] to places [T] among the tokens of all blocks."""
+        """Write T keys and values [T, groups, d] to `places` [T], counted in tokens from the start of block 0."""
         self.storage.flatten(0, 1).index_copy_(0, places, torch.stack((key, value), dim=1))
 
 
 class SequenceCache:
     """The caches of this rank's layers.
 
-    A sequence has a list of blocks in the order of its tokens, and a slot. They are taken from `blocks` and `slots`
-    and given back when the sequence ends.
+    Each sequence has a list of blocks, in the order of its tokens, and one slot. The caller takes blocks and slots from
+    `blocks` and `slots` and gives them back when the sequence ends.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -294,8 +301,12 @@ class SequenceCache:
     def prefill(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]], slots: Sequence[int]
     ) -> Float[Tensor, "n hidden"]:
-        """Run whole prompts, packed, each into its blocks and its slot; return the final states of their last
-        tokens."""
+        """Run whole prompts as one pack; return the final hidden state of each prompt's last token.
+
+        Args:
+            held: for each prompt, the blocks that store its keys and values.
+            slots: for each prompt, the slot that stores its recurrent states.
+        """
         self._fit()
         lengths = tuple(map(len, prompts))
         layout = PackLayout.pack(lengths)
@@ -311,23 +322,29 @@ class SequenceCache:
         return self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].prefill(packed, *x))[last]
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks to other blocks."""
+        """In every layer, copy the contents of the blocks `sources` to the blocks `destinations`."""
         self._fit()
         blocks = platform.to_device([sources, destinations])
         for layer in self.with_keys:
             layer.copy(*blocks)
 
     def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy slots to other slots."""
+        """In every layer, copy the contents of the slots `sources` to the slots `destinations`."""
         self._fit()
         slots = platform.to_device([sources, destinations])
         for layer in self.with_states:
             layer.copy(*slots)
 
     def arrange(self, held: Sequence[Sequence[int]], slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the sequences' blocks and slots for the coming steps, and their lengths for the next step, longest first.
+        """Set the running sequences for the coming steps, the longest first.
 
-        Until the next call all sequences grow by one token per step, for which their blocks must have room.
+        Until the next call of `arrange`, each sequence grows by one token per step. Its blocks must have room for these
+        tokens.
+
+        Args:
+            held: blocks of each sequence.
+            slots: slot of each sequence.
+            lengths: length of each sequence in the next step, including that step's token.
         """
         self._fit()
         width = max(map(len, held))
@@ -339,7 +356,7 @@ class SequenceCache:
         self.lengths = list(lengths)
 
     def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
-        """Run the last token of each arranged sequence; return the final states."""
+        """Run the last token of each sequence that `arrange` has set; return the final hidden states, [n, hidden]."""
         parts = self._parts()
         places = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
@@ -353,8 +370,8 @@ class SequenceCache:
     def _parts(self) -> list[_Part]:
         """Divide the sequences into parts, so that the gathered keys and values of one part need little memory.
 
-        A part is padded to its longest sequence. As a single part, sequences of very different lengths would need more
-        memory than the cache.
+        Each part is padded to its longest sequence. If sequences of very different lengths were a single part, the
+        gathered keys and values would need more memory than the cache.
         """
         parts: list[_Part] = []
         token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
@@ -370,7 +387,10 @@ class SequenceCache:
         return parts
 
     def _fit(self) -> None:
-        """Make room for all blocks and slots in each layer, one layer after the other to limit the memory of copies."""
+        """Extend each layer's storage to all allocated blocks and slots.
+
+        One layer grows after the other: growth copies the storage, so only one layer's copy needs memory at a time.
+        """
         for keys in self.with_keys:
             keys.grow(len(self.blocks.users))
         for states in self.with_states:
@@ -378,7 +398,7 @@ class SequenceCache:
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
-    """Return the block of each of a sequence's first `length` tokens."""
+    """Return, for each of the first `length` tokens of a sequence, the number of the block that stores it."""
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
@@ -388,14 +408,14 @@ Attend = Callable[..., Tensor]
 
 
 class CachedMixer(torch.nn.Module):
-    """The module that mixes tokens in a layer during generation, in place of the one for training.
+    """Replaces a layer's core attention during generation; it reads and writes the cache.
 
-    A core attention maps queries [T, heads, d], keys and values [T, groups, d] to [T, heads · d]. A gated delta net's
-    convolution and rule map queries, keys, values, rates and decays, in one tensor [T, heads, …], to [T, heads ·
-    values].
+    In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]. Its output is
+    [T, heads · d]. In a gated delta net it has 1 input tensor, [T, heads, …], which contains queries, keys, values,
+    rates and decays. Its output is [T, heads · value dimension].
 
     Args:
-        inputs: number of input tensors (3 or 1, as above); further arguments are ignored.
+        inputs: number of input tensors, 3 or 1; further arguments of `forward` are ignored.
     """
 
     def __init__(self, decoder: Decoder, layer: int, inputs: int) -> None:
@@ -407,10 +427,10 @@ class CachedMixer(torch.nn.Module):
 
 
 class Decoder:
-    """This rank's chunks of the model, run on a few tokens per step.
+    """Runs this rank's chunks of the model for generation, with a cache.
 
-    Replicas that share experts must run the model equally often. A replica without sequences therefore runs it on no
-    tokens while others continue (`run_idle`).
+    Replicas that share experts must run the model equally often. A replica that has no sequences left therefore runs
+    the model on no tokens while other replicas continue (`run_idle`).
     """
 
     attend: Attend
@@ -447,7 +467,7 @@ class Decoder:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Set up the modules for generation inside the context, where `forward` may be called."""
+        """Inside the context the model's modules are set up for generation; `forward` may be called only there."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
         faster = [
@@ -471,28 +491,38 @@ class Decoder:
                 attention.core_attention = original
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run all stages' layers on tokens [T]; return final states [T, hidden], valid only on the last stage."""
+        """Run the layers of all pipeline stages on T tokens; return the final hidden states [T, hidden].
+
+        The result is valid only on the last stage. `attend` mixes the tokens in a layer, from and into the cache.
+        """
         if self.in_lockstep:
             self._running(1.0)
         return self._run(tokens, positions, attend)
 
     def run_idle(self) -> None:
-        """Run the model on no tokens for as long as another replica runs it."""
+        """Run the model on no tokens until no replica runs it on tokens any more."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
         while self.in_lockstep and bool(self._running(0.0) > 0):
             self._run(nothing, nothing, self._no_attention)
 
     def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor:
-        """Return the output of a layer's core attention for no tokens."""
+        """Return an empty tensor in place of a core attention's output, for a run without tokens."""
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
-        """Return the number of replicas that run the model now, [1]; `this_one` is 1 if this replica does, else 0."""
+        """Return how many replicas now run the model on tokens, a tensor [1].
+
+        Args:
+            this_one: 1 if this replica runs the model on tokens, otherwise 0.
+        """
         runs = torch.full((1,), this_one, device=platform.device())
         return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layers on tokens, padded to a multiple that sequence parallelism can shard and to at least one."""
+        """Run the layers on `tokens` and return the final hidden states, as in `forward`.
+
+        The tokens are padded to a number that sequence parallelism can divide, and to at least one token.
+        """
         count, multiple = len(tokens), self.token_multiple
         padding = max(-(-count // multiple), 1) * multiple - count
         tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
@@ -535,7 +565,7 @@ class Decoder:
         torch.distributed.send(x.contiguous(), group=pipeline.group, group_dst=(pipeline.rank + 1) % pipeline.size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Map final states [n, hidden] to logits [n, Vp] in fp32; −inf in the vocabulary's padding."""
+        """Map final hidden states [n, hidden] to fp32 logits [n, Vp]; logits of the vocabulary's padding are −inf."""
         head = self.model.chunks[-1].lm_head_weight()
         # fp32 as in training: rounding to bfloat16 may change a logit of 16 by 0.06.
         logits = Tiles(x, head, len(head), temperature=1.0).all_columns(slice(None))

@@ -1,4 +1,4 @@
-"""The interface of generation backends, and the responses that they exchange between ranks."""
+"""The interface of generation backends, and the exchange of responses between ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GenerationDatumSpec(TypedDict):
 
     input_ids: [B, S] right-padded.
     input_lengths: [B].
-    sample_ids: [B] integers that identify samples. With the seed they determine the random numbers of each sample,
-        independent of the parallel layout and of the other samples in the batch. Default: the row numbers.
+    sample_ids: [B] integers that identify the samples. Seed and sample id determine the random numbers of a sample;
+        the parallel layout and the other samples in the batch have no influence. Default: the row numbers.
     """
 
     input_ids: torch.Tensor
@@ -38,14 +38,16 @@ class GenerationOutputSpec(TypedDict):
     """Prompts with their responses.
 
     output_ids: [B, S'] prompt and response, right-padded; a stop token is part of the response.
-    logprobs: [B, S'] log-probabilities of the response's tokens in the sampling distribution (temperature, top-k, top-p
-        and min-p; for greedy tokens, the model's own distribution), aligned with `output_ids`; 0 elsewhere.
+    logprobs: [B, S'] log-probabilities of the response's tokens, aligned with `output_ids`; 0 elsewhere. They are taken
+        in the sampling distribution (temperature, top-k, top-p and min-p), or in the model's own distribution for
+        greedy generation.
     generation_lengths: [B] number of tokens in each response, at least 1.
     unpadded_sequence_lengths: [B] number of tokens in prompt and response.
     truncated: [B] True if the limit of new tokens ended the response.
-    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was an input of the model,
-        −1 elsewhere, such as at the last token of a response; present if experts are recorded.
-    kept_tokens: for each response, the tokens that the sampler's filters kept; present if they are returned.
+    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was an input of the model;
+        −1 elsewhere, such as at the last token of a response. Present if experts are recorded.
+    kept_tokens: for each response, the tokens that the sampler's filters (such as top-k) kept. Present if the sampling
+        parameters ask for them.
     """
 
     output_ids: torch.Tensor
@@ -60,9 +62,9 @@ class GenerationOutputSpec(TypedDict):
 class GenerationInterface(ABC):
     """A generator of responses to prompts. Every call is made on all ranks, with the same arguments.
 
-    The prompts are the same rows on all ranks, or a `LocalBatch`, with which each replica generates for its own rows.
+    All ranks pass the same prompts; or each replica passes its own prompts, as a `LocalBatch`.
 
-    max_sequence_length: limit of prompt and response together, in tokens.
+    max_sequence_length: maximum number of tokens in a prompt and its response together.
     """
 
     max_sequence_length: int
@@ -71,14 +73,14 @@ class GenerationInterface(ABC):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return a response to each row."""
+        """Return a response to the prompt in each row of `data`."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare `generate` with the policy's current weights; return True on success.
+        """Prepare the backend to generate with the policy's current weights; return True on success.
 
         Args:
-            weight_version: version number of these weights, for a backend that has a copy of the weights.
+            weight_version: version number of these weights. A backend that has its own copy of the weights uses it.
         """
 
     @abstractmethod
@@ -86,24 +88,25 @@ class GenerationInterface(ABC):
         """Release the memory that only generation needs; return True on success."""
 
     def close(self) -> None:
-        """End everything that was started for generation; generation is impossible afterwards."""
+        """End everything that the backend has started; generation is impossible afterwards."""
         return None
 
 
 class RequestError(TrainingError):
-    """A response could not be generated; other requests are not affected."""
+    """One response could not be generated; other requests can still succeed."""
 
 
 @dataclass
 class Response:
-    """The continuation of one prompt.
+    """The response to one prompt.
 
-    logprobs: log-probabilities of its tokens.
-    ended: whether a stop token or string ended it, not the limit of new tokens.
-    weight_versions: (version, number of tokens) of its tokens in order.
-    routed_experts: [tokens of prompt and response, layers with experts, topk] int16, −1 for tokens that were not inputs
-        of the model, such as the last; present if experts are recorded.
-    kept_tokens: the tokens that the sampler's filters kept at each position of the response, if they are returned.
+    logprobs: log-probability of each token of the response.
+    ended: whether a stop token or stop string ended the response, and not the limit of new tokens.
+    weight_versions: pairs (version, number of tokens): the weights that generated the first tokens, the next, ….
+    routed_experts: [tokens of prompt and response, layers with experts, topk] int16. It is −1 for a token that was not
+        an input of the model, such as the last. None if experts are not recorded.
+    kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if they are not
+        returned.
     """
 
     token_ids: list[int]
@@ -121,18 +124,21 @@ class StreamingGeneration(GenerationInterface):
     def submit(
         self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
     ) -> Future[Response]:
-        """Continue one prompt in the background; not collective. Weights may change between tokens.
+        """Generate the response to one prompt in the background. Not collective.
+
+        The weights may change while the response is generated.
 
         Args:
-            sample_id: identifies the sample, as in `generate`; the waiting request with the lowest id is served first.
-            group: the prompt's leading tokens that it shares with other prompts.
+            sample_id: identifies the sample, as in `generate`. Of the waiting requests, the one with the lowest id is
+                served first.
+            group: leading tokens of the prompt that other prompts have too.
         """
 
 
 def prompts_to_answer(
     prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    """Return a `GenerationDatumSpec` of these prompts' tokens."""
+    """Return `prompts`, lists of tokens, as a `GenerationDatumSpec`."""
     return BatchedDataDict(**padded_rows(prompts), sample_ids=torch.tensor(sample_ids, dtype=torch.long))
 
 
@@ -157,7 +163,10 @@ def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tup
 def output_of(
     prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Return prompts with their responses, right-padded; with experts if all responses have them."""
+    """Return prompts with their responses as right-padded rows.
+
+    The result contains `routed_experts` if all responses have them, and `kept_tokens` if any response has them.
+    """
     lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
     output_ids = torch.full((len(prompts), max(lengths, default=1)), pad_token_id)
     logprobs = torch.zeros(len(prompts), max(lengths, default=1))
@@ -185,11 +194,11 @@ def _kept_of(response: Response) -> KeptTokens:
 
 @dataclass(frozen=True)
 class ResponseTensors:
-    """Responses as tensors, without weight versions and experts.
+    """Responses converted to tensors, without weight versions and experts.
 
-    sizes: (tokens, whether it ended, number of kept tokens) of each response.
-    tokens: (id, log-probability, number of kept tokens) of each token, response after response.
-    kept: the kept tokens, response after response.
+    sizes: for each response, its number of tokens, its `ended` (0 or 1), and its number of kept tokens.
+    tokens: for each token of all responses in order, its id, its log-probability, and its number of kept tokens.
+    kept: the kept tokens of all responses in order.
     """
 
     sizes: Float64[Tensor, "responses 3"]
@@ -212,7 +221,7 @@ class ResponseTensors:
         return cls(of_sizes, of_tokens, KeptTokens.concatenated(all_kept).ids)
 
     def responses(self) -> list[Response]:
-        """Convert back to responses; the inverse of `of`."""
+        """Convert the tensors back to responses; the inverse of `of`."""
         lengths, ended = self.sizes[:, 0].long().tolist(), self.sizes[:, 1].bool().tolist()
         ids, logprobs = self.tokens[:, 0].long().split(lengths), self.tokens[:, 1].split(lengths)
         kept: Sequence[KeptTokens | None] = [None] * len(lengths)
@@ -225,7 +234,10 @@ class ResponseTensors:
 
 
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
-    """Gather every rank's responses along these dimensions, in rank order, last dimension outermost. Collective."""
+    """Return the responses of all ranks along `dimensions`, in rank order. Collective.
+
+    The last of `dimensions` is the outermost in this order.
+    """
     tensors = ResponseTensors.of(own)
     parts = tensors.sizes, tensors.tokens, tensors.kept
     return ResponseTensors(*(gather_rows(part, *dimensions) for part in parts)).responses()
@@ -237,11 +249,11 @@ def share_responses(
     topology: Topology,
     experts: tuple[int, int] | None = None,
 ) -> list[Response]:
-    """Broadcast the responses to `prompts` from a replica's first rank to all of its ranks. Collective.
+    """Send the responses to `prompts` from the first rank of a replica to all of its ranks. Collective.
 
     Args:
-        led: the responses; ignored on other ranks.
-        experts: (layers, topk) of experts in the responses; None without experts.
+        led: the responses on the replica's first rank; ignored on other ranks.
+        experts: (layers, topk) of the responses' `routed_experts`; None if they have none.
     """
     tensors = ResponseTensors.of(led if topology.leads_replica else ())
     sizes = tensors.sizes if topology.leads_replica else tensors.sizes.new_zeros(len(prompts), 3)

@@ -1,8 +1,8 @@
 """Generation by the training model itself, in the training processes.
 
-Data- and context-parallel ranks are replicas that divide the prompts. The tensor- and pipeline-parallel ranks of a
-replica run the same steps. A replica runs up to `max_batch_size` sequences at once (`ContinuousBatch`). A prompt that
-a running sequence has too is not computed again.
+The prompts are divided over the data- and context-parallel ranks: each of these ranks is a replica. The tensor- and
+pipeline-parallel ranks of a replica run the same steps. A replica runs up to `max_batch_size` sequences at once
+(`ContinuousBatch`). If a running sequence has the same prompt, the prompt is not computed again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ LOOK_AHEAD = BLOCK_SIZE // 2
 
 @dataclass(eq=False)
 class SamplingBatch:
-    """The tokens sampled for the same n sequences, step by step.
+    """The tokens that consecutive steps sampled for the same n sequences. Each list has one entry per step.
 
-    tokens, logprobs: [n] for each step. experts: [n, layers, topk] int16 of the tokens that were inputs of the step,
-        if experts are recorded. kept: the tokens that the filters kept for each sequence, if they are returned; on the
-        last stage.
+    tokens, logprobs: [n], the sampled tokens and their log-probabilities. experts: [n, layers, topk] int16, the experts
+        of the step's input tokens; empty if experts are not recorded. kept: for each sequence, the tokens that the
+        filters kept; only on the last stage, and only if they are returned.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -62,27 +62,27 @@ class RunningSequence:
     """A sequence that is being generated."""
 
     row: int
-    """Row in the batch of prompts."""
+    """The prompt's row in the batch."""
     sample_id: int
     prompt: tuple[int, ...]
     limit: int
     """Maximum number of tokens in the response."""
     drawn: int = 0
-    """Tokens of the response so far, including tokens after its end that the host has not detected yet."""
+    """Number of tokens sampled so far. It includes tokens after the response's end until the host detects the end."""
     ended_at: int | None = None
-    """Tokens of the response up to its stop token or string; None until the host has detected it."""
+    """Number of tokens of the response including its stop token or string; None until the host has detected the end."""
     blocks: list[int] = field(default_factory=list)
-    """Blocks of the cache."""
+    """Numbers of the sequence's blocks in the cache."""
     slot: int = -1
-    """Slot of the cache."""
+    """Number of the sequence's slot in the cache."""
     prompt_state: Tensor = field(init=False)
-    """[hidden] state of the prompt's last token, on the last stage."""
+    """[hidden], final hidden state of the prompt's last token; valid on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
     """[tokens, layers, topk] int16 of the prompt's tokens, if experts are recorded."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
-    """Places of the response's tokens: sampling batches with the sequence's column in each, in order."""
+    """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
     tail: list[int] = field(default_factory=list)
-    """Last tokens of the response, as many as stop strings need."""
+    """The last tokens of the response, as many as are needed to detect a stop string."""
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
@@ -101,14 +101,14 @@ class RunningSequence:
         return self.ended_at is not None or self.drawn >= self.limit
 
     def experts(self) -> Tensor:
-        """Return the experts of all tokens that were inputs of the model, [tokens, layers, topk] int16."""
+        """Return the experts of the sequence's tokens that were inputs of the model, [tokens, layers, topk] int16."""
         of_response = [step[column] for draws, column in self.places for step in draws.experts]
         recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
         return recorded[: len(self.prompt) + self.response_length - 1].cpu()
 
 
 class StopStrings:
-    """Texts that end a response."""
+    """The stop strings: texts that end a response as soon as it contains one of them."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
         self.texts, self.tokenizer = texts, tokenizer
@@ -116,7 +116,7 @@ class StopStrings:
         self.window = max((len(text.encode()) for text in texts), default=0) + 1
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Return whether the next token of the response completes a stop string."""
+        """Add `token` to the response of `s`; return whether it completes a stop string."""
         s.tail = [*s.tail, token][-self.window :]
         text = self.tokenizer.decode(s.tail)
         return any(stop in text for stop in self.texts)
@@ -124,10 +124,10 @@ class StopStrings:
 
 @dataclass
 class _Look:
-    """Data of a step that the host reads.
+    """A step's data that the host reads to detect the ends of responses.
 
-    stopped: [n] whether each sequence sampled a stop token. tokens: [n] the sampled tokens, if there are stop strings.
-    drawn: number of tokens in each sequence's response, including this step's.
+    drawn: number of tokens sampled for each sequence, including this step's. stopped: [n], whether each sequence
+    sampled a stop token. tokens: [n], the sampled tokens; None if there are no stop strings.
     """
 
     sequences: Sequence[RunningSequence]
@@ -137,17 +137,18 @@ class _Look:
 
 
 class ContinuousBatch:
-    """Continuous batching of a replica's sequences: a sequence that ends is replaced at once by the next of the queue.
+    """Continuous batching of a replica's sequences: the next sequence of the queue at once replaces one that ends.
 
-    Sampled tokens stay on the device, where the next step reads them. The host always knows all lengths; it reads only
-    the data that can end a response. On an asynchronous device it reads a step's data while the next step runs, so that
-    the device never waits for the host. Tokens that an ended sequence has sampled meanwhile are discarded.
+    Sampled tokens stay on the device, where the next step reads them. The host knows all lengths without the device. It
+    reads only the data that show whether a response has ended. On an asynchronous device it reads them while the next
+    step runs, so that the device never waits for the host. Tokens that were sampled after a response's end are
+    discarded.
 
     Args:
         sequences: sequences in the order in which they start.
         rows: maximum number of concurrent sequences.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
-        lag: number of steps after which the host reads whether a response has ended. It does not affect results.
+        lag: number of steps by which the host is late in reading a step's data. It does not affect results.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class ContinuousBatch:
         """Number of steps for which the cache is arranged, if the sequences do not change."""
 
     def run(self) -> list[Response]:
-        """Generate all sequences and return the responses; the host waits for them once."""
+        """Generate all sequences and return their responses. The host copies the tokens from the device once."""
         while self.queue or self.going:
             self._admit()
             if self.going:
@@ -187,7 +188,7 @@ class ContinuousBatch:
     # ------------------------------------------------------------ steps
 
     def _step(self) -> None:
-        """Sample a further token for each sequence."""
+        """Run each running sequence's last token and sample its next token."""
         if not self.steps_ahead:
             self._make_room()
         self.steps_ahead -= 1
@@ -200,7 +201,10 @@ class ContinuousBatch:
         self.state = torch.stack((tokens, positions + 1, states))
 
     def _make_room(self) -> None:
-        """Allocate blocks for the next steps; all response tokens except the last are inputs of the model."""
+        """Allocate blocks for the next steps.
+
+        The last token of a response needs no place, because it is not an input of the model.
+        """
         for s in self.going:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
             s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
@@ -215,7 +219,13 @@ class ContinuousBatch:
         states: Int64[Tensor, " n"],
         draws: SamplingBatch,
     ) -> Int64[Tensor, " n"]:
-        """Sample a token for each of these positions, from the states of the preceding tokens."""
+        """Sample the next token of each of `sequences`, add it to `draws` and return it.
+
+        Args:
+            x: final hidden states of the sequences' last tokens.
+            positions: positions of the sampled tokens.
+            states: seeds of the sequences' random numbers.
+        """
         tokens, logprobs, kept = self._sampled(x, positions, states)
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
@@ -232,7 +242,7 @@ class ContinuousBatch:
         return tokens
 
     def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return tokens [n] and their log-probabilities [n] fp32, on every stage, and the last stage's kept tokens."""
+        """Sample tokens; return tokens [n], log-probabilities [n] fp32 and, only on the last stage, the kept tokens."""
         topology, params, kept = self.decoder.topology, self.params, None
         if topology.is_last_stage:
             uniform = None if params.greedy else uniforms(states, positions)
@@ -246,7 +256,10 @@ class ContinuousBatch:
         return drawn[0].long(), drawn[1].float(), kept
 
     def _look(self, lag: int) -> None:
-        """Read all steps but the last `lag`; mark the sequences that ended in them, alike on all ranks of a replica."""
+        """Read the data of all steps except the last `lag`; mark the sequences that ended in these steps.
+
+        All ranks of a replica mark the same sequences.
+        """
         while len(self.kept_tables) > lag:
             draws, table = self.kept_tables.popleft()
             of_step = KeptTokens.of_table(table.read())
@@ -262,7 +275,7 @@ class ContinuousBatch:
     # ------------------------------------------------------------ admission and removal of sequences
 
     def _admit(self) -> None:
-        """Move queued sequences into free rows, each with its first token."""
+        """Start queued sequences as long as the batch has free rows, and sample their first tokens."""
         while self.queue and len(self.going) < self.rows:
             new = self._begin()
             numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
@@ -273,7 +286,10 @@ class ContinuousBatch:
             self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
 
     def _begin(self) -> list[RunningSequence]:
-        """Return the next sequences of the queue with their prompts cached; equal prompts are computed only once."""
+        """Take the next sequences from the queue, put their prompts into the cache, and return the sequences.
+
+        Equal prompts are computed only once.
+        """
         new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
         # The recurrent state of a running sequence is no longer that of its prompt.
         having, tokens = {} if self.decoder.has_states else {s.prompt: s for s in self.going}, 0
@@ -306,7 +322,10 @@ class ContinuousBatch:
                 s.prompt_experts = [experts]
 
     def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
-        """Share the full blocks of a cached prompt with another sequence; copy what both will write to."""
+        """For each pair (source, s), give the sequence `s` the cached prompt of `source`, which is equal.
+
+        Full blocks are shared. A partly filled block and the slot are copied, because both sequences write to them.
+        """
         copied = list[tuple[int, int]]()
         for source, s in pairs:
             full, rest = divmod(len(s.prompt), BLOCK_SIZE)
@@ -321,7 +340,7 @@ class ContinuousBatch:
             self.cache.copy_slots([source.slot for source, _ in pairs], [s.slot for _, s in pairs])
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
-        """Continue the unfinished sequences, longest first; release the blocks of the others."""
+        """Continue with the unfinished of `sequences`, the longest first; release the blocks of the finished ones."""
         for s in sequences:
             if s.is_over:
                 self.cache.blocks.give_back(s.blocks)
@@ -337,7 +356,7 @@ class ContinuousBatch:
         self._new_draws(self.going)
 
     def _new_draws(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
-        """Create a sampling batch for these sequences and register their places in it."""
+        """Create a sampling batch for `sequences` and record in each sequence its column in this batch."""
         draws = SamplingBatch()
         self.history.append(draws)
         for column, s in enumerate(sequences):
@@ -375,18 +394,18 @@ class TrainedHere(Protocol):
 
 
 class MegatronGeneration(GenerationInterface):
-    """Generation with the weights of a model in training.
+    """Generates with a model that is in training, in the same processes.
+
+    lag: see `ContinuousBatch`. makes_room: the policy, if it must release gradients and optimizer state during
+        generation; otherwise None.
 
     Args:
         params: sampling parameters.
-        max_sequence_length: limit of prompt and response together, in tokens.
-        tokenizer: decodes the ends of responses, for stop strings.
+        max_sequence_length: maximum number of tokens in a prompt and its response together.
+        tokenizer: decodes the ends of responses, to detect stop strings.
         max_batch_size: maximum number of concurrent sequences of a replica.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
-        record_experts: return the experts of every token.
-
-    lag: see `ContinuousBatch`. makes_room: the policy, if it releases gradients and optimizer state
-        during generation.
+        record_experts: whether to return the experts of every token.
 
     Raises:
         UserError: `record_experts` is set and the model has no experts.
@@ -414,13 +433,13 @@ class MegatronGeneration(GenerationInterface):
         self.makes_room: TrainedHere | None = None
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare generation; with `makes_room` the policy keeps only its weights on the device."""
+        """Prepare generation. If `makes_room` is set, offload everything of the policy but its weights."""
         if self.makes_room is not None:
             self.makes_room.offload_before_refit()
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation; with `makes_room` the policy's memory is restored."""
+        """End generation. If `makes_room` is set, restore what was offloaded to the device."""
         if self.makes_room is not None:
             self.makes_room.prepare_for_training()
         return True
@@ -432,11 +451,12 @@ class MegatronGeneration(GenerationInterface):
         greedy: bool = False,
         max_new_tokens: Sequence[int] | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return a response to each row. Collective, also for a replica without rows.
+        """Return a response to the prompt in each row. Collective; a replica without rows must call it too.
 
         Args:
-            greedy: take the most likely token, independent of the temperature.
-            max_new_tokens: a limit for each row; by default the limit of the sampling parameters.
+            greedy: always take the most likely token, whatever the temperature is.
+            max_new_tokens: for each row, the maximum number of tokens in its response. Default: the sampling
+                parameters' value for all rows.
 
         Raises:
             UserError: a prompt is empty, or leaves no room for a response.
@@ -474,7 +494,14 @@ class MegatronGeneration(GenerationInterface):
         prompts: list[tuple[int, ...]],
         sharing: Sequence[ParallelDimension],
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Gather the sequences of all ranks that divide them."""
+        """Gather the responses of all ranks over which the prompts were divided; return all prompts with them.
+
+        Args:
+            mine: this rank's sequences.
+            responses: their responses.
+            prompts: the prompts of all ranks.
+            sharing: the parallel dimensions over which the prompts were divided.
+        """
         # Parts consist of neighbouring rows, so rank order is row order.
         gathered = gather_responses(self._with_kept_tokens(responses), *reversed(sharing))
         collected = output_of(prompts, gathered, self.tokenizer.pad_token_id)
@@ -483,7 +510,7 @@ class MegatronGeneration(GenerationInterface):
         return collected
 
     def _with_kept_tokens(self, responses: list[Response]) -> list[Response]:
-        """Return the responses with the kept tokens that only the last stage has. Collective over the pipeline."""
+        """Add to the responses their kept tokens, which only the last stage has. Collective over the pipeline."""
         pipeline = self.topology.pipeline
         if not self.params.keeps_mask or pipeline.size == 1:
             return responses
@@ -497,9 +524,10 @@ class MegatronGeneration(GenerationInterface):
     def _collect_experts(
         self, mine: list[RunningSequence], collected: BatchedDataDict[Any], sharing: Sequence[ParallelDimension]
     ) -> Tensor:
-        """Gather experts of every stage as in `_collect`; return [B, S', layers with experts, topk] int16.
+        """Gather the experts of all stages and all ranks; return [B, S', layers with experts, topk] int16.
 
-        Each token has experts except a response's last token, which was not an input of the model.
+        The arguments are those of `_collect`. The last token of a response was not an input of the model; its entries
+        are −1, like the padding's.
         """
         assert isinstance(self.family, Mixture)
         experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
@@ -521,7 +549,7 @@ class MegatronGeneration(GenerationInterface):
 
 
 def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
-    """Return the sampling parameters of the configuration."""
+    """Return the sampling parameters that the configuration's options set; stop tokens come from the tokenizer."""
     options = config.rollouts
     return SamplingParams(
         max_new_tokens=options.max_new_tokens,
@@ -537,7 +565,7 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
 
 
 def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> MegatronGeneration:
-    """Return generation with the model of `policy`, a `MegatronPolicy`, by the configuration's options."""
+    """Return an object that generates with the model of `policy`, a `MegatronPolicy`, as `config` sets it."""
     generation = MegatronGeneration(
         policy.model,
         sampling_params_of(config, tokenizer),

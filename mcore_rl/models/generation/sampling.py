@@ -1,8 +1,8 @@
 """Sampling of the next token from vocabulary shards, without gathering the vocabulary.
 
-Every filter (top-k, top-p, min-p) is one threshold per row, computed with a few numbers per rank. A token is sampled by
-its place in the cumulative distribution over token ids, with one uniform number per row. That number depends only on
-seed, sample and position, so a sample is the same under every parallel layout.
+Every filter (top-k, top-p, min-p) becomes one threshold per row; the ranks exchange only a few numbers to compute it.
+One uniform number per row selects the token: the first at which the cumulative distribution over token ids exceeds
+that number. The number depends only on seed, sample and position, so a sample is the same under every parallel layout.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class SamplingParams:
 
     temperature: divides the logits; 0 is greedy.
     top_k: sample only the k most likely tokens; None for all.
-    top_p: sample only the smallest set of most likely tokens with at least this probability.
-    min_p: sample only tokens at least this likely relative to the most likely token.
+    top_p: sample only the most likely tokens: as few as have at least this probability together.
+    min_p: sample only tokens whose probability is at least this fraction of the most likely token's.
     max_new_tokens: maximum length of a response, including its stop token.
     stop_token_ids: tokens that end a response, and are part of it.
     stop_strings: texts that end a response, and are part of it.
     seed: seed of the random numbers.
-    max_kept_tokens: return the tokens that the filters keep, and keep at most this many at each position; None to keep
-        any number and not return them.
+    max_kept_tokens: if set, the tokens that the filters keep are returned, and at most this many are kept at each
+        position. If None, any number is kept, and they are not returned.
     """
 
     max_new_tokens: int
@@ -51,17 +51,17 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never sampled."""
+        """Whether any filter (top-k, top-p, min-p) is set."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def keeps_mask(self) -> bool:
-        """Whether the tokens that the filters keep are returned."""
+        """Whether the sampler returns the tokens that the filters keep."""
         return self.max_kept_tokens is not None and self.filters and not self.greedy
 
     @property
     def logprob_temperature(self) -> float:
-        """Temperature of the distribution in which log-probabilities are returned."""
+        """Temperature at which the returned log-probabilities are computed."""
         return 1.0 if self.greedy else self.temperature
 
 
@@ -71,14 +71,15 @@ def sample(
     """Sample one token per row; the host does not wait for the device.
 
     Args:
-        logits: [n, Vp] fp32, this rank's columns; −inf in the vocabulary's padding.
+        logits: [n, Vp] fp32, this rank's columns of the vocabulary; −inf in the vocabulary's padding.
         uniform: [n] float64 in [0, 1); not needed for greedy sampling.
         group: the tensor-parallel group, whose ranks hold the vocabulary's columns in order.
 
     Returns:
-        token ids [n] and their log-probabilities [n] fp32 in the sampling distribution (temperature and filters; for
-        greedy sampling, the model's own distribution), the same on all ranks; with `max_kept_tokens`, the kept tokens
-        [n, k] int32, −1 for none. They are None without `max_kept_tokens` and for greedy sampling.
+        Token ids [n], their log-probabilities [n] fp32, and the kept tokens [n, k] int32, padded with −1; all are the
+        same on all ranks. Log-probabilities are taken in the sampling distribution (after temperature and filters), or
+        in the model's own distribution for greedy sampling. The kept tokens are None for greedy sampling and without
+        `max_kept_tokens`.
     """
     kept = None
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
@@ -98,14 +99,15 @@ def sample(
 
 
 def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """Return the seed of each sample's random numbers: a hash of seed and sample."""
+    """Return the seed of each sample's random numbers: a hash of the run's seed and the sample id."""
     return _mix(_signed(seed) + samples * _GOLDEN)
 
 
 def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """Return hashes of (seed, sample, position) in [0, 1), by SplitMix64 (doi:10.1145/2714064.2660195), on any device.
+    """Return a uniform number in [0, 1) for each position: a hash of seed, sample and position, the same on any device.
 
-    Products and sums of int64 wrap like the algorithm's uint64; only right shifts differ.
+    The hash is SplitMix64 (doi:10.1145/2714064.2660195), which uses uint64. Products and sums of int64 have the same
+    bits; only right shifts differ, hence `_shifted`.
 
     Args:
         states: result of `random_states`.
@@ -114,7 +116,7 @@ def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Flo
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the bits of `value` modulo 2^64."""
+    """Return the int64 number that has the same 64 lowest bits as `value`."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -129,7 +131,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros: torch's own right shift of int64 repeats the sign."""
+    """Shift right and fill with zeros; PyTorch's own right shift of int64 fills with copies of the sign bit."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -140,7 +142,7 @@ def _log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the most likely token, the first if several are equally likely."""
+    """Return the most likely token of each row; of equally likely tokens, the first."""
     value, index = logprobs.max(-1)
     values, indices = all_gather(value, group), all_gather(index, group)
     owner = values.argmax(0)
@@ -148,7 +150,10 @@ def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
-    """Set tokens that the filters exclude to −inf, in the order in which transformers applies the filters."""
+    """Set the log-probability of every token that a filter excludes to −inf.
+
+    The filters are applied in the same order as in transformers: top-k, top-p, min-p.
+    """
     if params.top_k is not None:
         best, _ = vocab_parallel_topk(logprobs, min(params.top_k, logprobs.shape[1] * group_size(group)), group)
         logprobs = _at_least(logprobs, best[:, -1])
@@ -165,8 +170,11 @@ def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _at_most(logprobs: Tensor, most: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Set all but the `most` most likely tokens to −inf; of equally likely tokens, keep the first. Return the
-    log-probabilities and the ids of the kept tokens, −1 for none."""
+    """Keep the `most` most likely tokens of each row; of equally likely tokens, keep the first.
+
+    Returns:
+        The log-probabilities, −inf for the other tokens; and the ids of the kept tokens [n, most], padded with −1.
+    """
     most = min(most, logprobs.shape[1] * group_size(group))
     lowest = vocab_parallel_topk(logprobs, most, group)[0][:, -1:]
     above, level = logprobs > lowest, (logprobs == lowest) & (lowest > -torch.inf)
@@ -186,11 +194,11 @@ DIGIT_BITS = 8
 def _nucleus_threshold(
     logprobs: Float[Tensor, "n columns"], top_p: float, group: ProcessGroup | None
 ) -> Float[Tensor, " n"]:
-    """Return the highest log-probability such that tokens at least as likely have `top_p` of the mass.
+    """Return the threshold of top-p: the tokens at or above this log-probability have at least `top_p` of the mass.
 
-    The result is exact and needs no sort. The threshold's bits are mapped so that float32 values have integer order,
-    and determined in groups of eight bits, from the mass of the tokens with each value of these bits. This takes four
-    all-reduces of [n, 256]; the host does not wait.
+    The highest such threshold is found, exactly and without a sort. `_ordered_bits` maps float32 values to integers in
+    the same order. The threshold's 32 bits are then found eight at a time, from a histogram: the mass of the tokens for
+    each value of these eight bits. This takes four all-reduces of [n, 256]; the host does not wait.
     """
     keys, masses = _ordered_bits(logprobs) + 2**31, (logprobs.double().exp() * MASS).long()
     found = above = wanted = torch.zeros_like(keys[:, 0])
@@ -210,7 +218,7 @@ def _nucleus_threshold(
 
 
 def _ordered_bits(x: Tensor) -> Tensor:
-    """Return int64 values that have the order of the float32 values."""
+    """Map float32 values to int64 values, so that a larger value has a larger integer."""
     bits = x.contiguous().view(torch.int32).long()
     return torch.where(bits >= 0, bits, -(2**31) - bits)
 
@@ -221,7 +229,7 @@ def _from_ordered_bits(keys: Tensor) -> Tensor:
 
 
 def _draw(logprobs: Tensor, uniform: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the token at which the cumulative distribution over token ids exceeds `uniform` of its mass."""
+    """Return, for each row, the first token at which the cumulative distribution over token ids exceeds `uniform`."""
     cumulative = logprobs.double().exp().cumsum(-1)
     masses = all_gather(cumulative[:, -1].contiguous(), group)  # [TP, n]
     ends = masses.cumsum(0)

@@ -30,15 +30,17 @@ DTYPES = ("uint8", "uint16", "int32")
 def decode_routed_experts(
     encoded: str | None, num_tokens: int, experts: Experts
 ) -> Int16[Tensor, "tokens layers topk"]:
-    """Return experts of the tokens of a prompt and its response; −1 at the last token, which is not a model input.
+    """Decode a server's `routed_experts`: the experts of each token of a prompt and its response.
+
+    The result is −1 at the last token, which was not an input of the model.
 
     Args:
-        encoded: base64 of the bytes of a .npy file: [num_tokens − 1, layers of the model, topk]. Dense layers have
-            meaningless rows, which are removed here.
+        encoded: base64 of the bytes of a .npy file: [num_tokens − 1, layers of the model, topk]. The entries of dense
+            layers have no meaning and are removed here.
         num_tokens: number of tokens in prompt and response.
 
     Raises:
-        ValueError: the value is invalid; the message contains the found and the expected value.
+        ValueError: `encoded` is missing or invalid; the message contains what was found and what was expected.
     """
     if encoded is None:
         raise ValueError("no routed_experts (it must run with --enable-return-routed-experts)")
@@ -59,13 +61,14 @@ def decode_routed_experts(
 
 
 def decode_sampling_mask(mask: Any, token_ids: Sequence[int]) -> KeptTokens:
-    """Return the tokens that the server's filters kept at each position of a response.
+    """Decode a server's `sampling_mask`: the tokens that its filters kept at each position of a response.
 
     Args:
-        mask: a list of token ids for each position.
+        mask: for each position, a list of the kept token ids.
+        token_ids: the response.
 
     Raises:
-        ValueError: the mask is missing, or lacks a sampled token.
+        ValueError: the mask is missing, has another length than the response, or lacks a sampled token.
     """
     if mask is None:
         raise ValueError("no sampling_mask (it must run with --return-sampling-mask)")
@@ -96,26 +99,26 @@ BUSY = (408, 429, 503)
 
 
 class ServerError(RuntimeError):
-    """A server has ended, timed out or failed; another server may process the request."""
+    """A server has ended, timed out or failed; another server may still process the request."""
 
 
 class BusyError(ServerError):
-    """A server has no room at present."""
+    """A server has no room for the request at present."""
 
 
 class WrongServerError(ServerError):
-    """A server uses other weights than it was sent, or lacks a feature that this run needs."""
+    """A server does not use the weights that it was sent, or lacks a feature that this run needs."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A request for a response.
 
-    token_ids: the prompt.
-    max_tokens: limit of the response.
-    seed: seed of its random numbers.
-    priority: requests with the lowest number are served first.
-    group: the prompt's leading tokens that it shares with other prompts.
+    token_ids: tokens of the prompt.
+    max_tokens: maximum number of tokens in the response.
+    seed: seed of the response's random numbers.
+    priority: requests with a lower number are served first.
+    group: leading tokens of the prompt that other prompts have too.
     """
 
     token_ids: tuple[int, ...]
@@ -129,7 +132,8 @@ class Request:
 class Answer:
     """A response, and the versions of the weights that generated it.
 
-    spans: (version, number of tokens) of consecutive tokens; a version is a name that the servers got with the weights.
+    spans: pairs (version, number of tokens) for consecutive tokens. A version is a name, which the servers received
+        with the weights.
     """
 
     response: Response
@@ -150,7 +154,7 @@ class VLLMServer:
 
     Args:
         connections: maximum number of concurrent requests.
-        experts: the model's experts, if responses must contain routed experts.
+        experts: the model's experts, if responses must contain routed experts; otherwise None.
     """
 
     def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
@@ -167,7 +171,7 @@ class VLLMServer:
         return self._ask("POST", path, body, seconds)
 
     def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """Return the answer's JSON, None for an empty answer.
+        """Send an HTTP request; return the decoded JSON of the answer, or None if the answer is empty.
 
         Raises:
             ServerError: there is no answer within `seconds`, or the answer reports a failure.
@@ -199,7 +203,9 @@ class VLLMServer:
         """Return a response with the versions of the weights that generated it.
 
         Raises:
-            ServerError: as in `post`; or the request was aborted, or the routed experts are missing or invalid.
+            ServerError: `post` raises it; or the server aborted the request; or routed experts or sampling mask are
+                needed, and missing or invalid.
+            RequestError: the server rejects the request as invalid.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
@@ -224,7 +230,7 @@ class VLLMServer:
 
 
 def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters under vLLM's names."""
+    """Return the sampling parameters of a request as vLLM's API names them."""
     top_k, temperature = params.top_k or 0, params.temperature
     if params.max_kept_tokens is not None:  # then a server requires a top_k, and refuses temperature 0
         top_k, temperature = (1, 1.0) if params.greedy else (params.max_kept_tokens, temperature)
@@ -246,16 +252,16 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
 
 
 class ServerPool:
-    """Servers that share the requests. An unhealthy server is dropped, and its requests go to other servers.
+    """Distributes requests over servers. An unhealthy server is dropped, and its requests go to other servers.
 
-    A request that fails on a healthy server is repeated, up to `ATTEMPTS` times in all.
+    If a request fails on a healthy server, it is sent again; it is sent at most `ATTEMPTS` times.
 
-    A server takes the waiting request with the lowest priority number when it has room. Requests of a group, which
-    share a prefix, go to one server, which computes the prefix once.
+    When a server has room, it gets the waiting request with the lowest priority number. Requests of the same group
+    start with the same tokens. They all go to one server, so that it computes these tokens once.
 
     Args:
         drop: called with the URL of a dropped server and the reason.
-        seconds: time limit of a response.
+        seconds: time limit for a response, in seconds.
     """
 
     def __init__(self, servers: Iterable[VLLMServer], drop: Callable[[str, str], None], seconds: float) -> None:
@@ -275,9 +281,10 @@ class ServerPool:
     # ------------------------------------------------------------ responses
 
     def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
-        """Start a request; if the servers' weights change meanwhile, the response has tokens of several versions.
+        """Start a request and return the future response.
 
-        The future raises RequestError if the request is invalid or fails each time, TrainingError if no server is left.
+        If the servers' weights change meanwhile, several versions of the weights generate the response. The future
+        raises RequestError if the request is invalid or every attempt fails, and TrainingError if no server is left.
         """
         task = _Task(request, params, Future())
         with self._changed:
@@ -289,12 +296,15 @@ class ServerPool:
         return task.future
 
     def announce(self, name: str, number: int) -> None:
-        """Declare that from now until `settle` the servers receive the weights with this name and number."""
+        """Record that the servers now receive new weights, with version name `name` and number `number`.
+
+        Until `settle` is called, a server may have the old or the new weights.
+        """
         with self._changed:
             self._versions[name] = self._announced = number
 
     def settle(self, servers: Collection[str]) -> None:
-        """Declare that these servers have the weights that were announced last; drop all other servers."""
+        """Record that `servers` (URLs) now have the weights that were announced last; drop all other servers."""
         with self._changed:
             self._settled = self._announced
             self._homes.clear()
@@ -302,7 +312,7 @@ class ServerPool:
             self.drop(url, f"{url}: the first rank has dropped it")
 
     def _serve(self, server: VLLMServer) -> None:
-        """Process requests on one connection of a server."""
+        """Send waiting requests to `server`, one after the other, until it is dropped or the pool is closed."""
         while (task := self._next_for(server.url)) is not None:
             oldest = self._settled
             try:
@@ -315,7 +325,10 @@ class ServerPool:
                 _resolve(task.future, response)
 
     def _take_back(self, server: VLLMServer, task: _Task, error: ServerError) -> None:
-        """Repeat a failed request unless it was repeated often enough; drop an unhealthy server."""
+        """Handle a request that failed with `error`: queue it again, or let it fail after the last attempt.
+
+        Drop the server if it is not healthy.
+        """
         is_lost = isinstance(error, WrongServerError) or not server.is_well()
         if not is_lost and isinstance(error, BusyError):
             now = time.monotonic()
@@ -337,7 +350,7 @@ class ServerPool:
             self.drop(server.url, str(error))
 
     def _next_for(self, url: str) -> _Task | None:
-        """Return the next request for this server; None if the server gets no more requests."""
+        """Wait for the next request for this server and return it; None if the server gets no more requests."""
         with self._changed:
             while url in self.servers and not self._is_closed:
                 self._waiting = [task for task in self._waiting if not task.future.cancelled()]
@@ -349,10 +362,10 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Return the response with the numbers of the weights' versions.
+        """Return the response of `answer`, in which version numbers replace the version names of the weights.
 
         Raises:
-            WrongServerError: the weights are older than version `oldest`, or do not come from this run.
+            WrongServerError: the weights are older than version number `oldest`, or do not come from this run.
         """
         numbers = [self._versions.get(name, -1) for name, _ in answer.spans]
         if not numbers or min(numbers) < oldest:
@@ -384,7 +397,7 @@ class ServerPool:
             _resolve(task.future, self._none_left())
 
     def close(self) -> None:
-        """Send no more requests; do not wait for pending ones."""
+        """Send no more requests; do not wait for pending requests."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -394,7 +407,9 @@ class ServerPool:
         return TrainingError(f"no vLLM server is left; the last one's failure: {self.last_failure}")
 
     def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
-        """Return the results of `call` for all servers concurrently, by URL; servers that fail are dropped.
+        """Call `call` for all servers concurrently; return the results by URL.
+
+        A server for which it fails is dropped.
 
         Raises:
             TrainingError: no server is left.
@@ -402,11 +417,15 @@ class ServerPool:
         return self.gather(self.begin_each(call))
 
     def begin_each(self, call: Callable[[VLLMServer], T]) -> dict[str, Future[T]]:
-        """Start `each`; `gather` completes it."""
+        """Start `call` for all servers and return the futures by URL; `gather` waits for them."""
         return {url: self._control.submit(call, server) for url, server in list(self.servers.items())}
 
     def gather(self, begun: dict[str, Future[T]]) -> dict[str, T]:
-        """Return the results of `begin_each`, by URL."""
+        """Wait for the futures of `begin_each`; return the results by URL, and drop the servers that failed.
+
+        Raises:
+            TrainingError: no server is left.
+        """
         results = {}
         for url, future in begun.items():
             try:
@@ -428,14 +447,14 @@ def _resolve(future: Future[T], result: T | Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return a short reason: messages of requests contain all of urllib3's details."""
+    """Return a short description of an error of `requests`, whose own messages are long."""
     if isinstance(error, requests.Timeout):
         return "took too long"
     return "does not answer" if isinstance(error, requests.ConnectionError) else f"{type(error).__name__}"
 
 
 def _told(content: Any) -> str:
-    """Return the message in an answer that reports a failure."""
+    """Return the error message that an answer contains; `content` is the answer's decoded JSON."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             return _told(content[key])

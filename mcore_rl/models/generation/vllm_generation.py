@@ -1,7 +1,8 @@
-"""Generation by vLLM's servers, which receive the policy's weights before they answer.
+"""Generation by vLLM's servers, which receive the policy's weights.
 
-The first rank of each data-parallel replica sends requests in the background. Rank 0 also sends the servers the
-weights, which all ranks gather. A server that fails is dropped, and the run continues with the others.
+The first rank of each data-parallel replica sends requests in the background. To update the weights, all ranks gather
+them, and rank 0 sends them to the servers. A server that fails is dropped, and the run continues with the remaining
+servers.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ POLL_SECONDS = 0.5
 
 
 class Sender(Protocol):
-    """The methods of a policy that sends its weights to the servers."""
+    """What `VLLMGeneration` needs of the policy whose weights it sends to the servers."""
 
     model: ModelShard
     topology: Topology
@@ -80,14 +81,14 @@ class Sender(Protocol):
 
 
 class VLLMGeneration(StreamingGeneration):
-    """Generation by servers that this object starts, or that the configuration names.
+    """Generates with vLLM's servers, which this object starts, or whose URLs the configuration contains.
 
     All methods except `submit` and `close` are collective.
 
     Args:
         policy: the policy whose weights the servers get.
         params: sampling parameters.
-        say: prints messages about dropped servers for the user.
+        say: prints a message for the user, for example about a dropped server.
     """
 
     def __init__(
@@ -113,9 +114,10 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ generation
 
     def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
-        """Send the policy's weights unless the servers have this version; start or connect the servers first.
+        """Prepare the servers: start or connect them, and send them the policy's weights.
 
-        With `generation.offload` the servers are woken, and afterwards the policy uses no device memory.
+        The weights are not sent if the servers already have the version `weight_version`. With `generation.offload` the
+        servers are woken first, and at the end the policy's memory on the device is released.
 
         Raises:
             UserError: a server does not start, does not answer, or does not suit this run.
@@ -140,9 +142,10 @@ class VLLMGeneration(StreamingGeneration):
     def submit(
         self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
     ) -> Future[Response]:
-        """Request one response; its random numbers depend on seed, sample id and prompt length.
+        """Start a request for one response and return the future response.
 
-        The future raises TrainingError if no server is left, RequestError if this request fails.
+        The response's random numbers depend on seed, sample id and prompt length. The future raises TrainingError if no
+        server is left, and RequestError if this request fails.
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
@@ -154,7 +157,7 @@ class VLLMGeneration(StreamingGeneration):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return a response to each row, generated as in `submit`.
+        """Return a response to the prompt in each row of `data`; each is requested as in `submit`.
 
         Raises:
             UserError: a prompt is empty, or leaves no room for a response.
@@ -180,7 +183,12 @@ class VLLMGeneration(StreamingGeneration):
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
 
     def _result(self, asked: Future[Response], prompt: Sequence[int]) -> Response:
-        """Return the response of a request; an empty one if the request has failed."""
+        """Wait for a request and return its response, or an empty response if the request has failed.
+
+        Args:
+            asked: the future response.
+            prompt: tokens of the request's prompt.
+        """
         try:
             return asked.result()
         except RequestError as error:
@@ -191,7 +199,7 @@ class VLLMGeneration(StreamingGeneration):
             return Response([], [], ended=False, routed_experts=routed)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation. With `generation.offload`, put the servers to sleep and restore the policy's memory.
+        """End generation. With `generation.offload`, put the servers to sleep and restore the policy to the device.
 
         Raises:
             TrainingError: no server is left.
@@ -219,7 +227,7 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ servers
 
     def _connect(self) -> None:
-        """Start the servers or connect to them; the first rank of each replica then sends them requests."""
+        """Start the servers or connect to them, and prepare each replica's first rank to send them requests."""
         # The launch id distinguishes versions of other runs, and of a restarted server.
         self._launch, (urls, have_masks) = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
         if not have_masks:
@@ -241,7 +249,11 @@ class VLLMGeneration(StreamingGeneration):
         return family.experts
 
     def _find(self) -> tuple[list[str], bool]:
-        """Return the URLs of servers that are ready for this run, and whether all of them return sampling masks."""
+        """Find or start the servers, and wait until they are ready.
+
+        Returns:
+            The servers' URLs, and False if the run needs sampling masks that a server does not return.
+        """
         vllm = self.config.generation.vllm
         if not vllm.urls:
             self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
@@ -254,10 +266,10 @@ class VLLMGeneration(StreamingGeneration):
         return list(urls), not self.params.keeps_mask or self._have_masks(urls)
 
     def _have_masks(self, urls: Sequence[str]) -> bool:
-        """Return whether all servers return sampling masks; print a line if a server does not.
+        """Return whether all servers return sampling masks; if one does not, print a line.
 
         Raises:
-            UserError: a server does not, and the configuration requires masks.
+            UserError: a server returns no masks, but the configuration requires them.
         """
         lacking = [url for url in urls if not _option(VLLMServer(url, connections=1), "return_sampling_mask", False)]
         if not lacking:
@@ -286,7 +298,7 @@ class VLLMGeneration(StreamingGeneration):
         self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
 
     def _join(self, server: VLLMServer) -> RefitGroup:
-        """Create a group of this process and the server's processes."""
+        """Create a process group of this process and the server's processes, over which weights are sent."""
         size = 1 + server.get("/get_world_size", CONTROL_SECONDS)["world_size"]
         ip = local_address(urlsplit(server.url).hostname or "")
         store = RefitStore(ip, 0, 0, self._refit_seconds)
@@ -307,14 +319,18 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ sleep
 
     def _make_room(self) -> None:
-        """Release device memory for vLLM: at its start it takes a share of the free memory, later the same amount."""
+        """Release the policy's device memory for vLLM.
+
+        Before the servers start, the weights are released too, because vLLM takes a share of the free memory at its
+        start. Later only the training state is released.
+        """
         if self._is_connected:
             self.policy.offload_before_refit()
         else:
             self.policy.offload_after_refit()
 
     def _wake(self) -> None:
-        """Wake all servers, including servers that another run has left asleep. Awake servers are not affected."""
+        """Wake all servers; an earlier run may have left them asleep. A server that is awake does nothing."""
         assert self._pool is not None
         self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
 
@@ -325,8 +341,11 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ weights
 
     def _refit(self, version: int) -> None:
-        """Pause the servers, send weights, and resume. A server discards its cached prefixes, which depend on the old
-        weights, and continues pending responses with the new weights."""
+        """Pause the servers, send them the weights as version `version`, and resume them.
+
+        A server discards its cached prefixes, which were computed with the old weights. It continues pending responses
+        with the new weights.
+        """
         self.weight_version = version
         if self._pool is not None:
             self._pool.announce(self._version(), version)
@@ -369,14 +388,18 @@ class VLLMGeneration(StreamingGeneration):
 
 
 def _drop_in_silence(url: str, reason: str) -> None:
-    """Drop a server without a message, which the first rank prints."""
+    """Do nothing when a server is dropped: the first rank prints the message."""
 
 
 def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, deadline: float) -> None:
-    """Wait until a server answers; `service` is given if it has started the server.
+    """Wait until a server answers.
+
+    Args:
+        service: the object that has started the server; None if this run has not started it.
+        deadline: latest time, as a value of `time.monotonic`.
 
     Raises:
-        UserError: the server has ended, or does not answer until `deadline` (of `time.monotonic`).
+        UserError: the server has ended, or does not answer before `deadline`.
     """
     while True:
         try:
@@ -392,7 +415,7 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
-    """Raise UserError if a server does not suit this run."""
+    """Raise UserError if a server allows too few tokens for this run, or cannot sleep although the run needs it."""
     (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
@@ -408,7 +431,7 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
 
 
 def _option(server: VLLMServer, name: str, unknown: bool) -> bool:
-    """Return an option of the server's model; `unknown` if the server does not report it."""
+    """Return the value of the option `name` in the server's model configuration, or `unknown` if it is not reported."""
     try:
         told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
         return bool(told["vllm_config"]["model_config"][name])

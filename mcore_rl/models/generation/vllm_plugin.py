@@ -1,8 +1,8 @@
-"""The plugin that runs inside vLLM's environment, where torch is the only dependency of this package.
+"""The plugin that runs inside vLLM's processes, whose environment has none of this package's dependencies but PyTorch.
 
-vLLM finds `register` by the entry point `vllm.general_plugins`, in each of its processes. The engine receives the
-trainer's weights by a collective, through vLLM's own weight-transfer interface and its layerwise reload. The reload
-restores the parameters' loaders, which vLLM removes after a model is loaded.
+Each process of vLLM calls `register`, which is the entry point `vllm.general_plugins`. The plugin receives the
+trainer's weights by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload
+restores the parameters' loaders, which vLLM removes after it has loaded a model.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BACKEND = "mcore_rl"
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """The trainer's address, and the tensors that it will send.
+    """The trainer's address, and a description of the tensors that it will send.
 
-    first_rank: rank of this server's first process in the trainer's group.
-    tensors: `encode_refit_info` of the tensors.
-    timeout: time limit in seconds for the group to be created, and for each of its collectives.
-    on_host: receive weights in the host's memory first, because the trainer may be on the same GPU.
+    first_rank: rank of this server's first process in the trainer's process group.
+    tensors: names, shapes and dtypes of the tensors, as `encode_refit_info` returns them.
+    timeout: time limit in seconds for the creation of the group, and for each of its collectives.
+    on_host: whether to receive the weights in the host's memory, because the trainer may be on the same GPU.
     """
 
     ip: str
@@ -55,18 +55,19 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """Empty: the collective itself describes the tensors."""
+    """The information for one update. It has no fields, because the collective itself describes the tensors."""
 
 
 class DirectCopies(TorchFunctionMode):
-    """Reports a model's direct copies into its parameters to vLLM's layerwise reload.
+    """Makes vLLM's layerwise reload notice parameters that a model fills by a direct copy.
 
-    The reload counts only what the parameters' loaders load. vLLM's gpt-oss in 16 or 32 bits copies into its parameters
-    directly, so the reload would keep the old experts and sinks. Inside this context a copy into an expert's parameter
-    calls a loader instead. Sinks are not changed after they are loaded: the model copies into the parameters in use.
+    The reload notices only what the parameters' loaders load. vLLM's gpt-oss in 16 or 32 bits copies tensors directly
+    into its parameters, so the old experts and sinks would stay in use. Inside this context a copy into an expert's
+    parameter calls a loader instead. Sinks need no processing after they are loaded, so the model copies them
+    into the parameters in use.
 
     Args:
-        model: a model after `initialize_layerwise_reload`.
+        model: a model on which `initialize_layerwise_reload` was called.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -89,7 +90,7 @@ class DirectCopies(TorchFunctionMode):
 
 
 class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
-    """A worker process's receiver of the collective."""
+    """Receives the trainer's weights in one worker process of vLLM."""
 
     init_info_cls, update_info_cls = RefitInitInfo, RefitUpdateInfo
     receiver: RefitReceiver | None = None
@@ -141,6 +142,6 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
 
 def register() -> None:
-    """Register `--weight-transfer-config '{"backend": "mcore_rl"}'`. vLLM calls plugins more than once."""
+    """Register the backend of `--weight-transfer-config '{"backend": "mcore_rl"}'`; repeated calls do nothing."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, RefitEngine)

@@ -1,4 +1,4 @@
-"""vLLM servers as processes of this machine."""
+"""Starts and ends vLLM servers as processes on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 
 def server_command(config: RLConfig, port: int) -> list[str]:
-    """Return the command line of one server."""
+    """Return the command line that starts one server on `port`."""
     vllm, longest = config.generation.vllm, config.data.max_sequence_length
     command = [
         str(vllm.python.absolute()), "-m", "vllm.entrypoints.openai.api_server",
@@ -59,7 +59,9 @@ def server_command(config: RLConfig, port: int) -> list[str]:
 
 
 class VLLMServerProcesses:
-    """The servers of a configuration. They end with this object, and with this process even if it is killed.
+    """Starts the servers that a configuration describes, and ends them.
+
+    `close` ends them. They also end when this process ends, even if it is killed.
 
     Args:
         logs: directory for the servers' output.
@@ -91,7 +93,7 @@ class VLLMServerProcesses:
         return tuple(self._processes)
 
     def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
-        """Return the reason why a server has ended, or ends within `seconds`; None if it runs."""
+        """Return why a server has ended; wait up to `seconds` for its end. Return None if it still runs."""
         process = self._processes.get(url)
         if process is None:
             return None
@@ -103,7 +105,10 @@ class VLLMServerProcesses:
         return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
 
     def end(self, *urls: str) -> None:
-        """End these servers, if they exist. Each is ended only once: its process id may be reused afterwards."""
+        """End the servers with these URLs, unless they were ended before.
+
+        A server is not ended twice, because another process may get its process id.
+        """
         ending = [self._processes.pop(url) for url in urls if url in self._processes]
         processes = {process.pid: process for process in ending}
         end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
@@ -151,7 +156,7 @@ class VLLMServerProcesses:
 
 
 def _check_precision(path: Path) -> None:
-    """Raise UserError for a quantized directory: a server would copy weights in bfloat16 into quantized ones."""
+    """Raise UserError if the model directory is quantized: vLLM would keep it so, but receives bfloat16 weights."""
     file = path / "config.json"
     if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
         raise UserError(
@@ -161,14 +166,17 @@ def _check_precision(path: Path) -> None:
 
 
 def _returns_masks(config: RLConfig) -> bool:
-    """Return whether servers are started with `--return-sampling-mask`. vLLM's build for the CPU refuses it, so on the
-    CPU only `keep_sampling_mask=true` sets it; vLLM's error then ends the run."""
+    """Return whether to start servers with `--return-sampling-mask`.
+
+    vLLM's build for the CPU refuses this flag. On the CPU it is therefore set only with `keep_sampling_mask=true`; the
+    run then ends with vLLM's error.
+    """
     options = config.rollouts
     return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise UserError if the port is taken: the program on it would be mistaken for the new server."""
+    """Raise UserError if another program uses the port: it would be mistaken for the new server."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -176,7 +184,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _last_error(printed: str) -> str:
-    """Return the output line that best explains why a process ended."""
+    """Return the line of a server's output that best explains why it ended."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
     return (errors[:1] or lines[-1:] or ["it printed nothing"])[0][-300:]

@@ -1,7 +1,7 @@
 """Ends vLLM's servers if their trainer dies: `python -m mcore_rl.models.generation.vllm_server_reaper`.
 
-It reads process group ids, one per line, with a "-" before ids to be removed. Its input ends when the process at the
-other end ends for any reason; it then ends the remaining groups.
+The trainer starts this program and writes process group ids to its standard input, one per line. A "-" before an id
+removes the id. The input ends when the trainer ends, for whatever reason; the program then ends the remaining groups.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ def _has_ended(process: int) -> bool:
 
 
 def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_ended) -> None:
-    """End process groups: send SIGTERM to their leaders, which then remove shared memory, and later kill the rest.
+    """End process groups: send SIGTERM to their leaders, wait a few seconds, then kill what is left.
+
+    On SIGTERM a leader can remove its shared memory.
 
     Args:
-        has_ended: returns whether a leader has ended. A leader's parent must pass its own function, because for it an
-            ended process exists until it is waited for.
+        leaders: process ids of the leaders, which are also the ids of the groups.
+        has_ended: returns whether a leader has ended. The parent process of a leader must pass its own function,
+            because an ended process still exists until its parent has waited for it.
     """
     leaders = list(leaders)
     for leader in leaders:
