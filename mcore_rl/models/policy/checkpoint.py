@@ -1,4 +1,4 @@
-"""Checkpoints of a policy: its weights, optimizer, schedule, random states, and a reference that has moved."""
+"""Checkpoints of a policy: weights, optimizer, schedule, random states, and a reference that changes in training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class PolicyCheckpoint:
-    """Writer and reader of a policy's checkpoints, with an optional second trained model (`include`). Collective."""
+    """Writes and reads a policy's checkpoints; they can include a second trained model (`include`). Collective."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
         self.second: MegatronPolicy | None = None
         self.second_name = ""
         self.started_from: Path | None = None
-        """The checkpoint that training started from, if weights or reference differ from the model directory's."""
+        """The checkpoint from which weights or reference of this run come; None if both are the model directory's."""
         self.pending: PendingSave | None = None
 
     @cached_property
@@ -42,14 +42,14 @@ class PolicyCheckpoint:
         return HostStaging()
 
     def include(self, name: str, second: MegatronPolicy) -> None:
-        """Include a second model under `name` in later checkpoints. It may be offloaded during `save`."""
+        """Include the model `second` in later checkpoints, under `name`. It may be offloaded when `save` is called."""
         self.second, self.second_name = second, name
 
     def restore_to_device(self) -> bool:
-        """Restore to the device what a checkpoint contains and what is offloaded for an inference engine. Collective.
+        """Restore offloaded weights and optimizer state to the device, so that `save` can read them. Collective.
 
         Returns:
-            Whether the device of every rank had room for it.
+            Whether every rank's device had room for them.
         """
         has_room = True
         try:
@@ -61,7 +61,7 @@ class PolicyCheckpoint:
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
-        """Keep everything that a checkpoint holds on the device inside the context."""
+        """Inside the context, keep on the device the optimizer state and the second model, which may be offloaded."""
         with contextlib.ExitStack() as stack:
             if self.second is not None:
                 stack.enter_context(self.second.on_device())
@@ -70,13 +70,16 @@ class PolicyCheckpoint:
             yield
 
     def save(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
-        """Write iteration `step` below `directory`; `state` is the training loop's own state (small, plain values).
+        """Write a checkpoint of iteration `step` below `directory`.
 
-        Without `wait`, training may continue at once, and `finish` returns the directory after the checkpoint is
-        written. Only one save runs at once: the call first waits for a pending save.
+        Without `wait` the checkpoint is written in the background and training may continue at once; call `finish` to
+        complete it. Only one save runs at a time: the call first waits for a pending save.
+
+        Args:
+            state: state of the training loop itself, in small, plain values.
 
         Returns:
-            The checkpoint's directory, or None while it is being written.
+            The checkpoint's directory; None if it is still being written.
 
         Raises:
             SaveError: the checkpoint could not be written. Raised on every rank; earlier checkpoints are untouched.
@@ -95,7 +98,7 @@ class PolicyCheckpoint:
         return self.finish() if wait else None
 
     def reserve(self) -> None:
-        """Start to allocate the memory that a save needs, so that the first save need not wait for it."""
+        """Start to allocate the host memory that a save needs, so that the first save does not wait for it."""
         models = (self.policy,) if self.second is None else (self.policy, self.second)
         replicas = torch.distributed.get_world_size(process_groups().dp_cp)  # they divide the weights
         weights = sum(bytes_for(list(model.parameters())) for model in models) // replicas
@@ -103,13 +106,14 @@ class PolicyCheckpoint:
         self._staging.reserve(weights + 3 * updated)  # these parameters, and two moments of each
 
     def finish(self, wait: bool = True) -> Path | None:
-        """Return the directory of the pending checkpoint after it is written and committed.
+        """Complete the pending checkpoint; with `wait`, wait until it is written.
 
         Returns:
-            None if no checkpoint is pending, or (without `wait`) it is still being written.
+            The checkpoint's directory. None if no checkpoint is pending, or if it is still being written (only without
+            `wait`).
 
         Raises:
-            SaveError: as in `save`.
+            SaveError: the checkpoint could not be written. Raised on every rank.
         """
         if self.pending is None:
             return None
@@ -123,19 +127,25 @@ class PolicyCheckpoint:
         return final
 
     def finish_alone(self, seconds: float) -> Path | None:
-        """Wait at most `seconds` for the pending checkpoint at the end of a run, otherwise discard it. Not collective.
+        """At the end of a run, wait at most `seconds` for the pending checkpoint, then discard it. Not collective.
 
         Returns:
-            The checkpoint's directory; None if no checkpoint is pending or it was discarded.
+            The checkpoint's directory; None if no checkpoint was pending or it was discarded.
         """
         pending, self.pending = self.pending, None
         return pending.final if pending is not None and pending.finish_alone(seconds) else None
 
     def load(self, iteration: Path, allow_partial: bool = False) -> load.Restored:
-        """Restore weights, optimizer, schedule, random states and the loop's own state, from any parallel layout.
+        """Restore weights, optimizer, schedule and random states; return also the training loop's state.
+
+        The checkpoint may have been written under another parallel layout.
+
+        Args:
+            iteration: directory of the checkpoint.
+            allow_partial: accept a checkpoint that lacks some of the state.
 
         Raises:
-            UserError: the checkpoint does not fit the model, or it lacks a part and `allow_partial` is not set.
+            UserError: the checkpoint does not fit the model, or it lacks some state and `allow_partial` is not set.
         """
         policy = self.policy
         if isinstance(policy.reference, AdaptersDisabled) and load.holds_reference(iteration):
@@ -152,7 +162,7 @@ class PolicyCheckpoint:
         return restored
 
     def load_weights(self, iteration: Path) -> None:
-        """Restore only the weights from a checkpoint of any parallel layout, including the second model's weights."""
+        """Restore only the weights of the policy and the second model, from a checkpoint of any parallel layout."""
         self.policy.finish_param_gather()
         load.load_weights(iteration, self.policy.model)
         if self.second is not None:
@@ -165,7 +175,7 @@ class PolicyCheckpoint:
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:
-        """Return the parts of this policy's model that a checkpoint holds."""
+        """Return the state of this policy that checkpoints contain, under `name`: model, optimizer and schedule."""
         self.policy.finish_param_gather()
         return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 

@@ -1,4 +1,4 @@
-"""The policy interface that controllers use."""
+"""The interfaces of a policy, for training programs that control it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class PolicyInterface(ABC):
-    """A model that scores and learns. Every method is called on all ranks with the same global batch."""
+    """A model that is scored and trained. Call every method on all ranks, with the same global batch."""
 
     @abstractmethod
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Return the log-probability of each token of the rows.
+        """Return the log-probability of each token in the rows of `data`.
 
         Args:
             data: `input_ids` [B, S], right-padded, and `input_lengths` [B].
-            micro_batch_size: rows per microbatch, when rows are not packed.
+            micro_batch_size: number of rows per microbatch; only used if rows are not packed.
         """
 
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return the log-probability of each token of the rows under the initial weights."""
+        """Return the log-probability of each token in the rows of `data` under the reference model."""
 
     @abstractmethod
     def train(
@@ -52,7 +52,11 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Make one optimizer step per `gbs` rows; return the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
+        """Make one optimizer step for each `gbs` rows of `data`.
+
+        Returns:
+            The loss's metrics, `grad_norm`, `lr`, and `all_mb_metrics` (each metric's values in all microbatches).
+        """
 
     @abstractmethod
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
@@ -78,18 +82,19 @@ class PolicyInterface(ABC):
 class ColocatablePolicyInterface(PolicyInterface):
     """A policy that shares its devices with an inference engine and sends its weights to it.
 
-    Weights are sent in one of two ways. With a collective: `prepare_refit_info`, `init_collective`, then
-    `broadcast_weights_for_collective` after every update. With shared memory: `offload_before_refit`,
-    `prepare_weights_for_ipc`, `get_weights_ipc_handles` for each group of keys, `offload_after_refit`;
-    `prepare_for_training` then restores everything to the device.
+    Weights are sent in one of two ways:
+    - By a collective. Call `prepare_refit_info` and `init_collective` once, and `broadcast_weights_for_collective`
+      after every update.
+    - By shared memory. Call `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for each group
+      of keys, and `offload_after_refit`. Later, `prepare_for_training` restores everything to the device.
     """
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> Any:
-        """Open a process group with the engine's processes.
+        """Create a process group of the policy's first rank and the engine's processes.
 
         Args:
-            world_size: number of the engine's processes plus one for the policy's first rank, which is rank 0.
+            world_size: size of the group: the engine's processes, and the policy's first rank, which has rank 0.
         """
 
     @abstractmethod
@@ -98,19 +103,22 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def offload_after_refit(self) -> Any:
-        """Release the device memory of the weights too."""
+        """Release the device memory of the weights, in addition to what `offload_before_refit` releases."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Return a map from Hugging Face name to (shape, dtype) of every tensor, in the order of sending."""
+        """Return a map from each tensor's Hugging Face name to its (shape, dtype), in the order of sending."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Return groups of keys; the tensors of one group are requested together."""
+        """Return the tensors' names in groups; `get_weights_ipc_handles` is called for one group at a time."""
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return a map from device to a handle of shared memory that holds these tensors until the next call."""
+        """Write the tensors `keys` to shared memory; return a map from each device to the handle of its memory.
+
+        The memory is valid until the next call.
+        """
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> Any:

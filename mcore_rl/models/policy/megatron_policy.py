@@ -1,6 +1,6 @@
-"""The policy on Megatron.
+"""The policy: a model that Megatron trains.
 
-Every rank makes the same calls. The data is a global batch, or the rows of it that belong to the rank's replica.
+Every rank makes the same calls. The data are a global batch, or those of its rows that belong to the rank's replica.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class TrainingMemory:
-    """The device memory that a policy can release temporarily.
+    """Releases and restores device memory of a policy: weights, gradient buffers and optimizer state.
 
     Args:
-        weights: offload of the policy's weights.
+        weights: offloads the policy's weights.
         parameters: function that returns the weights.
-        optimizer: the policy's optimizer; None for a policy that is not trained.
-        offloads_optimizer: keep the optimizer's state on the host outside of `optimizer_on_device`.
+        chunks: this rank's chunks of the model.
+        optimizer: the policy's optimizer; None if the policy is not trained.
+        offloads_optimizer: whether the optimizer's state is always on the host, except inside `optimizer_on_device`.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
-        """Keep the optimizer's state on the device inside the context, unless `offload_training_state` has moved it."""
+        """Inside the context, keep the optimizer's state on the device.
+
+        It stays on the host if `offload_training_state` has moved it there.
+        """
         self.between_steps.restore()
         try:
             yield
@@ -95,35 +99,39 @@ class TrainingMemory:
                 self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def restore(self) -> None:
-        """Restore everything to the device."""
+        """Restore weights, gradient buffers and optimizer state to the device."""
         for offload in (self.weights, self.optimizer, self.gradients):
             offload.restore()
 
     def offload_training_state(self) -> int:
-        """Move the optimizer's state to the host and drop the gradient buffers; return the device bytes freed."""
+        """Move the optimizer's state to the host and drop the gradient buffers.
+
+        Returns:
+            The number of bytes freed on the device.
+        """
         if self.trained_by is None:
             return 0
         freed = self.gradients.offload(gradient_buffers(self.chunks))
         return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def offload_all(self) -> int:
-        """Offload the training state, and move the weights to the host; return the device bytes freed."""
+        """Offload the training state and move the weights to the host; return the number of bytes freed."""
         return self.offload_training_state() + self.weights.offload(self.parameters())
 
 
 class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterface):
-    """A model that is scored, trained and saved, that generates, and that sends its weights to inference engines.
+    """A model that is trained. It also scores, generates, writes checkpoints and sends weights to inference engines.
 
-    Its parts are `reference` (the reference model), `memory` (offloading of training state), `checkpoint`,
+    Its attributes do parts of this work: `reference` (the reference model), `memory` (offloading), `checkpoint`,
     `sender` (of weights) and `generation` (set by `prepare_for_generation`).
 
     Args:
         config: the run's configuration.
         total_steps: number of optimizer steps in the whole run, for the learning-rate schedule. With 0, the policy is
             never trained and no optimizer is built.
-        rows_per_unit: number of rows that must share a microbatch: 2 for pairs.
-        keep_reference: keep a copy of the initial weights on the host. With new adapters, the reference is the
-            model without them, and nothing is copied.
+        rows_per_unit: number of neighbouring rows that must be in the same microbatch, such as 2 for preference pairs.
+        keep_reference: keep the initial weights, copied to the host, as the reference model. If the run adds new
+            adapters, the reference is the model without adapters, and nothing is copied.
     """
 
     may_differ = False
@@ -168,7 +176,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self._metric_names = InternedObjects()
 
     def describe_optimizer(self) -> str:
-        """Describe the optimizer in one line: its implementation, what is fused, and what overlaps."""
+        """Describe the optimizer in one line: its implementation, fused operations, and overlapped communication."""
         optimizers = [inner.optimizer for inner in optimizers_with_parameters(self.optimizer)]
         kinds = {("fused " * bool(one.param_groups[0].get("fused")), type(one)) for one in optimizers}
         names = ", ".join(sorted(f"{fused}{kind.__name__} of {kind.__module__.split('.')[0]}" for fused, kind in kinds))
@@ -207,17 +215,18 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         temperature: float = 1.0,
         micro_batch_size: int | None = None,
     ) -> MicrobatchResults:
-        """Add the gradients of a global batch's loss to the parameters' `main_grad`. Collective.
+        """Compute the loss of a global batch and add its gradients to the parameters' `main_grad`. Collective.
 
-        Packs of rows go through the model under Megatron's pipeline schedule. Every loss is divided by the global
-        batch's counts, so that the gradients of packs and replicas can be summed.
+        The microbatches run under Megatron's pipeline schedule. The loss of each is divided by counts of the whole
+        global batch, so that the gradients of microbatches and replicas can be summed.
 
         Args:
-            counts: `global_valid_counts(data)`.
-            micro_batch_size: rows per microbatch when rows are not packed.
+            counts: result of `global_valid_counts(data)`.
+            micro_batch_size: number of rows per microbatch; only used if rows are not packed.
 
         Raises:
-            FloatingPointError: the loss is not finite. The message names row and position of a bad log-probability.
+            FloatingPointError: the loss is not finite. The message contains row and position of a log-probability
+                that is not finite.
         """
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
@@ -237,13 +246,16 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     ) -> MicrobatchResults:
         """Compute the loss of a batch without gradients. Collective; the arguments are those of `forward_backward`.
 
-        To evaluate a batch in parts, pass the counts of the whole batch with each part, and add the results with `+`.
+        A batch can be evaluated in several calls: pass the counts of the whole batch in each, and add up the results.
         """
         self.require_weights("evaluate")
         return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=False)
 
     def clip_gradients(self, limit: float) -> float:
-        """Clip the gradients of the whole model to the norm `limit` (0: no clipping); return the norm before clipping.
+        """Scale the gradients down so that their norm over the whole model is at most `limit`; 0 means no limit.
+
+        Returns:
+            The norm before clipping.
 
         Raises:
             FloatingPointError: the norm is not finite. Raised on every rank; the weights are unchanged.
@@ -254,7 +266,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return norm
 
     def update_weights(self) -> float:
-        """Make an optimizer step and count it in the schedule; return the learning rate of the step."""
+        """Make an optimizer step and advance the learning-rate schedule; return the learning rate of this step."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         for own in self.own_updates:
             own.step()
@@ -267,17 +279,17 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return lr
 
     def router_metrics(self) -> dict[str, float]:
-        """Return the router metrics of the last `forward_backward`; {} for a model without experts."""
+        """Return metrics of the expert routers in the last `forward_backward`; {} for a model without experts."""
         return {} if self._router_load is None else self._router_load.metrics()
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Numbers of schedule steps: of this model and, if its checkpoints include a second model, of that model."""
+        """How many steps the learning-rate schedule has counted: for this model, and for the second model if any."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Count optimizer steps in the learning-rate schedule, including steps that were skipped as unnecessary."""
+        """Advance the learning-rate schedule by `steps`. Steps that were skipped as unnecessary count too."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(
@@ -318,16 +330,16 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
         Args:
             data: the same rows on every rank, or each replica's `LocalBatch` of one global batch.
-            eval_mode: compute only metrics, without gradients and steps.
-            gbs: rows of a global batch; all rows of `data` if None.
-            mbs: rows per microbatch without packing; with packing, packs hold as many rows as fit. If None, the
-                configuration's value.
+            eval_mode: compute only the metrics, without gradients and optimizer steps.
+            gbs: number of rows in a global batch; if None, all rows of `data` are one global batch.
+            mbs: number of rows per microbatch, or None for the configuration's value. If rows are packed, it has no
+                effect: a pack contains as many rows as fit.
 
         Returns:
-            A dict of floats: the loss's metrics over the global batch, its `loss`, and for a training step
-            `grad_norm` (before clipping) and `lr`. With several steps, each value is the mean over the steps that have
-            the metric, or the smallest or largest value if the loss declares that reduction. The dict also contains
-            `all_mb_metrics`: for each metric a list of its values in all microbatches of all ranks.
+            A dict of the loss's metrics over the global batch and the `loss` itself; after a training step also
+            `grad_norm` (before clipping) and `lr`. After several steps each value is the mean over the steps that have
+            the metric; if the loss declares so, it is the smallest or the largest value. The entry `all_mb_metrics`
+            contains, for each metric, the list of its values in all microbatches of all ranks.
 
         Raises:
             ContractError: the batch has no rows, its rows do not make whole global batches, or a metric is not a
@@ -356,10 +368,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Run forward and backward over the global batch and leave the gradients in the parameters' `main_grad`.
+        """Compute the gradients of a global batch, in the parameters' `main_grad`, without an optimizer step.
+
+        Returns:
+            The metrics of the loss and of the expert routers.
 
         Raises:
-            FloatingPointError: the loss is not finite. The message names row and position of a bad log-probability.
+            FloatingPointError: the loss is not finite. The message contains row and position of a log-probability
+                that is not finite.
         """
         self.zero_gradients()
         results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
@@ -370,7 +386,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return self.forward(data, loss_fn, global_valid_counts(data), temperature).metrics(loss_fn)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Restore offloaded tensors to the device."""
+        """Restore all offloaded tensors to the device."""
         self.memory.restore()
         for chunk in self.chunks:
             chunk.train()
@@ -399,7 +415,10 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Put the reference weights in the model inside the context; the current weights are restored even on error."""
+        """Inside the context, the model computes with the reference weights.
+
+        Afterwards it has its own weights again, even after an error.
+        """
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
         self.finish_param_gather()
@@ -407,7 +426,10 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             yield
 
     def move_reference(self, alpha: float) -> None:
-        """Set the reference to (1 − alpha) · reference + alpha · policy; later checkpoints contain the reference."""
+        """Set the reference weights to (1 − alpha) · reference + alpha · policy.
+
+        Later checkpoints contain the reference weights.
+        """
         assert isinstance(self.reference, ReferenceWeights), "the policy was built without a reference that can move"
         self.finish_param_gather()
         self.reference.move(alpha)
@@ -461,13 +483,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         tokenizer: Any = None,
         max_batch_size: int = 64,
     ) -> bool:
-        """Prepare `generate` with the current weights.
+        """Prepare to `generate` with the current weights.
 
         Args:
-            params: sampling parameters. If None, the parameters of the previous call or, at the first call, of a GRPO
-                configuration.
-            max_sequence_length: limit of prompt and response together; `data.max_sequence_length` if None.
-            tokenizer: tokenizer; the model directory's own if None.
+            params: sampling parameters. If None, those of the previous call are used; at the first call, those of the
+                configuration, if it has any.
+            max_sequence_length: maximum number of tokens in a prompt and its response together. Default:
+                `data.max_sequence_length`.
+            tokenizer: the tokenizer. Default: the one in the model directory.
 
         Raises:
             ContractError: neither an earlier call nor the configuration gives sampling parameters.
@@ -488,7 +511,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a response to each row with the current weights; see `MegatronGeneration.generate`."""
+        """Generate a response to the prompt in each row; see `MegatronGeneration.generate`."""
         self.require("generate", self.weights_offload)
         if self.generation is None:
             self.prepare_for_generation()
@@ -502,18 +525,20 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     # ------------------------------------------------------------ memory and weights, for inference engines
 
     def offload_before_refit(self) -> int:
-        """Move the optimizer's state to the host and drop the gradient buffers; return the device bytes freed."""
+        """Move the optimizer's state to the host and drop the gradient buffers; return the number of bytes freed."""
         return self.memory.offload_training_state()
 
     def offload_after_refit(self) -> int:
-        """Offload the training state, and move the weights to the host; return the device bytes freed."""
+        """Offload the training state and move the weights to the host; return the number of bytes freed."""
         self.sender.release()
         return self.memory.offload_all()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Prepare the policy for training inside the context. Weights that were offloaded before are
-        offloaded again after it."""
+        """Inside the context, all tensors of the policy are on the device.
+
+        If the weights were offloaded before, everything is offloaded again afterwards.
+        """
         was_away = self.weights_offload.is_away
         self.prepare_for_training()
         try:
@@ -523,7 +548,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
                 self.offload_after_refit()
 
     def prepare_refit_info(self, adapters_only: bool = False) -> RefitInfo:
-        """Return name → (shape, dtype) of the tensors to send; see `WeightSender.info`."""
+        """Return a map from each tensor's name to its (shape, dtype); see `WeightSender.info`."""
         return self.sender.info(adapters_only)
 
     def adapter_settings(self) -> dict[str, Any]:
@@ -531,7 +556,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return self.sender.adapter_settings()
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Open a process group with the engine's processes; see `WeightSender.connect`."""
+        """Create a process group with the engine's processes; see `WeightSender.connect`."""
         self.sender.connect(ip, port, world_size)
 
     def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> None:
@@ -540,20 +565,23 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.sender.broadcast(bucket_bytes, adapters_only)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
-        """Return the keys of the tensors in groups of at most `bucket_bytes`; request one group after the other."""
+        """Return the tensors' names in groups; the tensors of a group have at most `bucket_bytes` bytes together.
+
+        Call `get_weights_ipc_handles` for one group after the other.
+        """
         return self.sender.buckets(bucket_bytes, adapters_only)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return handles of shared memory that holds these tensors; see `WeightSender.share`."""
+        """Write the tensors `keys` to shared memory and return its handles; see `WeightSender.share`."""
         self.require_weights("get_weights_ipc_handles")
         return self.sender.share(keys)
 
 
 def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-    """Cut `data` into global batches of `gbs` rows, or into one batch of all rows if `gbs` is None.
+    """Cut `data` into global batches of `gbs` rows; if `gbs` is None, all rows are one global batch.
 
     Raises:
-        ContractError: the batch has no rows, or its rows do not make whole global batches.
+        ContractError: `data` has no rows, or its number of rows is no multiple of `gbs`.
     """
     total = batch_share(data).total
     size = total if gbs is None else gbs
@@ -572,7 +600,10 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """Results of a microbatch: its loss, number of rows, number of valid samples, and the loss's metrics."""
+    """Results of one microbatch.
+
+    rows: number of rows. samples: number of valid samples. metrics: the loss's metrics.
+    """
 
     loss: float
     rows: int
@@ -591,12 +622,12 @@ class MicrobatchResults:
 
     @property
     def loss(self) -> float:
-        """Loss of the batch: the sum of the microbatches' losses."""
+        """Loss of the batch, which is the sum of the microbatches' losses."""
         return sum(part.loss for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Number of rows that the loss was computed on."""
+        """Number of rows over which the loss was computed."""
         return sum(part.rows for part in self.parts)
 
     def metrics(self, loss_fn: LossFunction) -> dict[str, float]:
@@ -606,7 +637,7 @@ class MicrobatchResults:
         return {**{name: float(value) for name, value in reduced.items()}, "loss": self.loss}
 
     def by_microbatch(self) -> dict[str, list[float]]:
-        """Return a list of each metric's values over the microbatches that have it."""
+        """Return, for each metric, the list of its values in all microbatches that have the metric."""
         parts = self._metrics_of_parts()
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: [part[name] for part in parts if name in part] for name in names}
@@ -622,11 +653,13 @@ def all_gather_results(
     outputs: Sequence[dict[str, Any]],
     names_of_all: InternedObjects,
 ) -> MicrobatchResults:
-    """Gather the results of all data-parallel ranks, without filler microbatches. The host waits once for the device.
+    """Gather the results of all data-parallel ranks' microbatches, without filler microbatches.
+
+    The host waits for the device once.
 
     Args:
-        outputs: the loss head's outputs for each of `microbatches`; [] on all pipeline stages but the last.
-        names_of_all: exchanges the metric names between ranks; pass the same object in every step.
+        outputs: the loss head's output for each of `microbatches`; [] on all pipeline stages but the last.
+        names_of_all: object that exchanges the metric names between ranks; pass the same object in every step.
 
     Raises:
         ContractError: a metric is not a number. Raised on every rank.
@@ -651,7 +684,7 @@ def all_gather_results(
 
 
 def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: Sequence[int]) -> str:
-    """Return a message with the row and position of the first log-probability that is not finite. Collective.
+    """Return an error message with row and position of the first log-probability that is not finite. Collective.
 
     Args:
         indices: index of each of this rank's rows in the global batch.
@@ -666,7 +699,7 @@ def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: S
 
 
 def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | str:
-    """Return the names of all metrics, or an error message if a metric is not a number."""
+    """Return the names of all metrics in `outputs`, or an error message if a metric is not a number."""
     for output in outputs:
         for name, value in output["metrics"].items():
             if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
@@ -678,9 +711,9 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
 def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
     """Return a table on the device with one row for each microbatch.
 
-    The columns are: whether the microbatch counts, its loss, number of rows, number of valid samples, the metrics
-    `names`, and whether it has each of these metrics. Numbers on the host are copied as one block. The host does not
-    wait for numbers on the device.
+    The columns are: whether the microbatch counts (0 for a filler), its loss, its number of rows, its number of valid
+    samples, the value of each metric in `names`, and for each metric whether the microbatch has it. All numbers that
+    are on the host are copied to the device together. The host does not wait for numbers that are on the device.
     """
     width, device = 4 + 2 * len(names), platform.device()
     if not outputs:

@@ -1,7 +1,8 @@
-"""The policy behind a Ray controller: one actor per rank, each with the same worker that torchrun starts.
+"""A policy whose ranks are Ray actors, controlled by one driver process.
 
-Needs the `ray` extra. The driver puts a global batch into Ray's object store once. Every rank reads it and takes
-its part by the plan that all ranks share, so the results equal those of the torchrun programs.
+It needs the `ray` extra. Each actor contains a `MegatronPolicy`, as each process of torchrun does. The driver puts a
+global batch into Ray's object store once. Every rank reads the batch and selects its own rows in the same way as under
+torchrun, so the results are equal.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ except ImportError:
 
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
-    """A policy that drives `world_size` ranks. Every call is made on all of them.
+    """Starts `world_size` actors, one per rank, and makes every call on all of them.
 
     Args:
-        config: the run's configuration; its parallel layout must divide `world_size`.
-        world_size: number of actors, each with a CPU and, on a GPU cluster, a GPU.
-        num_gpus_per_worker: GPUs per actor; 0 on CPU.
-        start_timeout: seconds that the actors may take to be placed and to build the model.
-        worker_options: `total_steps`, `rows_per_unit`, `keep_reference` of `MegatronPolicy`.
+        config: the run's configuration. `world_size` must be a multiple of the size of its parallel layout.
+        world_size: number of actors. Each has a CPU and, on a GPU cluster, a GPU.
+        num_gpus_per_worker: number of GPUs per actor; 0 on a CPU cluster.
+        start_timeout: time limit in seconds for the placement of the actors, and for building the model.
+        worker_options: arguments of `MegatronPolicy`: `total_steps`, `rows_per_unit`, `keep_reference`.
 
     Raises:
-        UserError: the parallel layout does not divide the number of actors.
+        UserError: `world_size` is no multiple of the size of the parallel layout.
         WorkerError: a rank could not be started.
     """
 
@@ -82,10 +83,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # ------------------------------------------------------------ calls
 
     def _refs(self, method: str, *args: Any, from_all: bool = False, **kwargs: Any) -> list[Any]:
-        """Start the call on every rank and return its object references; large arguments are stored once.
+        """Start the call of `method` on every rank; return a Ray object reference for each rank's result.
+
+        A batch is put into the object store only once.
 
         Args:
-            from_all: return every rank's result. Otherwise only the first rank returns its result, the others None.
+            from_all: whether every rank returns its result. Otherwise only the first rank returns its result, and all
+                other ranks return None.
         """
         stored = [ray.put(arg) if isinstance(arg, BatchedDataDict) else arg for arg in args]
         return [
@@ -94,15 +98,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ]
 
     def _call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return the first rank's result. Most calls have the same result on all ranks, so only one is transferred."""
+        """Call `method` on all ranks and return the first rank's result.
+
+        Most methods have the same result on all ranks, so only one result is transferred.
+        """
         return self._gather(self._refs(method, *args, **kwargs), timeout)[0]
 
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return every rank's result."""
+        """Call `method` on all ranks and return all ranks' results."""
         return self._gather(self._refs(method, *args, from_all=True, **kwargs))
 
     def _gather(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Return the results of calls on every rank. The first failure ends all ranks, which would otherwise hang.
+        """Wait for calls that were started on every rank; return their results.
+
+        If a rank fails, all ranks are ended, because the other ranks would wait for it forever.
 
         Raises:
             WorkerError: a rank failed, died, or took longer than `timeout` seconds.
@@ -224,18 +233,27 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Start `init_collective` and return `ray.ObjectRef`s, since the engine's processes must join meanwhile."""
+        """Start `init_collective` on all ranks and return `ray.ObjectRef`s, which `wait` accepts.
+
+        Meanwhile the engine's processes must join the group.
+        """
         return self._refs("init_collective", ip, port, world_size)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start the broadcast and return `ray.ObjectRef`s, since the engine's processes must receive meanwhile."""
+        """Start the broadcast on all ranks and return `ray.ObjectRef`s, which `wait` accepts.
+
+        Meanwhile the engine's processes must receive the weights.
+        """
         return self._refs("broadcast_weights_for_collective", *args, **kwargs)
 
     def wait(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Return the results of calls that returned `ray.ObjectRef`s: the first rank's result, and None for the others.
+        """Wait for a call that has returned `ray.ObjectRef`s.
+
+        Returns:
+            The first rank's result, and None for every other rank.
 
         Raises:
-            WorkerError: as in every other call.
+            WorkerError: a rank failed, died, or took longer than `timeout` seconds.
         """
         return self._gather(refs, timeout)
 
@@ -248,14 +266,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 
 class _Worker:
-    """An actor for one rank. A result is a pair (value, failure), so that a failure keeps its own traceback."""
+    """The actor of one rank.
+
+    A call returns a pair (result, failure). `failure` is the traceback as text, or None if the call has succeeded.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         # Ray shows each actor only its own GPU, which therefore has index 0.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
 
     def address(self) -> tuple[tuple[str, int], None]:
-        """Return the rendezvous address of the ranks: this node's IP address and a free port."""
+        """Return the address at which the ranks can meet: this node's IP address and a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None

@@ -1,4 +1,4 @@
-"""The reference model: weights that replace the policy's temporarily, or log-probabilities stored on disk."""
+"""The reference model: weights that temporarily replace the policy's weights, or log-probabilities stored on disk."""
 
 from __future__ import annotations
 
@@ -36,25 +36,32 @@ if TYPE_CHECKING:
 
 
 class Reference(Protocol):
-    """The reference model that the policy is compared with."""
+    """The reference model, with which the policy is compared."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Make the model compute the reference inside the context, and the policy after it, even after an error."""
+        """Inside the context, the policy's model computes as the reference; afterwards as the policy again.
+
+        The policy is restored even after an error.
+        """
         ...
 
     def describe(self) -> str:
-        """Describe the reference and the memory that it uses on this rank."""
+        """Describe in one line the reference and the memory that it uses on this rank."""
         ...
 
 
 class ReferenceWeights:
-    """Copies of the current values of this rank's tensors, in host memory that is page-locked if there is a GPU."""
+    """A reference that is a copy of this rank's current weights, in host memory (page-locked if there is a GPU).
+
+    Args:
+        tensors: this rank's weights.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
         self.kept = copies_on_host(self.tensors)
         self.has_moved = False
-        """Whether the weights differ from the model directory's, so that checkpoints must contain them."""
+        """Whether the reference weights differ from the model directory's. Checkpoints must then contain them."""
         self._what = "the weights that training began from"
 
     @torch.no_grad()
@@ -69,7 +76,7 @@ class ReferenceWeights:
         return f"{self._what}, {size_text(sum(kept.nbytes for kept in self.kept))} a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """Return the reference value of each of the model's tensors, by the tensor's `id`."""
+        """Return a map from `id(tensor)` of each of the model's tensors to its value in the reference."""
         return {id(tensor): kept for tensor, kept in zip(self.tensors, self.kept, strict=True)}
 
     @contextmanager
@@ -88,7 +95,7 @@ class ReferenceWeights:
 
 @torch.no_grad()
 def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
-    """Exchange the values of two tensors; meanwhile the device holds one more tensor."""
+    """Exchange the values of two tensors; this temporarily needs a copy of `tensor` on the device."""
     current = tensor.clone()
     tensor.copy_(kept, non_blocking=True)
     kept.copy_(current, non_blocking=True)
@@ -96,7 +103,7 @@ def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
 
 @torch.no_grad()
 def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors to host memory, page-locked if there is a GPU."""
+    """Return copies of tensors in host memory, which is page-locked if there is a GPU."""
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=platform.has_gpu()) for t in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -104,7 +111,7 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class AdaptersDisabled:
-    """A reference that is the model without its adapters, which were initialized to compute zeros."""
+    """A reference that is the policy's model without its adapters. It is valid if new adapters compute only zeros."""
 
     def __init__(self, adapters: Iterable[Any]) -> None:
         self.adapters = list(adapters)
@@ -126,10 +133,10 @@ class AdaptersDisabled:
 
 
 def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Reference:
-    """Return the reference of a policy at its current weights.
+    """Return a reference that computes the same as the policy does now.
 
     Args:
-        adapters_are_trained: whether the model's adapters, if it has any, compute anything but zeros.
+        adapters_are_trained: whether the model's adapters already change its results; new adapters compute only zeros.
     """
     if model.model.lora is None:
         return ReferenceWeights(model.parameters())
@@ -144,19 +151,21 @@ ITEM_BYTES = np.dtype(np.float32).itemsize
 
 
 class ReferenceLogprobs(Protocol):
-    """A source of the records' log-probabilities under the reference."""
+    """A source of log-probabilities under the reference, for the records of a dataset."""
 
     def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
-        """Return the log-probabilities of `rows`, [B, S]; column t scores token t.
+        """Return the log-probability of each token of `rows`, [B, S]; column t belongs to token t.
 
         Args:
-            units, indices: the dataset, and the indices of the records whose rows these are.
+            rows: rows made of records of a dataset.
+            units: the dataset.
+            indices: indices of these records in the dataset.
         """
         ...
 
 
 class SwappedReference:
-    """A source that computes with the reference's weights in the policy's place."""
+    """A source that computes the log-probabilities with the policy's model, which takes the reference's weights."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
@@ -167,7 +176,7 @@ class SwappedReference:
 
 
 class SecondModel:
-    """A source that computes with a second model, which stays in memory."""
+    """A source that computes the log-probabilities with a second model, which stays in memory."""
 
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
@@ -178,7 +187,7 @@ class SecondModel:
 
 
 class StoredLogprobs:
-    """A source that reads log-probabilities computed before training."""
+    """A source that reads log-probabilities that were computed before training."""
 
     def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedLogprobs]]) -> None:
         self.stored = stored
@@ -190,10 +199,11 @@ class StoredLogprobs:
 
 
 class PrecomputedLogprobs:
-    """Reference log-probabilities of every sequence of a dataset, in the dataset's order, read from disk on demand.
+    """A file of reference log-probabilities for every sequence of a dataset; they are read from disk when needed.
 
-    The file is `DIRECTORY/<key>.logprobs`, float32. The key hashes the reference weights, their adapter, their
-    precision and the tokenized data (hence tokenizer and chat template). It does not depend on the parallel layout.
+    The file is `DIRECTORY/<key>.logprobs`. It contains float32 values in the dataset's order. The key is a hash of the
+    reference weights, their adapter, their precision and the tokenized data, so it changes with tokenizer and chat
+    template. It does not depend on the parallel layout.
     """
 
     def __init__(self, path: Path, lengths: np.ndarray) -> None:
@@ -210,14 +220,16 @@ class PrecomputedLogprobs:
         batch_size: int,
         say: PrintLine,
     ) -> PrecomputedLogprobs:
-        """Load the log-probabilities from disk if the file is present and intact; otherwise compute them. Collective.
+        """Open the file if it exists and is intact; otherwise compute and write it first. Collective.
 
-        Results are written batch by batch. After an interruption, the computation resumes from them.
+        Results are written batch by batch. After an interruption, the computation continues with the next batch.
 
         Args:
-            reference: configuration from which the model is built.
-            model: function that returns the model; not called if the file is complete. Adapters of the model, if it
-                has any, must have their initial values.
+            directory: directory of the file.
+            reference: configuration of the reference model.
+            model: function that returns the reference model; called only if the file must be computed. Adapters of the
+                model must still have their initial values.
+            units: the dataset.
         """
         lengths, is_first = units.lengths(), torch.distributed.get_rank() == 0
         key = reference_key(reference, units) if is_first else ""
@@ -233,7 +245,10 @@ class PrecomputedLogprobs:
         return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
-        """Return the log-probabilities of the sequences with these indices, [n, width]; column t scores token t."""
+        """Return the log-probabilities of the n sequences with the indices `sequences`, [n, width].
+
+        Column t belongs to token t; the columns after a sequence's end are 0.
+        """
         picked = [self._of_sequence(index) for index in sequences]
         out = torch.zeros(len(picked), width)
         for row, values in enumerate(picked):
@@ -249,7 +264,9 @@ class PrecomputedLogprobs:
 def _compute(
     path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: PrintLine
 ) -> None:
-    """Write the file. Until it is complete, its records are in `PATH.partial`.
+    """Compute the log-probabilities of all records of `units` and write them to the file `path`.
+
+    Until the file is complete, it has the suffix `.partial`.
 
     Raises:
         UserError: the file cannot be written.
@@ -276,15 +293,21 @@ def _compute(
 
 
 class _ResumableFile:
-    """A partly computed file of one process, and a second file with the size and checksum after each batch. A batch
-    counts as written when its line in the second file exists."""
+    """A file of log-probabilities that is not complete, so that an interrupted computation can be resumed.
+
+    After each batch, a second file gets a line with the size and the checksum of the first. A batch counts as written
+    if its line exists. Only one process writes the files.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path.with_suffix(".partial"), path.with_suffix(".checksums")
         self._size = self._checksum = 0
 
     def begin(self, units: TokenStore, say: PrintLine) -> int:
-        """Return the number of records that an interrupted run has written, and cut off the bytes after them."""
+        """Open the file for writing; return how many records an interrupted run has completely written.
+
+        Bytes after these records are removed.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         there = self.path.stat().st_size if self.path.is_file() else 0
         text = self.lines.read_text(errors="replace") if self.lines.is_file() else ""
@@ -309,13 +332,13 @@ class _ResumableFile:
         _append(self.lines, f"{self._size} {self._checksum}\n".encode())
 
     def seal(self, path: Path) -> None:
-        """Append the digest to the values and give the file its final name."""
+        """Complete the file: append the digest of its values and rename it to `path`."""
         _append(self.path, _digest(self.path, self._size))
         self.path.replace(path)
         self.clear()
 
     def clear(self) -> None:
-        """Remove the partial file and its checksums."""
+        """Remove the incomplete file and the file of its checksums."""
         self.path.unlink(missing_ok=True)
         self.lines.unlink(missing_ok=True)
 
@@ -328,7 +351,7 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
-    """Return a hash of the reference model, its adapter (`digest_of_weights`), its precision, and the data's tokens."""
+    """Return a hash of the reference model's weights, its adapter, its precision, and the data's tokens."""
     digest = hashlib.sha256(model.dtype.encode())
     digest.update((model.path / "config.json").read_bytes())
     digest.update(digest_of_weights(model.path).encode())
@@ -339,7 +362,7 @@ def reference_key(model: ModelConfig, units: TokenStore) -> str:
 
 
 def _problem(path: Path, tokens: int) -> str | None:
-    """Return why a stored file does not hold `tokens` intact log-probabilities; None if it does."""
+    """Check that a file contains `tokens` intact log-probabilities; return the defect, or None if there is none."""
     size = path.stat().st_size - DIGEST_BYTES
     if size != tokens * ITEM_BYTES:
         return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"
@@ -362,7 +385,7 @@ def _checksum(path: Path, size: int) -> int:
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes of a file in parts."""
+    """Yield the first `size` bytes of a file, in parts of limited size."""
     if not size:
         return
     with open(path, "rb") as file:

@@ -1,9 +1,13 @@
 """Transfer of the policy's weights to an inference engine, as Hugging Face tensors in buckets.
 
-By collective: the policy's first rank and the engine's processes share a process group. Each bucket consists of a
-header (number of tensors, bytes), the tensors' numbers in the refit info, and their concatenated bytes. By IPC: each
-bucket is one block of shared memory on every GPU of the policy, or on the host without a GPU. The peak of additional
-memory is a bucket and the largest tensor.
+A bucket contains several tensors, up to a number of bytes. There are two ways of transfer:
+- By collective. The policy's first rank and the engine's processes share a process group. For each bucket three tensors
+  are broadcast: a header (number of tensors, number of bytes), the tensors' numbers in the refit info, and the
+  tensors' concatenated bytes.
+- By shared memory (IPC). Each bucket is one block of shared memory on every GPU of the policy, or on the host if there
+  is no GPU.
+
+The additional memory is at most one bucket and the largest tensor.
 """
 
 from __future__ import annotations
@@ -33,15 +37,16 @@ def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
 
 
 def decode_refit_info(encoded: Mapping[str, Any]) -> RefitInfo:
-    """Invert `encode_refit_info`."""
+    """Convert the result of `encode_refit_info` back."""
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in encoded.items()}
 
 
 class RefitStore:
-    """The store through which the processes of a group connect. The first rank listens, only on `ip`.
+    """The store through which the processes of a group find each other. Rank 0 listens on the address `ip` only.
 
     Args:
-        port: port on which the first rank listens; 0 for any free port.
+        port: port on which rank 0 listens; if 0, rank 0 chooses a free port.
+        timeout: time limit in seconds.
     """
 
     def __init__(self, ip: str, port: int, rank: int, timeout: float) -> None:
@@ -57,7 +62,7 @@ class RefitStore:
 
 
 def local_address(ip: str) -> str:
-    """Return the address of this machine that connects to `ip`; nothing is sent."""
+    """Return this machine's own address for connections to `ip`. Nothing is sent to find it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((ip, 9))
         return str(probe.getsockname()[0])
@@ -66,13 +71,14 @@ def local_address(ip: str) -> str:
 class RefitGroup:
     """A process group of the policy's first rank, which is rank 0, and the engine's processes.
 
-    It is independent of the default group. Its methods are collective over all of its processes.
+    The group is independent of PyTorch's default group. Its methods are collective over all processes of the group.
 
     Args:
-        on_host: send tensors in the host's memory, with gloo. NCCL does not support two processes on one GPU.
+        on_host: send tensors that are in the host's memory, with gloo. This is needed if the policy and the engine use
+            the same GPU, which NCCL does not support.
 
     Raises:
-        RuntimeError: some processes did not join within the store's timeout, which also limits every broadcast.
+        RuntimeError: some processes did not join within the store's time limit. Every broadcast has the same limit.
     """
 
     def __init__(self, store: RefitStore, world_size: int, on_host: bool = False) -> None:
@@ -91,23 +97,27 @@ class RefitGroup:
 
     @classmethod
     def join(cls, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> RefitGroup:
-        """Join the group at the first rank's address; `timeout` is in seconds."""
+        """Join the group as `rank`; `ip` and `port` are the address of rank 0, `timeout` is in seconds."""
         return cls(RefitStore(ip, port, rank, timeout), world_size)
 
     def begin_broadcast(self, tensor: Tensor) -> Any:
-        """Start a `broadcast`; `wait()` of the result completes it."""
+        """Start a `broadcast`; call `wait()` on the result to complete it."""
         return self.group.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast from rank 0, in place."""
+        """Broadcast the tensor of rank 0 into the tensors of all other ranks; return the tensor."""
         self.begin_broadcast(tensor).wait()
         return tensor
 
 
 class RefitGroups:
-    """Groups of several engines, by name, with concurrent broadcasts. A group that fails is left out afterwards.
+    """The groups of several engines, to which a tensor is broadcast concurrently.
 
-    Other threads may remove groups at the same time.
+    A group in which a broadcast fails gets no further tensors; its error is in `failures`. Other threads may call
+    `leave_out` at any time.
+
+    Args:
+        groups: map from an engine's name to its group.
     """
 
     def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
@@ -115,12 +125,12 @@ class RefitGroups:
         self._lock = Lock()
 
     def leave_out(self, name: str) -> None:
-        """Stop sending to a group, if it exists."""
+        """Send no more tensors to the group `name`, if there is one."""
         with self._lock:
             self.groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast from this process, which is rank 0 of all groups."""
+        """Broadcast `tensor` from this process to all groups; it is rank 0 of each group."""
         with self._lock:
             groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
@@ -146,7 +156,7 @@ Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 
 
 def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Return the places of concatenated tensors, and their total bytes."""
+    """Return the place of each tensor in a buffer of concatenated tensors, and the buffer's number of bytes."""
     places, size = {}, 0
     for name, (shape, dtype) in info:
         places[name] = (size, shape, dtype)
@@ -166,7 +176,7 @@ def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
 
 
 class Bucket:
-    """The concatenated bytes of tensors in a buffer of `budget` bytes."""
+    """Collects tensors in a buffer of `budget` bytes, to broadcast them together."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.filled = budget, 0
@@ -177,7 +187,7 @@ class Bucket:
         return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """Copy a tensor into the bucket, which must have room for it."""
+        """Copy a tensor into the bucket, which must have room for it; `number` is its number in the refit info."""
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
         _put(self.buffer, self.filled, tensor)
@@ -185,7 +195,7 @@ class Bucket:
         self.filled += tensor.nbytes
 
     def send(self, group: Broadcasts) -> None:
-        """Broadcast the contents, if there are any, and empty the bucket."""
+        """Broadcast the bucket's tensors, if it has any, and empty it."""
         if self.numbers:
             _send(self.numbers, self.buffer[: self.filled], group)
         self.numbers, self.filled = [], 0
@@ -198,7 +208,10 @@ def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
 
 
 def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
-    """Broadcast every tensor; if `group` is None, only take part in producing them."""
+    """Broadcast all `tensors` to `group`, in buckets of `budget` bytes.
+
+    If `group` is None, this rank sends nothing; it only iterates over `tensors`, which all ranks produce together.
+    """
     bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
     for name, tensor in tensors:
         if group is None:
@@ -214,7 +227,10 @@ def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: 
 
 
 def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
-    """Return the names of the tensors in each bucket of at most `budget` bytes."""
+    """Divide the tensors of `info` into buckets of at most `budget` bytes; return the tensors' names in each bucket.
+
+    A tensor that is larger than `budget` has a bucket of its own.
+    """
     buckets: list[list[str]] = []
     room = 0
     for name, (shape, dtype) in info.items():
@@ -228,7 +244,7 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
 
 class SharedBucket:
-    """Named tensors in one block of shared memory, written one after the other.
+    """One block of shared memory with room for all tensors of `info`, which are then written into it.
 
     Raises:
         ValueError: `info` is empty.
@@ -253,12 +269,12 @@ class SharedBucket:
         _put(self._buffer, self.places[name][0], tensor)
 
     def handle(self) -> dict[str, Any]:
-        """Return the handles for `RefitReceiver.update_weights_from_ipc_handles`, after all tensors are written."""
+        """Return a handle for `RefitReceiver.update_weights_from_ipc_handles`. All tensors must be written before."""
         platform.synchronize()
         return {**self._where, "tensors": self.places}
 
     def release(self) -> None:
-        """Release the memory; a reader on this host keeps its mapping until it closes it."""
+        """Release the block of memory. A process that has opened the block can read it until it closes it."""
         del self._buffer
         if self._memory is not None:
             self._memory.close()
@@ -270,12 +286,12 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
 class RefitReceiver:
-    """The receiver of weights in one of the engine's processes.
+    """Receives the policy's weights in one process of the engine.
 
     Args:
-        load_weights: sets the engine's weights, such as vLLM's `model.load_weights`.
+        load_weights: function that sets the engine's weights, such as vLLM's `model.load_weights`.
         info: result of the policy's `prepare_refit_info`.
-        device: destination of the weights; by default the process's current GPU, or the CPU.
+        device: device on which the weights are received. Default: the process's current GPU, or the CPU without GPU.
     """
 
     def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str | None = None) -> None:
@@ -284,7 +300,10 @@ class RefitReceiver:
         self.group: RefitGroup | None = None
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        """Join the policy's group; the engine's ranks start at 1, the policy has rank 0."""
+        """Join the group of the policy and the engine's processes as `rank`, which is at least 1.
+
+        The policy has rank 0; `ip` and `port` are its address.
+        """
         on_host = self.device.type == "cpu"
         self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
 
@@ -306,7 +325,7 @@ class RefitReceiver:
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
-        """Load one bucket from the shared memory of this process's device.
+        """Load the weights of one bucket, from the block of shared memory on this process's device.
 
         Args:
             handles: result of `get_weights_ipc_handles` on the policy's first rank.
@@ -333,7 +352,13 @@ class RefitReceiver:
 
 
 def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-    """Open another process's block of GPU memory on this process's index of the device."""
+    """Open a block of GPU memory that another process has shared.
+
+    The two processes may number the GPUs differently; `device` is the GPU in this process's numbering.
+
+    Args:
+        rebuild, arguments: function and arguments that PyTorch's `reduce_tensor` has returned in the other process.
+    """
     call = inspect.signature(rebuild).bind(*arguments)
     call.arguments["storage_device"] = platform.device_index(device)
     return rebuild(*call.args, **call.kwargs)

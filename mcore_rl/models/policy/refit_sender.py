@@ -1,4 +1,4 @@
-"""Sender of the policy's weights to an inference engine, by collective or by shared memory."""
+"""Sends the policy's weights to an inference engine, by collective or by shared memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ BUCKET_BYTES = 512 * 1024**2
 
 
 class WeightSender:
-    """A sender of a model's weights to an engine, by collective with its processes or by shared memory. Collective.
+    """Sends a model's weights to an inference engine, by a collective or by shared memory.
+
+    All ranks must call its methods together.
 
     Args:
-        seconds: time limit for the engine's processes to join, and for each collective with them.
+        seconds: time limit for the engine's processes to join the group, and for each collective with them.
     """
 
     def __init__(self, model: ModelShard, seconds: float) -> None:
@@ -33,10 +35,10 @@ class WeightSender:
         self._devices = InternedObjects()
 
     def info(self, adapters_only: bool = False) -> RefitInfo:
-        """Return name → (shape, dtype) of the tensors that are sent, in their order.
+        """Return a map from each tensor's name to its (shape, dtype), in the order in which the tensors are sent.
 
         Args:
-            adapters_only: return only the adapters, under their names in PEFT's files.
+            adapters_only: return only the adapters' tensors, under the names that PEFT's files use.
 
         Raises:
             RuntimeError: `adapters_only` is set and the model has no adapters.
@@ -61,7 +63,7 @@ class WeightSender:
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:
-        """Open a process group with the engine's processes, which have ranks 1 … world_size − 1.
+        """Create a process group of the first rank and the engine's processes, which have ranks 1 … world_size − 1.
 
         Raises:
             RuntimeError: the processes did not join within `seconds`.
@@ -71,11 +73,11 @@ class WeightSender:
         self.is_connected = True
 
     def broadcast(self, bucket_bytes: int, adapters_only: bool = False) -> None:
-        """Send all weights in buckets of at most `bucket_bytes`, gathering one tensor after the other.
+        """Send all weights in buckets of at most `bucket_bytes`. The ranks gather one tensor after the other.
 
         Args:
-            adapters_only: send only the adapters, not the model's weights with merged adapters. The receivers must
-                have received the matching `info`.
+            adapters_only: send only the adapters. Otherwise adapters are merged into the weights, and all weights are
+                sent. The receivers must have the `info` that was made with the same value.
 
         Raises:
             RuntimeError: `connect` was not called, or the model has no adapters.
@@ -91,23 +93,24 @@ class WeightSender:
         send_weights(tensors, info, self._group, bucket_bytes)
 
     def buckets(self, bucket_bytes: int, adapters_only: bool = False) -> list[list[str]]:
-        """Return the names of tensors in groups of at most `bucket_bytes`."""
+        """Return the tensors' names in groups; the tensors of a group have at most `bucket_bytes` bytes together."""
         return plan_buckets(self.info(adapters_only), bucket_bytes)
 
     def share(self, keys: list[str]) -> dict[str, Any]:
-        """Write tensors into a block of shared memory on every device and release the blocks of the previous call.
+        """Write the tensors `keys` into a block of shared memory on every device. Release the previous call's blocks.
 
-        An engine's process reads the block of the device that it runs on.
+        A process of the engine reads the block on its own device.
 
         Args:
-            keys: names of the model's tensors, or of the adapters' tensors.
+            keys: names of tensors of the model, or of tensors of the adapters.
 
         Returns:
-            Device (a GPU's UUID, or "cpu", where one block serves all processes) → handle. The first rank returns the
-            handles of all devices; any other rank returns only the handle of the block that it owns, if any.
+            A map from a device to the handle of its block. The key is a GPU's UUID; or "cpu", with one block for all
+            processes. The first rank returns the handles of all devices. Any other rank returns only the handle of its
+            own block, or {} if it has none.
 
         Raises:
-            ValueError: the model has no tensor of that name.
+            ValueError: the model has no tensor with one of these names.
         """
         info = self.info()
         if adapters_only := self.model.lora is not None and not set(keys) & set(info):

@@ -1,4 +1,4 @@
-"""Models that compute scores without training: the common base of policy, reward model, teacher and reference."""
+"""Models that score tokens: the base class of policy, reward model, teacher and reference model."""
 
 from __future__ import annotations
 
@@ -50,22 +50,23 @@ from mcore_rl.utils.console import size_text
 
 
 class ScoringModel:
-    """A model that computes scores. Models of the same parallel layout share process groups.
+    """A model that computes log-probabilities, logits, rewards or values.
 
-    The model's layout may differ from the trained model's. The model then gets rows from all replicas of the trained
-    model, and each process gets the results for its own rows.
+    Models of the same parallel layout share process groups. The model may have another layout than the trained model.
+    It then collects the rows of all replicas of the trained model, and returns to each process the results for that
+    process's own rows.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass
             `config.model_copy(update={"model": ModelConfig(path=…)})`.
-        rows_per_unit: number of rows that must share a microbatch: 2 for pairs.
+        rows_per_unit: number of neighbouring rows that must be in the same microbatch, such as 2 for preference pairs.
 
     Raises:
-        UserError: the model directory or the layout does not fit.
+        UserError: the model directory or the parallel layout does not fit the configuration.
     """
 
     may_differ = True
-    """Whether the model may have another parallel layout than the models that exist."""
+    """Whether a model of this class may have another parallel layout than the models that were built before."""
 
     def __init__(self, config: TrainingConfig, rows_per_unit: int = 1) -> None:
         config = self.config = platform.resolve(config)
@@ -96,7 +97,7 @@ class ScoringModel:
 
     @property
     def has_own_layout(self) -> bool:
-        """Whether the model has another parallel layout than the trained model."""
+        """Whether this model's parallel layout differs from the trained model's."""
         return not is_run_layout(self.topology)
 
     @property
@@ -106,7 +107,7 @@ class ScoringModel:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is the rank that writes files and prints."""
+        """Whether this rank is the one that writes files and prints messages."""
         return self.rank == 0
 
     def parameters(self) -> Iterator[Tensor]:
@@ -130,44 +131,55 @@ class ScoringModel:
         return ", ".join((str(model.path), size, layers, *mixers, *layout))
 
     def describe_untrained(self) -> str | None:
-        """Describe in one line the model directory's tensors that exports copy unchanged; None if there are none."""
+        """Describe in one line the tensors of the model directory that are not trained; None if there are none.
+
+        An export copies these tensors unchanged.
+        """
         names = sorted(filter(self.model.family.passes_on, SafetensorsDirectory(self.config.model.path).names()))
         if not names:
             return None
         return f"{len(names)} tensors of {self.config.model.path} are not trained and exported unchanged: {names[0]}, …"
 
     def offload(self) -> int:
-        """Move the weights to the host until they are needed; return the device bytes freed."""
+        """Move the weights to the host; return the number of bytes freed on the device."""
         return self.weights_offload.offload(self.parameters())
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Restore the weights, which scoring needs, to the device."""
+        """Prepare the model for scoring: restore the weights to the device."""
         self.weights_offload.restore()
         for chunk in self.chunks:
             chunk.eval()
 
     def finish_param_gather(self) -> None:
-        """Finish the all-gather of the weights before anything but training reads them. Collective."""
+        """Wait for a pending all-gather of the weights. Call it before anything but training reads them. Collective."""
         self.model.finish_param_gather()
 
     def require_weights(self, purpose: str) -> None:
-        """Raise RuntimeError if the weights are offloaded; otherwise finish their all-gather."""
+        """Raise RuntimeError if the weights are offloaded; otherwise wait for a pending all-gather of the weights.
+
+        Args:
+            purpose: the method that needs the weights; the error message starts with it.
+        """
         self.require(purpose, self.weights_offload)
         self.finish_param_gather()
 
     def require(self, purpose: str, *offloads: Offload) -> None:
-        """Raise RuntimeError if the tensors of any of `offloads` are offloaded; `purpose` starts the message."""
+        """Raise RuntimeError if the tensors of any of `offloads` are offloaded.
+
+        Args:
+            purpose: the method that needs the tensors; the error message starts with it.
+        """
         if any(offload.is_away for offload in offloads):
             raise RuntimeError(f"{purpose}: weights or optimizer state are offloaded; call prepare_for_training first")
 
     def shutdown(self) -> bool:
-        """Release the process groups; they are destroyed with the last model."""
+        """Release the process groups, which are destroyed when no model uses them any more."""
         destroy_parallel(self.topology)
         return True
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, as Hugging Face counts them."""
+        """Number of parameters in the whole model, counted as Hugging Face counts them."""
         return self.model.family.num_parameters()
 
     def describe_layout(self) -> str:
@@ -180,22 +192,24 @@ class ScoringModel:
         return text + (", sequence parallel" if parallel.sequence_parallel else "") + f" on {platform.device().type}"
 
     def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
-        """Return the floating-point operations of forward and backward over sequences of these lengths.
+        """Return the number of floating-point operations for forward and backward over sequences of these lengths.
 
-        The count is 6 per parameter and token (none for the input embedding, which is a lookup; 4 where the parameter
-        is frozen under an adapter), and the token mixers' operations, such as 6·n²·heads·head_dim of a layer's causal
-        attention over n tokens, or the products with a gated delta net's states for each token.
+        Each parameter counts 6 operations per token. A frozen parameter under an adapter counts 4, and the input
+        embedding, which is a lookup, counts none. The operations of the token mixers are added: for causal attention
+        over n tokens 6·n²·heads·head_dim per layer; for a gated delta net the products with its states.
         Recomputation is not counted.
 
         Args:
-            before: number of tokens before each sequence, which it attends to but which are not computed again.
+            lengths: number of tokens in each sequence.
+            before: for each sequence, the number of preceding tokens to which it attends, but which are not computed
+                again. Default: 0.
         """
         sequences = list(zip(lengths, before or [0] * len(lengths), strict=True))
         mixing = (n * sum(mixer.flops(*sequence) for sequence in sequences) for mixer, n in self._mixers.items())
         return self._flops_of_weights * sum(lengths) + sum(mixing)
 
     def _count_flops(self) -> None:
-        """Set the operations of the weights per token, and the number of layers with each token mixer."""
+        """Compute what `training_flops` needs: the weights' operations per token, and the layers per token mixer."""
         family, lora = self.model.family, self.model.lora
         self._flops_of_weights = 6.0 * family.active_parameters()
         if lora is not None:
@@ -209,21 +223,32 @@ class ScoringModel:
         return (self._flops_of_weights + per_token) / squared if squared else math.inf
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
-        """Return `training_flops` of a global batch. Common prefixes may go through the model once."""
+        """Return `training_flops` of a global batch; a common prefix counts once if it is computed once."""
         return batch_share(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """Return each replica's rows of a global batch with these sequence lengths; see `batching.divide`."""
+        """Divide the rows of a global batch over the replicas; see `batching.divide`.
+
+        Args:
+            lengths: number of tokens in each row.
+            tokens_of: function that returns the tokens of the given rows.
+
+        Returns:
+            For each replica, the indices of its rows.
+        """
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:
-        """Return `divide` of a global batch that every rank has. Collective."""
+        """Divide a global batch, which every rank has, over the replicas: return the indices of each replica's rows.
+
+        Collective.
+        """
         return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
 
     def own_rows(self, data: BatchedDataDict[Any]) -> LocalBatch[Any]:
-        """Return this replica's share of a global batch that every rank has. Collective."""
+        """Return this replica's rows of a global batch, which every rank has. Collective."""
         replicas = self.topology.data
         share = BatchShare(self.division_of(data)[replicas.rank], data.size, replicas)
         return LocalBatch(data.select_indices(share.indices), share)
@@ -233,10 +258,11 @@ class ScoringModel:
     def check_tokens(self, data: BatchedDataDict[Any], key: str) -> None:
         """Check that this model has an embedding for every token of a global batch. Collective.
 
-        Models of one run share their tokenizer, but a policy can sample a token beyond the tokenizer's last one.
+        All models of a run use the same tokenizer. A policy can nevertheless sample a token id that is higher than the
+        tokenizer's highest.
 
         Args:
-            key: configuration key that names this model.
+            key: configuration key of this model, for the error message.
 
         Raises:
             TrainingError: a token has no embedding. Raised on every rank.
@@ -254,7 +280,7 @@ class ScoringModel:
         return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
-        """Return the log-probability of every real token of the rows, [B, S]."""
+        """Return the log-probability of each token in the rows of `data`, [B, S]; 0 in the padding and column 0."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -267,10 +293,11 @@ class ScoringModel:
         )["logprobs"]
 
     def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
-        """Return `logprobs` and `score_norms` [B, S] of every real token: ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π².
+        """Return `logprobs` and `score_norms` [B, S] of each token that is not padding.
 
-        The sum over the vocabulary comes from two log-probabilities: with all logits doubled, a token's probability is
-        π² / Σ π². This costs another product with the LM head, and no other pass through the model.
+        The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It is
+        computed from two log-probabilities of the token: if all logits are doubled, its probability is π² / Σ π². This
+        needs a second product with the LM head, but no second pass through the model.
         """
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 
@@ -289,12 +316,13 @@ class ScoringModel:
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, temperature: float | None = None
     ) -> BatchedDataDict[Any]:
-        """Return `topk_logits` and `topk_indices` [B, S, k]: the largest logits after each position and their tokens.
+        """Return the k largest logits for the token after each position, and the ids of these k tokens.
 
-        The `DistillationLossFn` of a student reads these values of its teacher. They are 0 in the padding.
+        The result contains `topk_logits` and `topk_indices`, both [B, S, k] and 0 in the padding. A student's
+        `DistillationLossFn` reads these values of its teacher.
 
         Args:
-            temperature: return log-probabilities at this temperature in place of logits.
+            temperature: if set, return log-probabilities at this temperature instead of logits.
 
         Raises:
             ValueError: k is not between 1 and the vocabulary's size.
@@ -313,7 +341,7 @@ class ScoringModel:
         return BatchedDataDict(self._map_microbatches("get_topk_logits", data, zeros, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Return `rewards` [B, 1]; the model must have a reward head."""
+        """Return `rewards` [B, 1], one for each row; the model must have a reward head."""
         head = RewardOfSequences(self.model)
         return BatchedDataDict(
             self._map_microbatches(
@@ -326,10 +354,10 @@ class ScoringModel:
         )
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Return `values` [B, S] of a model with a reward head.
+        """Return `values` [B, S]; the model must have a reward head.
 
-        Entry (b, t) is the value of the state in which token `input_ids[b, t]` was chosen; column 0 and the padding
-        are 0.
+        Entry (b, t) is the value of the state in which token `input_ids[b, t]` was chosen, that is, after the tokens
+        before t. Column 0 and the padding are 0.
         """
         head = ValuesOfTokens(self.model)
         return BatchedDataDict(
@@ -353,16 +381,21 @@ class ScoringModel:
         micro_batch_size: int | None = None,
         is_needed: bool = True,
     ) -> dict[str, Tensor]:
-        """Return columns [B, …] of the rows of `data`: the results of `compute` on the last stage's hidden states.
+        """Run the rows of `data` through the model in microbatches; return columns [B, …] of results, by name.
 
-        The columns are on the host, the same on all ranks that have these rows; beyond a microbatch's width they are 0.
+        The columns are on the host, and the same on all ranks that have these rows. Entries after the end of a
+        microbatch's rows are 0.
 
         Args:
-            zeros: function of rows that returns their columns as zeros on the device.
-            is_needed: whether this process needs the results of a model with its own layout; otherwise it gets none.
+            purpose: the method that calls this one; error messages start with it.
+            zeros: function that returns, for given rows, the columns as zeros on the device.
+            compute: function that returns a microbatch's columns from the last stage's hidden states.
+            model_head: head that the model must have.
+            is_needed: whether this process needs the results. If not, and if the model has its own layout, the process
+                gets no results.
 
         Raises:
-            RuntimeError: the weights are offloaded, or the model has another head.
+            RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
         """
         self.require_weights(purpose)
         if self.config.model.head != model_head:
@@ -398,11 +431,13 @@ class ScoringModel:
         share: bool = True,
         rows_per_unit: int = 1,
     ) -> list[Microbatch]:
-        """Return this rank's microbatches; each has `micro_batch_size` rows if rows are not packed by tokens.
+        """Divide this rank's rows into microbatches.
 
         Args:
-            share: whether a common prefix may appear once in a pack.
-            rows_per_unit: number of neighbouring rows that must stay together, in addition to the policy's own.
+            micro_batch_size: number of rows per microbatch; only used if rows are not packed.
+            share: whether rows with a common prefix may share it, so that a pack contains it only once.
+            rows_per_unit: number of neighbouring rows that must be in the same microbatch. The model's own
+                `rows_per_unit` is observed as well.
         """
         batching = self.batching
         if batching.rows_per_unit % rows_per_unit:
@@ -427,20 +462,20 @@ class ScoringModel:
 
 
 COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask")
-"""Columns of rows that a model of another parallel layout reads."""
+"""The columns of a batch that a model with another parallel layout needs."""
 
 
 def per_token(rows: BatchedDataDict[Any], *more: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return zeros [B, S, …] on the device."""
+    """Return zeros on the device, one entry for each token of `rows`: [B, S, *more]."""
     return torch.zeros(*rows["input_ids"].shape, *more, dtype=dtype, device=platform.device())
 
 
 class TeacherModel(ScoringModel):
-    """A teacher with the student's tokenizer; size, family and parallel layout may differ.
+    """A teacher for distillation. It must have the student's tokenizer; size, family and parallel layout may differ.
 
     Args:
-        config: the run's configuration, with the teacher's model.
-        student_vocab_size: rows of the student's LM head, without padding.
+        config: the run's configuration, with the teacher as its model.
+        student_vocab_size: number of rows in the student's LM head, without padding.
     """
 
     def __init__(self, config: TrainingConfig, student_vocab_size: int) -> None:
@@ -454,11 +489,11 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """LM head rows for this rank's shard of the student's vocabulary, [Vp, hidden]; on the student's last stage.
+        """Rows of the teacher's LM head for this rank's shard of the student's vocabulary, [Vp, hidden].
 
-        This is the rank's own shard, or a copy of other rows if the vocabularies or the layouts differ in size. Rows
-        without a token are zeros. Collective over the ranks of the last stage; over all ranks if the teacher has its
-        own layout.
+        If the shards of teacher and student are equally large, this is the teacher's own shard. Otherwise it is a copy,
+        with zeros in rows that have no token. It is needed on the student's last stage. Collective over the ranks of
+        the last stage; over all ranks if the teacher has its own layout.
         """
         is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
         weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None
@@ -473,9 +508,10 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return hidden states that predict each microbatch's counted tokens, with `head`; {} before the last stage.
+        """Return, for each microbatch, what gives the teacher's logits for its counted tokens: hidden states and head.
 
-        The hidden states [counted tokens, hidden size] of this rank's share of the batch stay in memory.
+        The hidden states are [counted tokens, hidden size]; they stay in memory. The head is `head`. The result is {}
+        on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.
@@ -494,10 +530,10 @@ class TeacherModel(ScoringModel):
         return found
 
     def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return `counted_logits` of the student's microbatches, from hidden states in this model's layout.
+        """Compute `counted_logits` of the student's microbatches if this model has its own layout.
 
-        As many microbatches as this model has pipeline stages run at a time, because all of their tokens' hidden states
-        are in memory until the counted ones are picked.
+        Only as many microbatches run at a time as this model has pipeline stages: the hidden states of all their tokens
+        stay in memory until those of the counted tokens are selected.
         """
         found: dict[Hashable, HiddenAndHead] = {}
         for start in range(0, len(microbatches), self.topology.pipeline.size):  # all replicas have equally many
