@@ -1,4 +1,4 @@
-"""All modules that import Megatron-Core. On import, Megatron-Core binds to the device functions that it finds."""
+"""The modules that import Megatron-Core. On import, Megatron-Core binds to the device functions that it finds."""
 
 from importlib import import_module
 

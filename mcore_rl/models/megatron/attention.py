@@ -1,10 +1,10 @@
-"""Attention over packs: the mixers that describe the attention of a layer, and the modules that compute it.
+"""Attention over packs: token mixers, which describe a layer's attention, and the modules that compute it.
 
-A token mixer is the part of a layer that mixes tokens. A family gives each of its layers one (`Family.token_mixer`). It
-describes what the rest of the package needs to know of the layer's attention: its modules, its weights in the Hugging
-Face directory, its cache during generation, and its cost.
+A token mixer describes the part of a layer in which tokens see each other. A family has one for each of its layers
+(`Family.token_mixer`). It contains what other modules must know about the layer's attention: its modules, its weights
+in the Hugging Face directory, its cache during generation, and its cost.
 
-Under context parallelism each rank gathers the keys and values of its pack and attends with its own queries.
+Under context parallelism each rank gathers the keys and values of the whole pack, and attends with its own queries.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules of transformer layers in one implementation; layers of all families consist of these."""
+    """The modules of which transformer layers consist, in one implementation (local or Transformer Engine)."""
 
     norm: Any
     head_norm: Any
@@ -70,7 +70,7 @@ class LayerModules:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer(ABC):
-    """How a layer mixes its tokens.
+    """Describes the part of a layer in which tokens see each other, such as attention.
 
     hidden: size of the hidden states.
     input_linear: name of the linear layer that follows the layer's input norm.
@@ -85,52 +85,57 @@ class TokenMixer(ABC):
 
     @abstractmethod
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
-        """Yield the mappings of the weights.
+        """Yield the mappings of the module's weights.
 
         Args:
-            ours, theirs: prefixes of the module's Megatron names, and of the layer's Hugging Face names.
+            ours: prefix of the module's names in Megatron.
+            theirs: prefix of the layer's names in the Hugging Face model.
         """
 
     @property
     @abstractmethod
     def mixed_size(self) -> int:
-        """Size of a token's output of the core attention, over all heads."""
+        """Size of the core attention's output for one token, over all heads."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise an error for options that the module does not compute.
+        """Raise an error for options that the module does not support.
 
         Raises:
             UserError: the message names the field of `config.json`.
         """
 
     def describe(self) -> str:
-        """Describe in a few words what computes the mixer; empty if `transformer_impl` says it already."""
+        """Describe in a few words the implementation of the module; empty if `transformer_impl` determines it."""
         return ""
 
     def flops_per_token(self) -> float:
-        """Return the floating-point operations of forward and backward per token, except the operations of weights."""
+        """Return the floating-point operations per token, in forward and backward, without those of the weights."""
         return 0.0
 
     def flops_per_token_squared(self) -> float:
-        """Return the operations of forward and backward per squared length of a sequence that fits into the window."""
+        """Return c for which a sequence of n tokens that fits into the window costs c · n² operations of attention.
+
+        Forward and backward are counted.
+        """
         return 0.0
 
     def flops(self, tokens: int, before: int = 0) -> float:
-        """Return the operations of forward and backward over a sequence, except the operations of weights.
+        """Return the operations for a sequence, in forward and backward, without those of the weights.
 
         Args:
-            before: number of tokens before these, which they see but which are not computed again.
+            tokens: number of tokens in the sequence.
+            before: number of preceding tokens, which the sequence sees, but which are not computed again.
         """
         return self.flops_per_token() * tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValueMixer(TokenMixer):
-    """A mixer that keeps keys and values of all tokens for generation.
+    """A mixer whose cache in generation contains the keys and values of all tokens.
 
-    heads: number of query heads. groups: number of heads of cached keys and values, each of size head_dim.
+    heads: number of query heads. groups: number of cached key heads, and of cached value heads; each has size head_dim.
     scale: factor by which query–key products are multiplied.
-    window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
     """
 
     heads: int
@@ -151,25 +156,25 @@ class KeyValueMixer(TokenMixer):
         return super().flops(tokens) + self.flops_per_token_squared() * seen
 
     def _seen_squared(self, tokens: int) -> int:
-        """Return twice the number of pairs of a token and a key that it sees, for the first tokens of a sequence."""
+        """Return twice the number of pairs (token, key that it sees) among the first `tokens` tokens of a sequence."""
         window = tokens if self.window is None else min(tokens, self.window)
         return window**2 + 2 * (tokens - window) * window
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention(KeyValueMixer):
-    """Attention with grouped queries, by Megatron's module.
+    """Grouped-query attention, computed by a subclass of Megatron's self-attention.
 
     qkv_bias, output_bias: whether the projections have biases.
-    qk_norm: whether each query and key head has an RMS norm. wide_qk_norm: whether all query heads together have one,
-        and all key heads together.
+    qk_norm: whether each query head and each key head has an RMS norm. wide_qk_norm: whether one RMS norm spans all
+        query heads together, and another one all key heads together.
     output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
-    post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
-    rope_factor: factor on cos and sin of the rotary embedding.
-    neighbours: number of elements at the start of each query and key head that the Hugging Face model rotates in pairs
-        of neighbours. Megatron rotates pairs that are half a head apart, so the rows of the weight are reordered.
-    has_sinks: whether each query head has a sink: the score of one more key, whose value is 0.
-    query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
+    post_norm_name: Hugging Face name of the norm after the output projection; "" if there is none.
+    rope_factor: factor by which cos and sin of the rotary embedding are multiplied.
+    neighbours: number of elements at the start of each query and key head in which the Hugging Face model rotates
+        neighbouring elements as a pair. Megatron's pairs are half a head apart, so the weight's rows are reordered.
+    has_sinks: whether each query head has a sink, which is the score of one more key, whose value is 0.
+    query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
     qkv_bias: bool = False
@@ -233,12 +238,17 @@ class GroupedQueryAttention(KeyValueMixer):
             raise UserError("model.path: a bias on the output projection alone is not supported")
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
-        """Return the query, key and value projections; `rows` gives the number of rows of each."""
+        """Return the parts of the Hugging Face weights that are the query, key and value projections.
+
+        Args:
+            theirs: prefix of the names in the Hugging Face model.
+            rows: number of rows of each projection, by "q", "k" and "v".
+        """
         return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden)) for name, n in rows.items())
 
 
 class FusedQKVAttention(GroupedQueryAttention):
-    """Attention whose query, key and value projections are one tensor, one after the other (Phi-3)."""
+    """Attention whose query, key and value projections are stacked in one Hugging Face tensor (Phi-3)."""
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
         parts, first = [], 0
@@ -249,14 +259,14 @@ class FusedQKVAttention(GroupedQueryAttention):
 
 
 class PackSelfAttention(SelfAttention):
-    """Megatron's self-attention with options for each layer, and with corrected output gates.
+    """Megatron's self-attention with options that may differ between layers, and with corrected output gates.
 
-    Megatron itself reads these options from its configuration, for all layers alike.
+    Megatron itself has these options only for all layers together.
 
     Args:
-        output_bias: whether the output projection has a bias; Megatron's option also gives the MLP biases.
-        rope_factor: factor on cos and sin of the rotary embedding (YaRN's).
-        query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
+        output_bias: whether the output projection has a bias; Megatron's own option also adds biases to the MLP.
+        rope_factor: factor by which cos and sin of the rotary embedding are multiplied (YaRN's).
+        query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
     def __init__(
@@ -290,12 +300,12 @@ class PackSelfAttention(SelfAttention):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Return rotated queries and keys, values and, if there are any, the queries' gates.
+        """Return the rotated queries and keys, the values, and the gates of the queries if there are gates.
 
-        Megatron would rotate later, by many operations, and autograd would keep their factors in each layer.
+        Megatron would rotate later and by many operations, for which autograd would keep tensors in each layer.
 
-        If tensor-parallel ranks share a key-value head, each has a part of its queries. Megatron 0.16 divides the
-        queries, but not their gates.
+        If several tensor-parallel ranks share a key-value head, they divide its queries. Megatron 0.16 divides the
+        queries, but not the gates; this method also divides the gates.
         """
         query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
         if kwargs.get("output_gate"):
@@ -309,22 +319,24 @@ class PackSelfAttention(SelfAttention):
         return query, key, *others
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply outputs by their gates; Megatron's method is compiled for GPUs."""
+        """Multiply outputs `x` by the sigmoid of their gates. Megatron's own method is compiled for GPUs."""
         return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(KeyValueMixer):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values come from low-rank states.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    Generation caches the expanded keys and values of all heads.
+    Queries, keys and values of all heads are expanded from smaller latent states. The cache in generation contains the
+    expanded keys and values.
 
-    query_rank: size of the latent queries; None if queries are projected in one step. key_value_rank: size of the
-        latent keys and values.
-    rotated: number of elements of each query and key head that are rotated; all heads share the rotated keys.
+    query_rank: size of the latent queries; None if queries are projected without a latent state. key_value_rank: size
+        of the latent keys and values.
+    rotated: number of elements of each query and key head that are rotated. All heads have the same rotated elements
+        of the keys.
     value_dim: size of a value head.
-    interleaved: whether the pairs that are rotated together are neighbours; otherwise they are half a head apart.
-    rope_factor: factor on cos and sin. eps: epsilon of the norms of latent states.
+    interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
+    rope_factor: factor by which cos and sin are multiplied. eps: epsilon of the norms of the latent states.
     """
 
     query_rank: int | None
@@ -375,10 +387,11 @@ class LatentAttention(KeyValueMixer):
 
 
 class PackLatentAttention(MegatronModule):
-    """The module of `LatentAttention`, over packs.
+    """The module that computes `LatentAttention` over packs.
 
-    Megatron's own module compares its submodules with Megatron's classes and rotates by tables of positions. This one
-    accepts the linear layers of this package, under the names of Megatron's, and rotates by the positions of a pack.
+    Megatron's own module accepts only Megatron's linear layers, and rotates by tables of consecutive positions. This
+    module accepts this package's linear layers and rotates by the positions in a pack. Its parameters have the same
+    names as those of Megatron's module.
     """
 
     def __init__(
@@ -428,7 +441,7 @@ class PackLatentAttention(MegatronModule):
         packed_seq_params: PackParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of that shape; the second result is None."""
+        """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of the same shape; return (outputs, None)."""
         mixer = self.mixer
         plain, rotated = self._queries(hidden_states).split((mixer.plain, mixer.rotated), -1)
         query = torch.cat((plain, self._rotate(rotated, rotary_pos_emb)), -1)
@@ -463,14 +476,17 @@ class PackLatentAttention(MegatronModule):
         return heads
 
     def _rotate(self, x: Tensor, angles: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate `x` [T, heads, rotated] by `angles` [T, 1, rotated]; in the result, pairs are half a head apart."""
+        """Rotate `x` [T, heads, rotated] by `angles` [T, 1, rotated].
+
+        In the result the two elements of a pair are half of `rotated` apart, also if they were neighbours in `x`.
+        """
         angles = angles[0] if isinstance(angles, tuple) else angles
         if self.mixer.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
         return rotate(x, angles, self.mixer.rope_factor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's description of the module's weights for a checkpoint."""
+        """Return Megatron's sharded state dict of the module, for a checkpoint."""
         described: dict[str, Any] = {}
         for name, module in self.named_children():
             described |= sharded_state_dict_default(
@@ -483,9 +499,9 @@ class PackLatentAttention(MegatronModule):
 class PackParams(PackedSeqParams):
     """Megatron's parameters of a pack, plus the data that this package's layers need.
 
-    `visible` describes the keys that queries see; `positions` [T / CP] are the local tokens' positions in their rows.
-    `cu_seqlens` [segments + 1] are the padded segments' cumulative lengths for Transformer Engine's attention, on the
-    device; None if it is not used or segments share a prefix. `routed` is for mixtures of experts.
+    visible: the keys that the queries see. positions: [T / CP], for each of the rank's tokens, its position in its row.
+    cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
+    attention; None if it is not used or if segments share a prefix. routed: the tokens that routers of experts see.
     """
 
     visible: AttentionPattern | None = None
@@ -498,8 +514,8 @@ class PackedCausalAttention(MegatronModule):
     """Scaled dot-product attention that is causal within each segment of a pack.
 
     Args:
-        window: number of tokens that a token sees at most, including itself; None for all previous tokens.
-        sinks: number of query heads that have a sink (gpt-oss); the parameter has Megatron's name.
+        window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
+        sinks: number of query heads with a sink (gpt-oss); 0 for none. The parameter has the same name as Megatron's.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -540,8 +556,8 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
-        Keys and values of other ranks are not kept: the backward pass gathers them again. A layer therefore keeps only
-        1/CP of them. A fully recomputed layer, which runs right before its backward pass, keeps all that it gathered.
+        For the backward pass a layer keeps only its own 1/CP of the keys and values; the backward pass gathers the rest
+        again. A fully recomputed layer keeps all that it has gathered, because its backward pass follows at once.
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)
@@ -562,7 +578,7 @@ class PackedCausalAttention(MegatronModule):
         return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's description: sinks are sharded over tensor-parallel ranks as the heads are."""
+        """Return Megatron's sharded state dict; sinks are sharded over tensor-parallel ranks as heads are."""
         if self.softmax_offset is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         groups, name = process_groups(), "softmax_offset"
@@ -576,18 +592,23 @@ class PackedCausalAttention(MegatronModule):
         )
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
-        """Gather the rows `own` [T / CP, groups, …] of all ranks in rank order; return all, or the rows `index`."""
+        """Gather the rows `own` [T / CP, groups, …] of all ranks, in rank order.
+
+        Return all rows, or only the rows `index` if it is not None.
+        """
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]
 
 
 @contextmanager
 def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
-    """Store no values of `tensor` or its views for autograd inside the context; the backward pass calls `make()`.
+    """Inside the context, autograd does not keep `tensor` and its views; the backward pass makes the tensor again.
 
-    `make` returns a tensor of the same shape, strides and values. Each backward pass that needs the tensor calls it
-    once, on first use. All ranks reach this at the same place, so `make` may be a collective. The result is released
-    after all stored views of it have been used.
+    The backward pass calls `make` when it first needs the tensor, and releases the result after its last use. All ranks
+    do this at the same place, so `make` may be a collective.
+
+    Args:
+        make: function that returns a tensor with the values, the shape and the strides of `tensor`.
     """
     remade = _Remade(make)
     storage = platform.storage_id(tensor)

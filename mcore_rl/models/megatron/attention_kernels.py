@@ -1,8 +1,8 @@
-"""Kernels of causal attention over packs, and the keys that queries see.
+"""Kernels of causal attention over packs, and the keys that the queries see.
 
-A pack [T / CP, heads, head_dim] attends causally inside each of its segments. The keys of a pack that context-parallel
-ranks have gathered are ordered by rank: rank p has two zigzag chunks of each segment. `tiles_of` cuts the pack into
-ranges of queries with the ranges of keys that they see. The kernels below compute one tile, or the whole pack.
+Attention in a pack [T / CP, heads, head_dim] is causal inside each segment. The gathered keys of all context-parallel
+ranks are ordered by rank; each rank has two zigzag chunks of each segment. `tiles_of` divides the queries of a pack
+into ranges, each with the ranges of keys that it sees. A kernel below computes one such tile, or the whole pack.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 WORTH_A_TILE = 512
 """Minimum number of keys for a tile. Shorter ranges are copied together, which costs less than a kernel call each."""
 QUERIES_OF_A_BLOCK = 256
-"""Queries per block under a window. A block sees this many keys more than the window; its mask has a row per query."""
+"""Number of queries in a block, for attention with a window. A block sees as many keys more than the window has."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A set of `count` ranges of `length` rows, whose starts are `stride` rows apart."""
+    """The numbers of some rows: `count` ranges of `length` rows; each begins `stride` rows after the previous range."""
 
     start: int
     length: int
@@ -40,7 +40,7 @@ class Rows:
         return self.count * self.length
 
     def of(self, x: Shaped[Tensor, "rows heads dim"]) -> Shaped[Tensor, "count heads length dim"]:
-        """Return these rows of `x` as a view."""
+        """Return a view of these rows of `x`."""
         rows, heads, dim = x.stride()
         size = (self.count, x.shape[1], self.length, x.shape[2])
         return x.as_strided(size, (self.stride * rows, heads, rows, dim), x.storage_offset() + self.start * rows)
@@ -48,10 +48,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tile:
-    """A range of queries and the ranges of keys that they see: all keys unless `causal` or `window` is set.
-    causal: there are as many keys as queries; query i sees only the first i + 1 keys.
-    window: the last query sees the last `window` keys; each earlier query sees a window shifted back by one key.
-    is_first: every query is in exactly one such tile, which precedes the query's other tiles.
+    """Ranges of queries with ranges of keys. Each query sees all keys of the tile, unless `causal` or `window` is set.
+
+    causal: if True, there are as many keys as queries, and query i sees only the first i + 1 keys.
+    window: if set, the last query sees the last `window` keys, and each earlier query a window one key further back.
+    is_first: whether this is the first tile that contains its queries. Every query has exactly one such tile.
     """
 
     queries: Rows
@@ -67,7 +68,7 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
     Tiles with `is_first` come first, in the order of their rows.
 
     Args:
-        window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+        window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
     """
     pack = _Pack(layout)
     if window is not None:
@@ -84,9 +85,10 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on that continue no other
-    segment.
-    queries: position of its rows among the rank's own rows.
+    """Chunk `number` of the segment `segment`, or of `count` consecutive segments from `segment` on.
+
+    Several segments are taken together only if they are equally long and continue no other segment.
+    queries: numbers of the chunk's rows among the rank's own rows.
     """
 
     pack: _Pack
@@ -96,12 +98,12 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the rows of another chunk of the same segments."""
+        """Return the rows of chunk `number` of the same segments, numbered among the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
 class _Pack:
-    """Positions of the rows of a pack's segments and chunks, on one rank and on all ranks in order."""
+    """Computes where the segments of a pack and their chunks are: among one rank's rows, and among all ranks' rows."""
 
     def __init__(self, layout: PackLayout) -> None:
         self.layout, self.cp_size = layout, layout.cp_size
@@ -115,7 +117,7 @@ class _Pack:
         return self.lengths[segment] // self.number_of_chunks
 
     def start(self, segment: int, number: int) -> int:
-        """Return the first row of a chunk, among the rows of all ranks."""
+        """Return the number of a chunk's first row among the rows of all ranks, which are in rank order."""
         is_late = number >= self.cp_size > 1
         owner = self.number_of_chunks - 1 - number if is_late else number
         return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
@@ -125,7 +127,10 @@ class _Pack:
         return self.tree.parents[segment] if self.tree is not None and segment < len(self.tree.parents) else -1
 
     def chunks(self, cp_rank: int) -> Iterator[_Chunk]:
-        """Yield a rank's chunks of each segment; neighbouring segments of the same kind share a chunk."""
+        """Yield a rank's chunks of all segments.
+
+        Consecutive segments that are equally long and continue no other segment are yielded as one `_Chunk`.
+        """
         segments = [segment for segment, length in enumerate(self.lengths) if length]
         # A segment that continues another segment always gets its own chunk.
         alike = groupby(segments, key=lambda s: (self.lengths[s], s if self.parent(s) >= 0 else -1))
@@ -138,14 +143,17 @@ class _Pack:
                 yield _Chunk(self, first, 1 + len(others), number, queries)
 
     def true_keys(self, segment: int) -> Iterator[Rows]:
-        """Yield the rows of the segment's real tokens, in order."""
+        """Yield the rows of the segment's tokens without padding, in the order of the tokens."""
         size = self.size(segment)
         for number in range(self.number_of_chunks):
             if (left := min(size, self.layout.lengths[segment] - number * size)) > 0:
                 yield Rows(self.start(segment, number), left)
 
     def descendants(self) -> Iterator[tuple[int, Rows]]:
-        """Yield each continued segment with a rank's rows of all its descendants. Tree nodes are stored depth first."""
+        """Yield each segment that other segments continue, and the rows of all those segments.
+
+        The rows, numbered among one rank's rows, are a single range: the tree of segments is stored depth first.
+        """
         parents = self.tree.parents if self.tree is not None else ()
         for segment in range(len(parents)):
             end = segment + 1
@@ -159,7 +167,7 @@ class _Pack:
 
 
 def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
-    """Yield blocks of a chunk's queries, each with only the keys in the queries' windows."""
+    """Divide a chunk's queries into blocks; yield each block as a tile that contains only keys in its windows."""
     numbers = range(chunk.number + 1)
     keys = [rows for ancestor in pack.ancestors(chunk.segment) for rows in pack.true_keys(ancestor)]
     keys += [chunk.keys(number) for number in numbers]
@@ -176,7 +184,7 @@ def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
 
 
 def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
-    """Yield the parts of consecutive ranges between positions `first` and `end` (exclusive)."""
+    """Put `ranges` one after the other; yield what lies between the positions `first` and `end` (exclusive)."""
     position = 0
     for rows in ranges:
         low, high = max(first - position, 0), min(end - position, rows.length)
@@ -186,7 +194,7 @@ def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
 
 
 def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
-    """Merge adjacent ranges into one; sort them first unless `in_order`."""
+    """Merge adjacent ranges. The ranges are sorted first unless `in_order` is set."""
     found: list[Rows] = []
     for rows in ranges if in_order else sorted(ranges, key=lambda rows: rows.start):
         if found and found[-1].start + found[-1].length == rows.start and found[-1].count == rows.count:
@@ -197,17 +205,20 @@ def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
 
 
 def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
-    """Return each long range alone, and all short ranges together."""
+    """Group ranges for tiles: each long range is a group of its own, and all short ranges are one group."""
     short = tuple(rows for rows in ranges if rows.total < WORTH_A_TILE)
     return [(rows,) for rows in ranges if rows.total >= WORTH_A_TILE] + ([short] if short else [])
 
 
 class AttentionPattern:
-    """The keys that the queries of context-parallel rank `cp_rank` see in a pack; shared by all layers and passes.
+    """Describes which keys of a pack the queries of context-parallel rank `cp_rank` see.
 
-    query_lengths, key_lengths: lengths of the rank's query chunks, and of the keys that each may see. The last keys of
-        a chunk are the keys of its own queries.
-    is_apart: whether the rows that the chunks see, chunk after chunk, differ from the rows of all ranks in order.
+    All layers and passes use the same object.
+
+    query_lengths: number of queries in each of the rank's chunks.
+    key_lengths: for each chunk, the number of keys that it sees. The last of them belong to its own queries.
+    is_apart: whether the keys must be selected from the gathered rows by `index`. If False, the gathered rows, in rank
+        order, are exactly the keys that the chunks see, chunk after chunk.
     """
 
     def __init__(self, layout: PackLayout, cp_rank: int) -> None:
@@ -219,18 +230,25 @@ class AttentionPattern:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return index tensors for a kernel that does not read in place: cumulative lengths of queries and of keys
-        (int32), and `index` (int64), which is empty if there is none."""
+        """Return the index tensors for a kernel that does not read in place, on the host.
+
+        Returns:
+            Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64), which is empty if
+            no rows must be selected.
+        """
         lengths = self.query_lengths, self.key_lengths
         queries, keys = (torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths)
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Set the tensors of `on_host()` after they were copied to the device."""
+        """Set the tensors on the device, which are copies of those that `on_host` returns."""
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:
-        """Copy the tensors of `on_host()` to the device, unless they are there or the kernel reads in place."""
+        """Copy the tensors that `on_host` returns to the device.
+
+        Do nothing if they are there already, or if the kernel reads in place.
+        """
         device = platform.device()
         if self._on_device is None and not KERNELS[device.type].reads_in_place:
             self.put(*platform.sent_together(self.on_host(), device))
@@ -242,24 +260,29 @@ class AttentionPattern:
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Cumulative lengths of queries and of keys, int32 on the device."""
+        """Cumulative lengths of the chunks' queries and of their keys, int32 on the device."""
         return self.on_device[:2]
 
     @property
     def index(self) -> Tensor | None:
-        """Rows that each chunk of queries sees, chunk after chunk, on the device; None if these are all rows in
-        order."""
+        """Numbers of the rows that the chunks of queries see, chunk after chunk, on the device.
+
+        None if these are all rows in their order.
+        """
         return self.on_device[2] if self.is_apart else None
 
     def tiles(self, window: int | None) -> tuple[Tile, ...]:
-        """Return the attention tiles of layers with this window."""
+        """Return the tiles for layers whose window is `window`."""
         if window not in self._tiles:
             self._tiles[window] = tiles_of(self.layout, self.cp_rank, window)
         return self._tiles[window]
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-        """Return a mask to add to scores [queries, keys], with `like`'s dtype and device. The last query sees the last
-        `window` keys, or all keys if None; each earlier query sees one key less at the end."""
+        """Return a mask [queries, keys] that is added to scores, with dtype and device of `like`.
+
+        The last query sees the last `window` keys, or all keys if `window` is None. For each earlier query the end of
+        the visible keys is one key further back.
+        """
         key = (queries, keys, window, like.dtype, like.device)
         if key not in self._masks:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
@@ -272,10 +295,12 @@ class AttentionPattern:
 def visible_keys(
     layout: PackLayout, cp_rank: int, *others: Tensor, sends_index: bool = True
 ) -> tuple[AttentionPattern, list[Tensor]]:
-    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` copied to it, all at once.
+    """Return a pack's attention pattern for the kernel of `platform.device()`, and copies of `others` on that device.
+
+    All tensors are copied to the device together.
 
     Args:
-        sends_index: whether the copy includes the index tensors of the local attention.
+        sends_index: whether the pattern's index tensors, which the local attention needs, are copied as well.
     """
     visible, device = AttentionPattern(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place or not sends_index:
@@ -289,11 +314,11 @@ def visible_keys(
 class Kernel:
     """An implementation of causal attention inside each segment of a pack.
 
-    attend: function of queries [Q, heads, d], keys and values [K, groups, d], the visible keys, the scale of scores
-        (1/√d if None), the window and the sinks [heads] → [Q, heads, d]. A sink is the score of one more key of each
-        query, whose value is 0.
-    reads_in_place: whether keys and values are the rows of all ranks in order. Otherwise they are the visible rows of
-        each chunk of queries, chunk after chunk.
+    attend: function of queries [Q, heads, d], keys and values [K, groups, d], the attention pattern, the scale of
+        scores (1/√d if None), the window and the sinks [heads]. It returns [Q, heads, d]. A sink is the score of one
+        more key of each query, whose value is 0.
+    reads_in_place: whether `attend` takes the keys and values of all ranks' rows, in rank order. Otherwise it takes the
+        rows that each chunk of queries sees, chunk after chunk.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None, Tensor | None], Tensor]
@@ -301,7 +326,7 @@ class Kernel:
 
 
 def kernel_of(query: Tensor) -> Kernel:
-    """Return the kernel for tensors of this device and dtype."""
+    """Return the kernel for tensors with the device and dtype of `query`."""
     if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
         return Kernel(efficient_varlen if query.dtype == torch.float32 else sdpa_by_segment)
     return KERNELS[query.device.type]
@@ -316,7 +341,7 @@ def sdpa_by_segment(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend chunk by chunk with torch's SDPA, on any device and in any precision."""
+    """Compute attention with PyTorch's SDPA, one chunk of queries after the other; any device and precision."""
     repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
     query, key, value = (
         x.repeat_interleave(n, dim=1).transpose(0, 1).unsqueeze(0)
@@ -338,11 +363,17 @@ def sdpa_by_segment(
 
 
 def with_sink_key(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a key of zeros, whose score is the head's sink in the mask.
+    """Express sinks as one more key: append zeros to keys and values, and the sink of each head to the mask.
+
+    The score of the new key is 0, so that adding the mask makes it the sink.
 
     Args:
-        key, value: […, heads or groups, K, d]. mask: […, Q, K], added to the scores.
-        sinks: […, heads, 1 or Q], for each row of the result's mask.
+        key, value: […, heads or groups, K, d].
+        mask: […, Q, K], which is added to the scores.
+        sinks: [heads], or […, heads, Q] with one sink for each row of the mask.
+
+    Returns:
+        Keys, values and mask, each with K + 1 keys.
     """
     rows = sinks.unsqueeze(-1) if sinks.ndim > 1 else sinks[:, None, None].expand(-1, mask.shape[-2], -1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
@@ -359,10 +390,11 @@ def flash_varlen(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
+    """Compute attention with PyTorch's flash kernel for packs (CUDA, half precision).
 
-    The operator is called directly, because its wrapper `torch.nn.attention.varlen` exists only since torch 2.10 and
-    supports windows, scale and shared heads only since 2.12. It has no sinks: `_SinkFlash` adds them.
+    In its causal mask the last query sees all keys, as is needed here. The operator is called directly: its wrapper
+    `torch.nn.attention.varlen` exists only since PyTorch 2.10, and supports windows, scale and shared heads only since
+    2.12. The operator has no sinks; `_SinkFlash` adds them.
     """
     if sinks is not None:
         with_sinks: Tensor = _SinkFlash.apply(query, key, value, sinks, visible, scale, window)
@@ -385,10 +417,11 @@ def flash_varlen(
 
 
 class _SinkFlash(torch.autograd.Function):
-    """torch's flash kernel for packs, extended by sinks.
+    """PyTorch's flash kernel for packs, extended by sinks.
 
-    With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass is also right
-    for the corrected output and lse', because a key's probability is exp(score − lse').
+    The kernel returns the output and lse, the log-sum-exp of the scores. With lse' = logaddexp(lse, sink) the output
+    with sinks is output · exp(lse − lse'). The kernel's backward pass, called with this output and lse', returns the
+    right gradients, because a key's probability is exp(score − lse').
     """
 
     @staticmethod
@@ -433,7 +466,12 @@ class _SinkFlash(torch.autograd.Function):
 
 
 def gradient_of_sinks(share: Tensor, grad: Tensor, out: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient [heads] of the sinks; `share` [Q, heads] is each sink's probability."""
+    """Return the gradient [heads] of the sinks.
+
+    Args:
+        share: probability of each sink in the softmax of each query, [Q, heads].
+        grad: gradient of the attention's output `out`.
+    """
     return -(share * (grad.to(share) * out.to(share)).sum(-1)).sum(0).to(sinks.dtype)
 
 
@@ -450,10 +488,10 @@ def efficient_varlen(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
+    """Compute attention with PyTorch's memory-efficient kernel for packs (CUDA, fp32).
 
-    With a window this function calls `sdpa_by_segment`, because the operator's autograd formula ignores `window_size`.
-    It does the same with sinks, which the operator does not support.
+    The kernel needs as many key heads as query heads, so key heads are repeated. It does not support sinks, and its
+    backward pass ignores windows; in these cases `sdpa_by_segment` is called instead.
     """
     if window is not None or sinks is not None:
         return sdpa_by_segment(query, key, value, visible, scale, window, sinks)
@@ -483,9 +521,10 @@ def tiled(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with torch's CPU flash kernel on tiles of queries and keys in place; see `tiles_of`.
+    """Compute attention with PyTorch's flash kernel for the CPU, tile by tile; see `tiles_of`.
 
-    Only short ranges of keys are copied. Queries, keys, values, the output and its log-sum-exp are kept for backward.
+    The kernel reads queries and keys in place; only short ranges of keys are copied. Queries, keys, values, the output
+    and its log-sum-exp are kept for the backward pass.
     """
     out: Tensor = _TiledAttention.apply(query, key, value, visible, visible.tiles(window), scale, sinks)
     return out
@@ -555,7 +594,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """Return a tile's keys or values, [count, heads or groups, keys, d]."""
+    """Return the rows of a tile's keys, [count, heads or groups, keys, d]; `x` contains all keys, or all values."""
     ranges = [rows.of(x) for rows in tile.keys]
     keys = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=2)
     repeats = query.shape[1] // x.shape[1]
@@ -563,8 +602,10 @@ def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
 
 
 def _shares_heads(dtype: torch.dtype) -> bool:
-    """Return whether the kernel accepts fewer key than query heads and sums their gradients exactly. It does since
-    torch 2.10, except in half precision, where it rounds after adding each query head."""
+    """Return whether the CPU kernel accepts fewer key heads than query heads, and sums their gradients exactly.
+
+    It does so since PyTorch 2.10. In half precision it rounds after adding each query head, which is not exact.
+    """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and dtype.itemsize >= 4
 
@@ -592,10 +633,14 @@ def packed_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention inside each segment. A segment's queries are of the same tokens as its last keys.
+    """Compute causal attention inside each segment of a pack; return [Q, heads, d].
 
-    Shapes: [Q, heads, d] queries, [K, groups, d] keys and values in the layout of their kernel → [Q, heads, d]. A
-    query sees at most `window` keys, and its head's sink if there are `sinks` [heads].
+    Args:
+        query: [Q, heads, d].
+        key, value: [K, groups, d], in the order that the kernel needs; see `Kernel.reads_in_place`. The last keys of a
+            segment belong to the tokens of its queries.
+        window: maximum number of keys that a query sees; None for all.
+        sinks: sink of each head, [heads]; None if there are none.
     """
     if window is not None and window >= max(visible.key_lengths):
         window = None

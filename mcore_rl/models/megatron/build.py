@@ -1,7 +1,7 @@
-"""Megatron's GPTModel, built from layer specs; its output is the final hidden states.
+"""Builds the model from Megatron's GPTModel and layer specs. Its output is the final hidden states.
 
-The caller computes the vocabulary projection: `mcore_rl.distributed.logprobs` computes log-probabilities from hidden
-states and the LM-head shard, without storing logits.
+The caller multiplies them with the LM head: `mcore_rl.distributed.logprobs` computes log-probabilities from hidden
+states and the shard of the LM head, without storing logits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ LOCAL = LayerModules(
 
 
 def layer_modules(config: TransformerConfig) -> LayerModules:
-    """Return the modules of the configuration's `transformer_impl`."""
+    """Return the modules of the implementation that `config.transformer_impl` names."""
     if config.transformer_impl == "local":
         return LOCAL
     from mcore_rl.models.megatron import te_layers as te
@@ -124,7 +124,10 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:
-    """Return the slice of a layer's rotary angles in the tensor with the angles of all kinds of layers."""
+    """Return where a layer's rotary angles are in the tensor that contains the angles of all kinds of layers.
+
+    Return None if there is only one kind.
+    """
     sizes = (2 * len(frequencies) for frequencies in family.ropes())
     ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)
     return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
@@ -166,7 +169,7 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
 
 
 class PendingGather(Protocol):
-    """Interface of weights whose gather from other replicas may be in progress; implemented by `ParameterGather`."""
+    """Interface of `ParameterGather`, which gathers updated weights from other replicas in the background."""
 
     def settle(self) -> None: ...
 
@@ -177,7 +180,7 @@ class HiddenStateGPTModel(GPTModel):
     """A GPTModel whose last stage returns its final hidden states, [T / CP (/ TP with SP), hidden]."""
 
     gather: PendingGather | None = None
-    """Gather of updated weights from the other replicas; None if the optimizer step gathers them."""
+    """Gathers updated weights from the other replicas; None if the optimizer step itself gathers them."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states
@@ -187,7 +190,10 @@ class HiddenStateGPTModel(GPTModel):
         self.output_layer = RewardHead(config)
 
     def lm_head_weight(self) -> Tensor:
-        """Return the LM head of the padded vocabulary, [Vp, hidden]; with tied weights it is the embedding."""
+        """Return this rank's shard of the LM head, [Vp, hidden], for the padded vocabulary.
+
+        With tied weights it is the embedding.
+        """
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.gather is not None:
@@ -196,14 +202,14 @@ class HiddenStateGPTModel(GPTModel):
 
 
 class RewardHead(MegatronModule):
-    """A linear layer hidden → 1, replicated on every tensor-parallel rank."""
+    """A linear layer with one output, replicated on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [T, hidden] to [T], in fp32."""
+        """Map hidden states [T, hidden] to outputs [T], computed in fp32."""
         return (hidden.float() @ self.weight.float().T).squeeze(-1)
 
 
@@ -224,33 +230,36 @@ class ModelShard:
         return self.family.vocab_size
 
     def finish_param_gather(self) -> None:
-        """Finish the all-gather of the weights before anything but training reads them. Collective over replicas."""
+        """Wait for a pending all-gather of the weights. Collective over the replicas.
+
+        Call it before anything but training reads the weights.
+        """
         for chunk in self.chunks:
             if chunk.gather is not None:
                 chunk.gather.settle()
 
     def layer_numbers(self) -> list[int]:
-        """Return the numbers of this rank's layers in the whole model, chunk after chunk."""
+        """Return the indices that this rank's layers have in the whole model, chunk after chunk."""
         return [int(layer.layer_number) - 1 for chunk in self.chunks for layer in chunk.decoder.layers]
 
     @property
     def first_expert(self) -> int:
-        """Number of this rank's first expert."""
+        """Index of this rank's first expert among all experts of a layer."""
         return self.topology.expert.rank * self.experts_per_rank
 
     @property
     def experts_per_rank(self) -> int:
-        """Number of a layer's experts on each rank of the expert-parallel group; 0 for a model without experts."""
+        """How many experts of a layer each expert-parallel rank holds; 0 for a model without experts."""
         return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
 
 
 def build_model(
     hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology, memory: bool = True
 ) -> ModelShard:
-    """Build this rank's part of the model on the run's device, without setting its weights.
+    """Build this rank's part of the model on the run's device. The weights are not loaded.
 
-    Without `memory`, the parameters have only shapes (torch's meta device), as on a simulated device. They are built
-    there directly: moving them to the meta device later would lose the attributes that Megatron sets on them.
+    If `memory` is False, or on a simulated device, the parameters have only shapes (PyTorch's meta device). They are
+    built there directly, because moving them later would lose the attributes that Megatron sets on them.
     """
     memory = memory and not platform.simulates()
     family = family_of(hf)
@@ -286,10 +295,13 @@ class _MaskedGradient(torch.autograd.Function):
 def _hold_padding_row(
     module: Any, inputs: Any, named: dict[str, Any], embedded: Tensor, token: int, ranks: ParallelDimension
 ) -> Tensor:
-    """Suppress the gradient of the padding token's input embedding, as `padding_idx` does in transformers.
+    """Forward hook that sets the gradient of one token's input embedding to 0, as `padding_idx` in transformers does.
 
     Args:
-        embedded: [T or T / TP (sequence parallelism), 1, hidden].
+        named: keyword arguments of the embedding, among them `input_ids`.
+        embedded: output of the embedding, [T or T / TP (sequence parallelism), 1, hidden].
+        token: the token whose embedding gets no gradient.
+        ranks: the tensor-parallel ranks.
     """
     if not embedded.requires_grad:
         return embedded

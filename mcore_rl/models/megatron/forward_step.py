@@ -1,4 +1,4 @@
-"""Forward (and backward) passes of microbatches through the model under Megatron's schedules."""
+"""Runs microbatches through the model under Megatron's pipeline schedules, forward and backward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,15 @@ Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]
 def run_microbatches(
     model: ModelShard, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
 ) -> list[dict[str, Any]]:
-    """Run forward (and backward) over the microbatches; return the head's outputs on the last stage, else []."""
+    """Run the microbatches through the model, and with `train` also backward.
+
+    Args:
+        wrapped: this rank's chunks of the model, wrapped for training if they are trained.
+        head: function that computes the loss and the outputs of a microbatch on the last stage.
+
+    Returns:
+        The head's outputs for each microbatch; [] on all pipeline stages but the last.
+    """
     several = len(wrapped) > 1
     of_microbatch = functools.partial(model_inputs, model=model)
     # Each microbatch passes through every chunk of the model; its inputs are cached until it has passed all of them.
@@ -90,7 +98,7 @@ def run_microbatches(
 
 
 def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
-    """Return the model's arguments for one pack: this context-parallel rank's tokens, [1, T / CP]."""
+    """Return the arguments of the model's forward pass over one pack: this rank's tokens [1, T / CP] and positions."""
     topology = model.topology
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
@@ -115,19 +123,20 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
 
 
 class LogprobHead:
-    """A head for the next-token log-probabilities of a microbatch; it does not store logits."""
+    """Computes the log-probabilities of a microbatch's tokens from hidden states, without storing logits."""
 
     def __init__(self, model: ModelShard, temperature: float = 1.0, with_entropy: bool = False) -> None:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies (or None) [n, S − 1], complete on every rank; 0 where `mask` is 0.
+        """Return log-probabilities and entropies [n, S − 1], complete on every rank; 0 where `mask` is 0.
 
-        Only positions that the mask counts are multiplied with the LM head. A rank without such positions keeps one,
+        The entropies are None unless the head was created with `with_entropy`. Only the hidden states at positions
+        where `mask` is not 0 are multiplied with the LM head. A rank that has none computes one position nevertheless,
         so that all ranks call the same collectives.
 
-        If the data has the sampler's `kept_tokens`, each distribution is over these tokens; the result is 0 for tokens
-        that were not sampled.
+        If the data contain `kept_tokens`, each distribution is over the tokens that the sampler kept, and the result is
+        0 for tokens that were not sampled.
         """
         topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
@@ -152,7 +161,7 @@ class LogprobHead:
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
     def _tiles(self, kept: KeptTokens, positions: LossPositions, targets: Tensor) -> list[Tile]:
-        """Return the tiles of the kept tokens of these positions, on the host."""
+        """Return the kept tokens of these positions as tiles for `linear_logprobs`, on the host."""
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.vocab_size)
@@ -160,7 +169,7 @@ class LogprobHead:
 
 
 def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
-    """Return the tokens that the sampler kept at each position of the flattened rows [N·S]; None if it kept all.
+    """Return the tokens that the sampler kept at each of the N·S positions of the rows; None if they are not known.
 
     Raises:
         ContractError: a token that carries loss has no kept tokens.
@@ -183,7 +192,7 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
 def final_hidden_states(
     model: ModelShard, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0
 ) -> FinalHiddenStates:
-    """Return the hidden states that predict a microbatch's counted tokens."""
+    """Return the hidden states from which the counted tokens of a microbatch are predicted."""
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
@@ -195,14 +204,17 @@ def final_hidden_states(
 
 
 def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-    """Return the hidden states at the rows' tokens, [n, S, H]; complete on every rank, 0 in the padding."""
+    """Return the hidden states of all tokens of the rows, [n, S, H], complete on every rank; 0 in the padding."""
     topology = model.topology
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     return _rows_of_pack(hidden, microbatch, topology)
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Return the hidden states of `final_hidden_states`, picked from `rows` (of `hidden_of_rows`), on the device."""
+    """Select from `rows`, a result of `hidden_of_rows`, the hidden states that `final_hidden_states` returns.
+
+    The result is on the device.
+    """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     positions = LossPositions.of(microbatch.layout, mask, context_rank)
@@ -211,21 +223,29 @@ def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> 
 
 
 def _rows_of_pack(local: Tensor, microbatch: Microbatch, topology: Topology) -> Tensor:
-    """Convert a context-parallel rank's [T / CP, …] to [n, S, …], complete on every rank, 0 in the padding."""
+    """Gather values [T / CP, …] of a pack from all context-parallel ranks; return them as rows [n, S, …].
+
+    The padding of the rows is 0.
+    """
     layout, width = microbatch.layout, microbatch.data["input_ids"].shape[1]
     index, valid = (platform.sent(x, local.device) for x in layout.token_table(width))
     return gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
 
 
 class TopKHead:
-    """A head for the k largest logits of each position of a microbatch and their token ids, computed for a few
-    positions at once; with `temperature`, for their log-probabilities."""
+    """Computes, for each position of a microbatch, the k largest logits and their token ids.
+
+    With `temperature` it computes log-probabilities instead of logits. It computes a few positions at a time.
+    """
 
     def __init__(self, model: ModelShard, k: int, temperature: float | None = None) -> None:
         self.model, self.k, self.temperature = model, k, temperature
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return values and ids, each [n, S, k], at the rows' tokens; complete on every rank, 0 in the padding."""
+        """Return the logits (or log-probabilities) and the token ids, both [n, S, k] and complete on every rank.
+
+        They are 0 in the padding.
+        """
         topology = self.model.topology
         group = topology.tensor.group
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
@@ -237,13 +257,13 @@ class TopKHead:
 
 
 class RewardOfSequences:
-    """A head for rewards: the reward head's output at each sequence's last token."""
+    """Computes the reward of each sequence: the reward head's output at the sequence's last token."""
 
     def __init__(self, model: ModelShard) -> None:
         self.model = model
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the rewards, [n, 1] in fp32, complete on every rank."""
+        """Return the rewards of all rows, [n, 1] in fp32, on every rank."""
         layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
         last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
@@ -258,10 +278,10 @@ class RewardOfSequences:
 
 
 class ValuesOfTokens(RewardOfSequences):
-    """A head for the value of the state before each token: the reward head's output at the previous token."""
+    """Computes the value of the state before each token: the reward head's output at the previous token."""
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the values, [n, S] in fp32, complete on every rank; column 0 and positions after a row's end are 0."""
+        """Return the values of all rows, [n, S] in fp32, on every rank; column 0 and the padding are 0."""
         index, there = microbatch.layout.token_table(microbatch.data["input_ids"].shape[1])
         of_pack = self._of_pack(hidden, microbatch.layout)
         before, there = (platform.sent(x, hidden.device) for x in (index[:, :-1], there[:, 1:]))
@@ -269,16 +289,18 @@ class ValuesOfTokens(RewardOfSequences):
 
 
 class LossHead:
-    """A loss function applied to the output of the model.
+    """Applies a loss function to the model's output.
 
-    The loss receives log-probabilities computed from hidden states, or hidden states, if it takes them. With a reward
-    head it receives rewards [n, 1], or values of tokens [n, S] if it `reads_values`. Any other loss receives logits:
-    through `SequencePackingLossWrapper` for a pack, all at once for padded rows.
+    What the loss function receives depends on model and function:
+    - If the model has a reward head: rewards [n, 1], or values of tokens [n, S] if the function has `reads_values`.
+    - Otherwise log-probabilities, or hidden states, if the function accepts one of these.
+    - Otherwise logits: sequence by sequence for a pack (`SequencePackingLossWrapper`), all at once for padded rows.
 
-    The outputs are `loss` and `metrics`; with log-probabilities also `logprobs`, their `mask`, and `rows`.
+    The outputs are `loss` and `metrics`. If the function receives log-probabilities, the outputs also contain
+    `logprobs`, their `mask`, and `rows`.
 
     Args:
-        global_valid_seqs, global_valid_toks: counts of the whole global batch.
+        global_valid_seqs, global_valid_toks: number of valid sequences and of valid tokens in the global batch.
     """
 
     def __init__(
@@ -339,7 +361,7 @@ class LossHead:
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
-    """Return logits [T / CP, Vp] in the model's precision; −inf in the vocabulary's padding."""
+    """Return logits [T / CP, Vp] in the model's precision; those of the vocabulary's padding are −inf."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` without gradient. On the CPU in float32, oneDNN computes it for any size."""
+    """Compute `F.linear` without gradients; on the CPU in float32, always by oneDNN."""
     if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return cpu.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 class GenerationFastPath:
-    """A module with a faster forward pass, possibly with other rounding, that is used only for generation.
+    """A module with a second, faster forward pass, which is used only for generation and may round differently.
 
-    Scoring uses the same pass as training. Log-probabilities before the first update are then bitwise equal to those
-    in the update, and a margin that should be 0 is exactly 0.
+    Scoring uses the same pass as training. Log-probabilities before the first update are therefore bitwise equal to
+    those in the update, and a difference that should be 0 is exactly 0.
     """
 
     in_generation = False
@@ -53,7 +53,8 @@ class GenerationFastPath:
 class LoRALinearMixin(GenerationFastPath):
     """A linear layer that may have an adapter, whose output is added to the layer's output.
 
-    is_column: whether the weight is sharded by rows; otherwise by columns. None if it is not sharded.
+    is_column: True if the weight is sharded by rows (a column-parallel layer), False if it is sharded by columns (a
+        row-parallel layer), None if it is not sharded.
     """
 
     weight: Tensor
@@ -90,9 +91,9 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
 
 
 def bias_of_first_rank(bias: Tensor) -> Tensor:
-    """Return an expert's bias on the first of the ranks that share the expert, and zeros on the others.
+    """Return an expert's bias on the first rank of the expert's tensor-parallel group, and zeros on the other ranks.
 
-    The token exchange sums the outputs of these ranks. All of them get the bias's gradient.
+    The outputs of these ranks are summed, so the bias must be added once. All of the ranks get the bias's gradient.
     """
     group = process_groups().expt_tp
     if group.size() == 1:
@@ -104,7 +105,8 @@ def bias_of_first_rank(bias: Tensor) -> Tensor:
 class ExpertBiasMixin:
     """A row-parallel linear layer that may belong to an expert and may have a bias.
 
-    Megatron would sum the bias's gradients over tensor-parallel ranks, which hold the biases of other experts.
+    For an expert, Megatron's sum of the bias's gradients over tensor-parallel ranks is switched off, because these
+    ranks have other experts.
     """
 
     bias: Tensor | None
@@ -116,14 +118,14 @@ class ExpertBiasMixin:
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Prepare an expert's output and bias: Megatron adds the bias in place, which a view does not allow."""
+        """Prepare output and bias of an expert for Megatron, which adds the bias in place; output must be no view."""
         if not self.is_expert or bias is None:
             return output, bias
         return output.clone(), bias_of_first_rank(bias)
 
 
 class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
-    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks, which sum their outputs."""
 
     is_column = False
 
@@ -146,7 +148,8 @@ class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
 class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
     """A linear layer whose weight is the same on every tensor-parallel rank.
 
-    Under sequence parallelism each rank sees its own tokens, and Megatron sums the gradients of marked weights.
+    Under sequence parallelism each rank sees only its own tokens. The weight has an attribute by which Megatron then
+    sums its gradients over the ranks.
     """
 
     is_column = None
@@ -160,7 +163,7 @@ class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
         return self._with_adapter(input_, F.linear(input_, self.weight))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's description: the weight is replicated on all ranks."""
+        """Return Megatron's sharded state dict, in which the weight is replicated on all ranks."""
         groups, weight = process_groups(), {"weight": self.weight}
         return make_sharded_tensors_for_checkpoint(
             weight, prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
@@ -168,10 +171,10 @@ class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
 
 
 class PackLayer(TransformerLayer):
-    """Megatron's transformer layer, which passes the pack of its tokens to the router, also during recomputation.
+    """Megatron's transformer layer, extended: it gives the router of experts the current pack, also in recomputation.
 
     Args:
-        rope: this layer's slice of the concatenated rotary angles; all if None.
+        rope: this layer's slice of the rotary angles, which are concatenated for all kinds of layers; None for all.
     """
 
     def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:
@@ -187,9 +190,9 @@ class PackLayer(TransformerLayer):
 
 
 class RMSNorm(GenerationFastPath, torch.nn.Module):
-    """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism.
+    """Root-mean-square norm, computed in fp32 (arXiv:1910.07467). It can be used under sequence parallelism.
 
-    With `layernorm_zero_centered_gamma` in the configuration, 1 is added to the weight (Gemma).
+    If the configuration has `layernorm_zero_centered_gamma`, 1 is added to the weight (Gemma).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -211,8 +214,11 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 
 
 class _Normed(torch.autograd.Function):
-    """The function weight · x / rms(x). It saves only x for the backward pass, where autograd would save x and results
-    in fp32. A weight in fp32 multiplies before rounding to x's precision, any other weight after it."""
+    """The function weight · x / rms(x), which saves less for the backward pass than autograd would.
+
+    It saves only x, the weight and one factor per row; autograd would also save results in fp32. A weight in fp32 is
+    multiplied before the result is rounded to the precision of x, any other weight after that.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -235,7 +241,8 @@ class _Normed(torch.autograd.Function):
 class HeadRMSNorm(RMSNorm):
     """RMS norm of each attention head (Qwen3's q and k norms).
 
-    Heads are sharded over tensor-parallel ranks. Megatron recognizes these norms by name and sums their gradients.
+    Heads are sharded over tensor-parallel ranks. Megatron recognizes these norms by name and sums their gradients over
+    the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -249,11 +256,11 @@ class HeadRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(torch.nn.Module):
-    """RMS norm over all heads together (OLMo-2's q and k norms); heads are sharded over tensor-parallel ranks.
+    """RMS norm over all heads together (OLMo-2's q and k norms), which are sharded over tensor-parallel ranks.
 
     Args:
-        hidden_size: size of a head.
-        heads: number of heads on all ranks.
+        hidden_size: size of one head.
+        heads: number of heads on all ranks together.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
@@ -263,14 +270,14 @@ class WideRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(self.size // self.group.size(), dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize [T, 1, heads / TP, d] by the mean over the heads of all ranks, in forward and backward."""
+        """Normalize this rank's heads, [T, 1, heads / TP, d], by the mean square over the heads of all ranks."""
         wide = x.float().flatten(-2)
         total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
         mean = copy_to_tensor_model_parallel_region(total, group=self.group) / self.size
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's description: the weight is sharded over tensor-parallel ranks."""
+        """Return Megatron's sharded state dict, in which the weight is sharded over tensor-parallel ranks."""
         groups = process_groups()
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
@@ -279,7 +286,7 @@ class WideRMSNorm(torch.nn.Module):
 
 
 class PostNormMixin:
-    """The last projection of attention or MLP, followed by a norm of the block's output."""
+    """Adds a norm after a linear layer, which is the last projection of attention or MLP."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
@@ -290,7 +297,7 @@ class PostNormMixin:
         return self.post_norm(output), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's description: the norm's weight is replicated on all ranks."""
+        """Return Megatron's sharded state dict, in which the norm's weight is replicated on all ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         groups, name = process_groups(), "post_norm.weight"
         del described[prefix + name]
@@ -304,11 +311,14 @@ class PostNormMixin:
 
 
 class NormedRowLinear(PostNormMixin, RowLinear):
-    """`RowLinear` with a norm of the block's output."""
+    """`RowLinear`, followed by a norm."""
 
 
 def glu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function activation(gate) · (up + offset) of a configuration, with its limits of gate and up."""
+    """Return the function (gate, up) → activation(gate) · (up + offset).
+
+    The configuration sets activation, offset, and a limit to which gate and up are clamped.
+    """
     return _glu(config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset)
 
 
@@ -326,18 +336,22 @@ def _glu(
 
 
 class GatedActivation:
-    """The gated activation of an MLP, […, 2 · width] → […, width]: `glu` of the first and the second half.
+    """The gated activation of an MLP: it applies `glu` to the two halves of […, 2 · width] and returns […, width].
 
-    Only the inputs are saved for backward. Autograd would also save the activated half and a copy of the other, 2/5 of
-    an MLP's activations, and with weights the product as well. The class is no torch module: Megatron asks all modules
-    of an MLP for checkpoint state.
+    Only the inputs are saved for the backward pass. Autograd would also save the activated gate and a copy of the other
+    half, which are 2/5 of an MLP's activations, and with weights the product as well. The class is no PyTorch module,
+    because Megatron asks all modules of an MLP for checkpoint state.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.product = _weighted_glu(glu(config))
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the gated activation, multiplied by `weights` […, 1] if there are any, in the precision of `x`."""
+        """Return the gated activation of `x`, in the precision of `x`.
+
+        Args:
+            weights: factors […, 1] of the result; None for no factors.
+        """
         product: Tensor = _Gated.apply(x, weights, self.product)
         return product
 
@@ -373,19 +387,22 @@ class _Gated(torch.autograd.Function):
 
 @functools.cache
 def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the gradients (grad, *inputs) → (of each input) of a function, in operations that can be traced."""
+    """Return a function that maps the gradient of `function`'s result, and its inputs, to the gradients of the inputs.
+
+    It consists of operations that can be compiled.
+    """
     return lambda grad, *inputs: torch.func.vjp(function, *inputs)[1](grad)
 
 
 def rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """Rotate the first elements of each head (RoPE, arXiv:2104.09864); the other elements are unchanged.
+    """Rotate the first `rotated` elements of each head (RoPE, arXiv:2104.09864); the other elements are unchanged.
 
-    The two elements of a pair are rotated / 2 elements apart. Only the angles are kept for the backward pass.
+    The two elements of a pair are `rotated` / 2 elements apart. Only the angles are kept for the backward pass.
 
     Args:
         x: [T, …, heads, head_dim].
         angles: fp32, [T, …, 1, rotated]; both halves of the last dimension are equal.
-        factor: factor on cos and sin.
+        factor: factor by which cos and sin are multiplied.
     """
     rotated: Tensor = _Rotated.apply(x, angles, factor)
     return rotated
@@ -417,7 +434,9 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Return `rope_type`, `rope_theta`, `partial_rotary_factor` and keys of the scaling, for transformers 4 and 5.
+    """Return a configuration's RoPE parameters by the names of transformers 5, from transformers 4 or 5.
+
+    They contain `rope_type`, `rope_theta`, `partial_rotary_factor`, and the parameters of the rope type.
 
     Raises:
         UserError: the rope type is not supported.
@@ -435,9 +454,9 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
-    """Return inverse frequencies (fp32) for half of a head's rotated elements, and the factor on cos and sin.
+    """Return the inverse frequencies of a head's rotated pairs, and the factor by which cos and sin are multiplied.
 
-    The frequencies are [head_dim · partial_rotary_factor / 2]. The factor is YaRN's, otherwise 1.
+    The frequencies are fp32, [head_dim · partial_rotary_factor / 2]. The factor is 1 except for YaRN.
     """
     parameters = rope_parameters(hf_config)
     if parameters["rope_type"] == "default":
@@ -447,7 +466,7 @@ def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
 
 
 def scaled_frequencies(hf_config: Any, rope_type: str, **options: Any) -> tuple[Tensor, float]:
-    """Return inverse frequencies and the factor on cos and sin of a rope type, by the function of transformers."""
+    """Return what `rope_frequencies` returns, computed by transformers' function for `rope_type`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inverse, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
@@ -461,14 +480,14 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, which also accepts explicit positions of a pack.
+    """Megatron's rotary embedding, which also accepts the positions of a pack's tokens.
 
-    For packs with local `positions`, it computes one angle per token. Rotation then needs neither a loop over
-    sequences nor additional sharding under context parallelism.
+    For the positions of this rank's tokens it computes angles token by token. The rotation then needs no loop over
+    sequences, and no further sharding under context parallelism.
 
     Args:
-        frequencies: inverse frequencies of each kind of layer. Their angles are concatenated, and each layer uses its
-            own slice (`PackLayer`).
+        frequencies: inverse frequencies of each kind of layer. The angles of all kinds are concatenated; each layer
+            selects its own slice (`PackLayer`).
     """
 
     def __init__(self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection) -> None:
@@ -482,7 +501,11 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(*args) if positions is None else positions
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Return angles [T / CP, 1, rotated] if `max_seq_len` is positions, else Megatron's [S, 1, 1, rotated]."""
+        """Return the angles of tokens.
+
+        If `max_seq_len` is a tensor of positions, they are [T / CP, 1, rotated]; if it is a number, Megatron's
+        [S, 1, 1, rotated].
+        """
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         self.frequencies = platform.sent(self.frequencies, max_seq_len.device)

@@ -1,7 +1,7 @@
 """Mixtures of experts: the router, the experts, and the statistics of routing.
 
-The router computes in fp32 in a model of any precision, because small differences of scores change the choice of
-experts.
+The router always computes in fp32, whatever the model's precision is, because small differences of the scores change
+the choice of experts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ if TYPE_CHECKING:
     from mcore_rl.models.megatron.build import ModelShard
 
 ROUTED_EXPERTS = "routed_experts"
-"""Name of a batch entry [B, S, sparse layers, topk]: the experts of each input token; −1 if unknown."""
+"""Name of a batch entry [B, S, layers with experts, topk]: the experts of each input token; −1 if unknown."""
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens [t] of a pack that this rank's routers see.
+    """The t tokens of a pack that this rank's routers see. The pack has N sequences.
 
-    sequence: [t] index of each token's sequence, N for padding. weight: [t] its sequence's sample mask, 0 for padding.
-    lengths: [N + 1] number of tokens in each sequence; 1 for padding.
-    experts: [t, sparse layers, topk] experts chosen earlier, −1 if unknown; None if the routers choose.
+    sequence: [t], index of each token's sequence; N for padding. weight: [t], sample mask of each token's sequence; 0
+        for padding.
+    lengths: [N + 1], number of tokens in each sequence; the last entry, for padding, is 1.
+    experts: [t, layers with experts, topk], experts that were chosen earlier and are used again; −1 if unknown. None
+        if the routers choose the experts.
     """
 
     sequence: Tensor
@@ -60,7 +62,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
-        """Return this rank's tokens under context and sequence parallelism; the tensors are on the host."""
+        """Return the tokens of a microbatch that this rank has under context and sequence parallelism, on the host."""
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
         place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
@@ -78,19 +80,20 @@ class RoutedTokens:
         return cls(sequence, mask[sequence], torch.tensor((*layout.lengths, 1), dtype=torch.float32), experts)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are not None, in the order of the constructor's arguments."""
+        """Return all tensors that are not None, in the order of the constructor's arguments."""
         return [self.sequence, self.weight, self.lengths, *([] if self.experts is None else [self.experts])]
 
 
 @dataclass
 class RouterStatistics:
-    """The load of a router in a step, and the counts of the global batch that means are divided by.
+    """Statistics of one router in a training step, on this rank.
 
-    num_sequences, num_tokens: counted sequences and their tokens in the global batch.
-    tokens: [experts] number of this rank's tokens sent to each expert. entropy, balance, z: this rank's
-        summands of means over the global batch.
-    uncounted: number of choices by tokens that do not count (padding), which are sent to experts as well.
-    received: number of tokens that reached this rank's experts, counted once per expert.
+    num_sequences, num_tokens: number of sequences in the global batch that count, and number of their tokens. Means
+        over the global batch are divided by these numbers.
+    tokens: [experts], how many of this rank's tokens were sent to each expert. entropy, balance, z: what this rank's
+        tokens add to the means over the global batch.
+    uncounted: number of choices made by tokens that do not count, such as padding. They are sent to experts as well.
+    received: number of tokens that reached this rank's experts; a token counts once for each expert.
     """
 
     num_sequences: Tensor
@@ -109,7 +112,7 @@ class RouterStatistics:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Identity of the first argument that also starts the backward pass of a loss."""
+    """Identity function of its first argument. Its backward pass also starts the backward pass of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -121,10 +124,10 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class PackMoELayer(MoELayer):
-    """Megatron's layer of experts with the dispatchers of this module.
+    """Megatron's layer of experts, with the dispatchers of this module and a corrected recomputation.
 
-    It recomputes its forward pass with the original pack of its tokens. Megatron's own recomputation uses the router's
-    current pack in the backward pass. Under pipeline parallelism, the router has another microbatch's pack by then.
+    The recomputation uses the same pack as the first forward pass. Megatron's own recomputation uses the pack that the
+    router has during the backward pass; under pipeline parallelism this is the pack of another microbatch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -149,11 +152,11 @@ class PackMoELayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """Megatron's router with the scores and the expert choice of the family.
+    """Megatron's router; it computes the scores and chooses the experts as the model's family does.
 
-    pack: the pack of the current tokens.
-    load: statistics of the current training step; None outside of a step.
-    recorded: experts [T, topk] chosen by the last pass in evaluation mode.
+    pack: the pack that contains the current tokens.
+    load: statistics of the current training step; None outside a step.
+    recorded: experts [T, topk] that the last forward pass in evaluation mode has chosen.
     """
 
     pack: PackParams | None = None
@@ -170,12 +173,17 @@ class Router(TopKRouter):
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gating(self, input: Tensor) -> Tensor:
-        """Map [T, 1, hidden] to [T, 1, experts] logits in fp32."""
+        """Map hidden states [T, 1, hidden] to logits [T, 1, experts] in fp32."""
         logits: Tensor = _FloatLinear.apply(input, self.weight, self.bias)
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights [T, experts] in fp32, 0 for experts that are not chosen, and the mask of chosen experts."""
+        """Choose the experts of each token.
+
+        Returns:
+            Weights [T, experts] in fp32, which are 0 for experts that are not chosen; and a mask [T, experts] of the
+            chosen experts.
+        """
         logits = logits.flatten(0, -2)
         tokens = None if self.pack is None else self.pack.routed
         chosen = self._choose(logits.detach())
@@ -191,21 +199,22 @@ class Router(TopKRouter):
         return spread, routing_map
 
     def chosen_last(self) -> Tensor:
-        """Return the experts of the last pass's tokens, [T, topk]."""
+        """Return the experts of the tokens in the last forward pass, [T, topk]."""
         assert self.recorded is not None, "the last pass was not in evaluation mode"
         return self.recorded
 
     @property
     def index(self) -> int:
-        """Number of this layer among the whole model's layers that have experts."""
+        """Index of this layer among those layers of the whole model that have experts."""
         return sum(self.experts.sparse_layers[: self.layer_number - 1])
 
     def _auxiliary_loss(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens, load: RouterStatistics) -> Tensor:
-        """Return this rank's part of the balance loss and of the z-loss, and record the load.
+        """Return what this rank's tokens add to balance loss and z-loss, each with its coefficient; update `load`.
 
-        Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean over the global batch's sequences of Σ_e f_e·P_e. f_e
-        is the share of a sequence's tokens that chose expert e, times experts / topk; P_e is their mean probability
-        of e. z-loss (arXiv:2202.08906, eq. 5): the mean over the global batch's tokens of (log Σ_e exp x_e)².
+        Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean of Σ_e f_e·P_e over the sequences of the global batch.
+        f_e is the share of the sequence's tokens that chose expert e, times experts / topk. P_e is the mean probability
+        of expert e over the sequence's tokens. z-loss (arXiv:2202.08906, eq. 5): the mean of (log Σ_e exp x_e)² over
+        the tokens of the global batch, with the logits x_e.
         """
         weight = tokens.weight
         probabilities = logits.softmax(-1) if self.experts.score == "softmax" else _normalised(logits.sigmoid())
@@ -221,14 +230,21 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _frequency(self, counted: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return f_e of each token's sequence, [T, experts], counted over context- and sequence-parallel ranks."""
+        """Return, for each token, the f_e of its sequence (see `_auxiliary_loss`), [T, experts].
+
+        The tokens of all context- and sequence-parallel ranks are counted.
+        """
         count = self.experts.count
         counts = counted.new_zeros(tokens.num_sequences + 1, count, dtype=torch.float32)
         counts = all_reduce(counts.index_add(0, tokens.sequence, counted.float()), self.tp_cp_group)
         return (counts * (count / self.experts.topk) / tokens.lengths[:, None])[tokens.sequence]
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Return the experts with the best scores, [T, topk], from the groups whose two best experts score highest."""
+        """Return the experts with the highest scores, [T, topk].
+
+        If the experts are divided into groups, only the best groups are considered. The score of a group is the sum of
+        its two highest scores.
+        """
         experts = self.experts
         scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
         if experts.selection_bias:
@@ -254,7 +270,7 @@ class Router(TopKRouter):
 
 
 class _FloatLinear(torch.autograd.Function):
-    """A linear layer computed in fp32 that saves its input in the input's own precision."""
+    """A linear layer that computes in fp32, but keeps its input for the backward pass in the input's own precision."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -277,11 +293,11 @@ def _normalised(scores: Tensor) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The linear layers of all experts: rows [T, in], sorted by expert → [T, out], with each weight [out, in].
+    """The same linear layer of all experts as one grouped product.
 
-    ends: [experts] int32, the end of each expert's rows; an expert may have none. The weights are stacked only during
-    the product, and again in the backward pass. Saving the stacked copy would double their memory for as long as
-    activations are kept.
+    It maps rows [T, in], sorted by expert, to [T, out]. `ends`: [experts] int32, the number of the row after the last
+    row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in]. They are stacked for the
+    product and once more in the backward pass. Keeping the stacked copy would double their memory until then.
     """
 
     @staticmethod
@@ -303,16 +319,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
-    """Return the end of each expert's rows, [experts] int32 on the device of `rows`."""
+    """Return, for each expert, the number of the row after its last row: [experts] int32, on the device of `rows`."""
     return platform.sent(tokens_per_expert, rows.device).cumsum(0, dtype=torch.int32)
 
 
 def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Add the adapters of all experts to the output [T, out] of their linear layers.
+    """Add what the experts' adapters compute to the output [T, out] of a linear layer of all experts.
 
     Args:
-        adapters: each expert's adapter, or None.
-        rows, ends: the layers' input, as in `_GroupedLinear`.
+        adapters: the adapter of each expert; None for each if there are no adapters.
+        rows, ends: input of the linear layer, as in `_GroupedLinear`.
     """
     first = adapters[0]
     if first is None or not first.enabled:
@@ -321,14 +337,14 @@ def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: T
 
 
 class ExpertsMixin:
-    """Experts that count the tokens that reach them.
+    """Counts the tokens that reach the experts, and allows biases.
 
-    load: statistics of the current training step; None outside of a step.
+    load: statistics of the current training step; None outside a step.
 
     Args:
-        has_biases: whether the experts' linear layers have biases. Megatron's option is for all linear layers, and
-            Megatron rejects it for tensor-parallel experts. It is therefore set only in the experts' copy of the
-            configuration, where the fused dropout, which experts do not have, is off.
+        has_biases: whether the experts' linear layers have biases. Megatron's own option applies to all linear layers,
+            and Megatron rejects it for tensor-parallel experts. It is therefore set only in a copy of the
+            configuration for the experts. The fused dropout is switched off in this copy; experts have no dropout.
     """
 
     load: RouterStatistics | None = None
@@ -343,7 +359,7 @@ class ExpertsMixin:
         super().__init__(num_local_experts, config, *args, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Map tokens [T, hidden], sorted by expert, to outputs [T, hidden]; `probs` [T] are the outputs' weights."""
+        """Map tokens [T, hidden], sorted by expert, to outputs [T, hidden], multiplied by their weights `probs` [T]."""
         # A recomputation is counted in its pass with gradient, as in the router.
         if self.load is not None and self.training and torch.is_grad_enabled():
             self.load.received += len(hidden)
@@ -359,13 +375,14 @@ class CountingExperts(ExpertsMixin, SequentialMLP):
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):
-    """Megatron's experts with the same parameters; one grouped product computes each linear layer.
+    """Experts with the same parameters as Megatron's; a linear layer of all experts is computed as one grouped product.
 
-    Generation does not use the grouped product, because a pass has too few tokens to pay for stacking the weights.
+    In generation the experts are computed one after the other: a pass has so few tokens that stacking the weights would
+    take longer than the grouped product saves.
     """
 
     takes_weights_of_parts = True
-    """Whether submodules' weights are used without the submodules' forward passes. Hooks then belong on this module."""
+    """True because submodules' weights are used without calling the submodules. Hooks must be set on this module."""
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
@@ -381,7 +398,11 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
         return output, None
 
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the layers' outputs [T, out] without bias, and each row's bias [T, out] if there are any."""
+        """Compute the linear layer `name` of all experts.
+
+        Returns:
+            The outputs [T, out] without bias, and the bias of each row [T, out], or None if there are no biases.
+        """
         layers = [getattr(expert, name) for expert in self.local_experts]
         output = _GroupedLinear.apply(rows, ends, *(layer.weight for layer in layers))
         output = with_adapters([layer.adapter for layer in layers], output, rows, ends)
@@ -397,9 +418,10 @@ def routers_of(model: ModelShard) -> list[Router]:
 
 
 def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> int:
-    """Start recording of the routers' load for a global batch and return the batch's number of counted tokens.
+    """Start new statistics of all routers for a global batch; return how many tokens of the batch count. Collective.
 
-    Collective; `data` holds a replica's own rows.
+    Args:
+        data: this replica's rows of the global batch.
     """
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
@@ -411,14 +433,15 @@ def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> in
 
 
 class StepRouterStatistics:
-    """The routing statistics of a whole step, on every rank. Collective.
+    """The routing statistics of a training step, summed over all ranks. The constructor is collective.
 
-    tokens: [sparse layers, experts] number of tokens of counted sequences sent to each expert.
-    dropped: [sparse layers] number of these tokens' choices that reached no expert.
-    means: [sparse layers, 3] entropy of the scores (nats), balance loss and z-loss, without their coefficients.
+    Only sequences that count are included. The first dimension of each tensor is the layers with experts.
+    tokens: [layers, experts], number of tokens that were sent to each expert.
+    dropped: [layers], number of choices that reached no expert.
+    means: [layers, 3], entropy of the scores (nats), balance loss and z-loss, without coefficients.
 
     Args:
-        num_tokens: number of tokens in counted sequences.
+        num_tokens: number of tokens that count.
     """
 
     def __init__(self, model: ModelShard, num_tokens: int) -> None:
@@ -445,7 +468,11 @@ class StepRouterStatistics:
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
     def metrics(self) -> dict[str, float]:
-        """Return for each layer maximum / mean load of experts, dropped choices and entropy; and the summed losses."""
+        """Return the metrics of the routers.
+
+        For each layer: the highest load of an expert divided by the mean load, the number of dropped choices, and the
+        entropy. For the whole model: balance loss and z-loss, each summed over the layers.
+        """
         fullest = self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)
         values = torch.stack((fullest, self.dropped, *self.means.unbind(1)))  # the host waits for the device once
         load, dropped, entropy, balance, z = values.tolist()
@@ -461,32 +488,42 @@ class StepRouterStatistics:
         }
 
     def update_biases(self, model: ModelShard, rate: float) -> None:
-        """Raise by `rate` the bias of experts with fewer tokens than the mean, and lower others (arXiv:2408.15664)."""
+        """Update the biases for the choice of experts (arXiv:2408.15664).
+
+        An expert with fewer tokens than the mean gets a bias higher by `rate`; one with more gets a lower bias.
+        """
         for router in routers_of(model):
             tokens = self.tokens[router.index]
             router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher, with one wait of the host for the device in each layer and pass: for the counts of tokens.
+    """Megatron's dispatcher, changed so that the host waits for the device only once per layer and pass.
 
-    The counts are needed before the ranks exchange tokens. Megatron's permutation waits twice more, because it selects
-    an unknown number of entries by a mask.
+    It waits for the counts of tokens, which are needed before the ranks exchange tokens. Megatron's own permutation
+    waits twice more, because it selects entries by a mask, whose number is not known on the host.
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Return the number of tokens from all ranks for each of this rank's experts; `routing_map` is [T, experts]."""
+        """Return how many tokens each of this rank's experts gets from all ranks together.
+
+        Args:
+            routing_map: mask [T, experts] of the chosen experts.
+        """
         counts: Tensor = super().preprocess(routing_map)
         self.num_out_tokens = routing_map.sum()  # the host gets it with the other counts
         self._maybe_update_cuda_sync_point("before_permutation_1")
         return counts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a row [hidden] and a weight for each choice of an expert, sorted by expert and then by token.
+        """Copy each token once for each expert that it has chosen, sorted by expert and then by token.
 
         Args:
             hidden_states: the tokens, [T, 1, hidden].
-            routing_map, probs: [T, experts], the chosen experts and their weights.
+            routing_map, probs: mask and weights of the chosen experts, [T, experts].
+
+        Returns:
+            The copies [choices, hidden], and the weight of each choice [choices].
         """
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         counts = self.preprocess(routing_map)
@@ -502,19 +539,22 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class BalancedDispatcher(Dispatcher):
-    """Dispatcher of a simulation, with an equal number of tokens for each expert of a rank (up to one, because of
-    rounding).
+    """Dispatcher for a simulation: every expert gets the same number of tokens, up to a difference of one by rounding.
 
-    It does not depend on the router's choices, which have no values. It assumes that ranks that share experts have as
-    many tokens as this rank.
+    In a simulation the router's choices have no values, so they are not used. All ranks of the expert-parallel group
+    are assumed to have as many tokens as this rank.
 
-    imbalance: number of tokens that this rank's experts receive, relative to the mean of all ranks.
+    imbalance: number of tokens routed to this rank's experts, divided by the mean over the expert-parallel ranks.
     """
 
     imbalance = 1.0
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Return the number of tokens from all ranks for each of this rank's experts; all counts are on the host."""
+        """Return how many tokens each of this rank's experts gets from all ranks together; the counts are on the host.
+
+        Args:
+            routing_map: mask [T, experts], of which only the shape matters.
+        """
         super().preprocess(routing_map).cpu()  # Megatron counts, ranks exchange counts, and the host waits
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size
         shares = (torch.arange(self.num_experts + 1, device="cpu") * choices // self.num_experts).diff()

@@ -1,9 +1,9 @@
-"""The optimizer Muon (kellerjordan.github.io/posts/muon): it updates the matrices of the hidden layers.
+"""The optimizer Muon (kellerjordan.github.io/posts/muon), which updates the matrices of the hidden layers.
 
-AdamW updates all other parameters. The matrices are those of the model directory: the query, key, value, gate and up
-projections are orthogonalized separately, although Megatron may store them together. A tensor of the directory in which
-rows of several projections alternate is one matrix. The iterations run in the precision of the weights. Momentum is
-sharded like AdamW's state.
+AdamW updates all other parameters. Each tensor of the model directory is one matrix: query, key, value, gate and up
+projections are orthogonalized separately, even if Megatron stores them together. If the rows of several projections
+alternate in one tensor of the directory, that tensor is one matrix. The Newton–Schulz iterations run in the precision
+of the weights. The momentum is sharded like AdamW's state.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ EPSILON = 1e-7
 
 
 def mark_matrices(model: ModelShard) -> None:
-    """Mark the parameters that Muon updates, before the optimizer is built: 2-D parameters of the hidden layers."""
+    """Mark the parameters that Muon updates: the 2-D parameters of the hidden layers.
+
+    Call it before the optimizer is built.
+    """
     for mapping, parameter in named_mappings(model):
         if mapping.megatron.startswith("decoder.layers.") and parameter.ndim == 2 and parameter.requires_grad:
             setattr(parameter, MUON_ATTRIBUTE, True)
 
 
 def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[Tensor, "rows columns"]:
-    """Return an approximation of U·Vᵀ for a matrix U·S·Vᵀ, by Newton–Schulz iterations in the matrix's precision."""
+    """Return approximately U·Vᵀ for a matrix with the singular value decomposition U·S·Vᵀ.
+
+    It is computed by Newton–Schulz iterations, in the precision of the matrix.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -55,19 +61,20 @@ def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[T
 
 
 def factor(rows: int, columns: int, scale: str) -> float:
-    """Return the factor by which an orthogonalized matrix is multiplied in an update.
+    """Return the factor by which the orthogonalized matrix is multiplied in an update.
 
-    match_rms_adamw: 0.2·√max(rows, columns), which gives the update the root mean square of AdamW's
-    (arXiv:2502.16982, section 2.2). original: √max(1, rows / columns).
+    If `scale` is "match_rms_adamw", it is 0.2·√max(rows, columns): the update then has the same root mean square as
+    one of AdamW (arXiv:2502.16982, section 2.2). If it is "original", the factor is √max(1, rows / columns).
     """
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
 @dataclass(frozen=True)
 class OwnMatrix:
-    """A parameter of which this rank updates elements start … end − 1 (row-major).
+    """The part of a matrix that this rank updates: the elements start … end − 1 of `parameter`, in row-major order.
 
-    main: these elements in fp32, a parameter of the torch optimizer. group: the parameter group that contains it.
+    main: these elements in fp32, which are a parameter of the PyTorch optimizer. group: the parameter group of `main`.
+    state: momentum and step of `main`.
     """
 
     mapping: Mapping
@@ -80,10 +87,10 @@ class OwnMatrix:
 
 
 class Muon:
-    """The optimizer of the marked matrices; it runs before Megatron's optimizer updates all other parameters.
+    """Updates the matrices that `mark_matrices` has marked, before Megatron's optimizer updates all other parameters.
 
     Raises:
-        UserError: see `named_mappings`.
+        UserError: the family's table has no entry for a parameter.
     """
 
     def __init__(
@@ -128,7 +135,7 @@ class Muon:
             own.state["step"] += 1
 
     def _orthogonalized(self) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Yield each matrix with this rank's shard of the scaled update."""
+        """Yield each matrix, and this rank's shard of its update: orthogonalized and multiplied by `factor`."""
         groups: dict[tuple[bool, bool], list[OwnMatrix]] = {}
         for own in self.matrices:
             groups.setdefault((own.mapping.is_expert, own.mapping.kind.partition_dim is None), []).append(own)
@@ -138,7 +145,13 @@ class Muon:
                 yield from self._round(matrices[first : first + ranks.size], ranks)
 
     def _round(self, matrices: Sequence[OwnMatrix], ranks: ParallelDimension) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Orthogonalize as many matrices as there are ranks that hold shards of them, one on each rank."""
+        """Orthogonalize at most as many matrices as `ranks` has ranks: each rank computes one of them.
+
+        Yield each matrix with this rank's shard of its update.
+
+        Args:
+            ranks: the ranks over which these matrices are sharded.
+        """
         updates = list[Tensor]()
         for number, own in enumerate(matrices):
             gradient = own.parameter.main_grad
@@ -155,19 +168,22 @@ class Muon:
             yield own, own.mapping.kind.read(own.mapping.parts, source, ranks.rank, ranks.size)
 
     def _of_part(self, momentum: Tensor) -> list[Tensor]:
-        """Return the orthogonalized matrix of a part, which may have one more dimension of size 1 in front."""
+        """Return the orthogonalized matrices in the momentum of a part.
+
+        A part is one matrix, possibly with a leading dimension.
+        """
         matrices = momentum.reshape(-1, *momentum.shape[-2:]).to(self.dtype)
         return [orthogonalized(matrix, self.config.muon_steps) for matrix in matrices]
 
 
 def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
-    """Return the numbers of outputs and of inputs of a part."""
+    """Return the number of outputs and the number of inputs of a part with this shape."""
     rows, columns = shape[-2:]
     return (columns, rows) if kind.is_transposed else (rows, columns)
 
 
 class _Parts:
-    """The update of a parameter as tensors of the model directory, from which each rank reads its shard."""
+    """The update of a parameter, in the form of the model directory's tensors. Each rank reads its shard from them."""
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:
         pieces = flat.split([math.prod(part.shape) for part in mapping.parts])

@@ -1,9 +1,10 @@
 """Megatron's DDP, distributed optimizer and schedule; the gather of updated weights; offloading of device memory.
 
-The gradient is d/dθ Σ_DP Σ_microbatches L. Losses are already divided by the global batch's counts, and
-context-parallel ranks have parts that add up, so no further division may happen. With `calculate_per_token_loss` and a
-loss function that returns three values, Megatron's schedules do not scale the loss, and DDP sums over data- and
-context-parallel ranks. `finalize_gradients` passes no token count, so that Megatron skips its final division too.
+The gradient is the sum of the gradients of all microbatches on all data-parallel ranks. Their losses are already
+divided by the global batch's counts, and those of context-parallel ranks add up, so Megatron must not divide again:
+- With `calculate_per_token_loss` and a loss function that returns three values, Megatron's schedules do not scale the
+  loss, and its DDP sums over data- and context-parallel ranks.
+- `finalize_gradients` passes no token count, so that Megatron skips its final division.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ larger of 40 million and 1 million per replica."""
 
 
 def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """Wrap the model's chunks with fp32 gradient buffers that are reduced over data- and context-parallel ranks."""
+    """Wrap the model's chunks in Megatron's DDP.
+
+    It accumulates gradients in fp32 buffers and reduces them over data- and context-parallel ranks.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -79,7 +83,7 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
 
 
 def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Run Megatron's reductions over the groups, without its division by a token count."""
+    """Reduce the gradients by Megatron's function, but without its division by the number of tokens."""
     for chunk in model:  # these reductions start a new round of gathers, so the last round must be complete
         if chunk.module.gather is not None:
             chunk.module.gather.settle()
@@ -89,10 +93,10 @@ def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype, lora_lr_ratio: float = 1.0
 ) -> MegatronOptimizer:
-    """Build AdamW with fp32 state sharded over data-parallel ranks.
+    """Build Megatron's AdamW, whose fp32 state is sharded over data-parallel ranks.
 
     Args:
-        lora_lr_ratio: ratio of the learning rate of the adapters' B to the learning rate of all other parameters.
+        lora_lr_ratio: learning rate of the adapters' B matrices, divided by `config.lr`.
     """
     megatron = MegatronOptimizerConfig(
         optimizer="adam",
@@ -132,11 +136,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWInBfloat16:
-    """An AdamW update with moments in bfloat16, computed in fp32, one parameter after the other. It runs before
-    Megatron's optimizer, and leaves no gradients for it.
+    """AdamW with moments that are stored in bfloat16. The update is computed in fp32, for one parameter at a time.
+
+    It runs before Megatron's optimizer, which then finds no gradients for the updated parameters.
 
     Args:
-        optimizer: Megatron's optimizer. Its parameters are updated, except those that have a state already (Muon's).
+        optimizer: Megatron's optimizer. All its parameters are updated, except those that already have a state, which
+            are Muon's.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -167,9 +173,10 @@ class AdamWInBfloat16:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of the whole gradient, the same on all ranks; the host waits once for the device. Collective.
+    """Return the norm of the whole model's gradient, the same on all ranks. Collective.
 
-    Without Transformer Engine and apex, Megatron's own function reads the norm of each tensor on the host.
+    The host waits for the device once. Megatron's own function waits once per tensor if neither Transformer Engine nor
+    apex is installed.
     """
     gradients: dict[ProcessGroup, list[Tensor]] = {}
     for chained in optimizer.chained_optimizers:
@@ -183,9 +190,10 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
-    """Prepare the gradients, clip them to the norm `limit` (0 disables clipping), and return the norm before clipping.
+    """Prepare the gradients for the optimizer step and scale them down to the norm `limit`; 0 means no limit.
 
-    A norm that is not finite is returned without clipping.
+    Returns:
+        The norm before clipping. If it is not finite, the gradients are not clipped.
     """
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer)
@@ -202,7 +210,10 @@ def update_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Build a schedule of one tick per optimizer step: linear warm-up, then `config.schedule` to min_lr at the end."""
+    """Build the learning-rate schedule: a linear warm-up, then `config.schedule`, which ends at `config.min_lr`.
+
+    The schedule advances by one per optimizer step.
+    """
     steps, wsd = max(total_steps, 1), config.schedule == "wsd"
     return OptimizerParamScheduler(
         optimizer,
@@ -225,10 +236,10 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
 
 
 def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Complete every `main_grad` on every rank. Collective.
+    """Gather the reduced gradients, so that every `main_grad` is complete on every rank. Collective.
 
-    The distributed optimizer leaves each data-parallel rank only its own part of the reduced gradients. Training
-    needs no more, but code that inspects gradients does.
+    With the distributed optimizer each data-parallel rank has only its own part of the reduced gradients. This is
+    enough for training, but not for code that reads whole gradients.
     """
     for chunk in wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -239,22 +250,22 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers, of dense parameters and of experts, that own parameters on this rank."""
+    """Return the inner optimizers (for dense parameters, for experts) that have parameters on this rank."""
     inners = optimizer.chained_optimizers
     held = (inner for inner in inners if inner.optimizer is not None)  # None for dense if only experts are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
 
 
 class ParameterGather:
-    """A gather of updated weights that overlaps with the next forward pass.
+    """Gathers updated weights during the next forward pass.
 
-    The distributed optimizer gives each replica its own part of the updated weights. The other parts are gathered in
-    the forward pass of the next training step, each bucket of parameters while the layers before it compute. Until
-    then the weights are incomplete on every rank; any other code that reads them must call `settle` first. Every
-    method is collective over the replicas.
+    After an optimizer step each replica has updated only its own part of the weights. The other parts are gathered in
+    the forward pass of the next training step: each bucket of parameters while earlier layers compute. Until then the
+    weights are incomplete on every rank, so all other code that reads them must call `settle` first. Every method is
+    collective over the replicas.
 
     Args:
-        wrapped: chunks whose configuration has Megatron's `overlap_param_gather`.
+        wrapped: chunks that are configured with Megatron's `overlap_param_gather`.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
@@ -267,7 +278,7 @@ class ParameterGather:
                     module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
-        """Start the gather after an optimizer step with the first layers' weights; each layer requests the next."""
+        """Start to gather the first layers' weights after an optimizer step; each layer then starts the next gather."""
         self.is_pending = True
         for chunk in self.wrapped:
             chunk.enable_forward_pre_hook()
@@ -276,7 +287,7 @@ class ParameterGather:
                     groups[-1].start_param_sync()
 
     def settle(self) -> None:
-        """Finish the gather: wait for pending buckets and gather the others. Do nothing if weights are complete."""
+        """Complete the weights: wait for buckets that are being gathered, and gather all remaining ones."""
         if not self.is_pending:
             return
         self.is_pending = False
@@ -287,7 +298,7 @@ class ParameterGather:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait for a weight that is used without its module's forward pass, as Megatron's hooks do for a module."""
+        """Wait until `weight` is complete. For modules whose forward pass is called, Megatron's hooks do this."""
         if not self.is_pending:
             return
         for chunk in self.wrapped:
@@ -305,10 +316,10 @@ class ParameterGather:
 
 
 class Offload:
-    """A set of storages that can be released temporarily.
+    """Releases device memory of tensors temporarily.
 
     Args:
-        keep: copy the contents to the host and back; otherwise the contents are zeros after `restore`.
+        keep: whether to keep the contents on the host meanwhile. Otherwise the tensors are zeros after `restore`.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -320,7 +331,7 @@ class Offload:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Release the storages behind `tensors`; return the bytes of device memory that this frees."""
+        """Release the storages of `tensors`; return the number of bytes freed on the device."""
         if self.is_away:
             return 0
         for whole in _storages(tensors):
@@ -336,7 +347,7 @@ class Offload:
         return freed
 
     def restore(self) -> None:
-        """Restore all storages to the device."""
+        """Allocate all released storages again and restore their contents."""
         for whole, host in self._away:
             whole.untyped_storage().resize_(host if isinstance(host, int) else host.numel())
             if isinstance(host, int):
@@ -347,7 +358,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each storage behind `tensors` once, viewed as bytes."""
+    """Return each storage that `tensors` use, once, as a tensor of bytes."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -358,18 +369,18 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
-    """Return the buffers in which gradients are accumulated and reduced."""
+    """Return the buffers in which DDP accumulates and reduces gradients."""
     return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the parameters, or this rank's parts of them, that the optimizer updates."""
+    """Return the tensors that the optimizer updates on this rank: parameters, or this rank's parts of parameters."""
     groups = [group for inner in optimizers_with_parameters(optimizer) for group in inner.optimizer.param_groups]
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -> list[Tensor]:
-    """Return moments and fp32 parameters, except tensors that share memory with the weights."""
+    """Return the optimizer's moments and fp32 parameters, without tensors that share memory with `weights`."""
     shared = {platform.storage_id(weight) for weight in weights}
     tensors = main_parameters(optimizer)
     for inner in optimizers_with_parameters(optimizer):

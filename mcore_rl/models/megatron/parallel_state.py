@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 @dataclass(eq=False)
 class _Layout:
-    """A parallel layout of this run's processes, and the number of models that use it.
+    """A parallel layout of this run's processes.
 
-    groups: the variables of Megatron's module `parallel_state`, which its functions read.
+    groups: the variables of Megatron's module `parallel_state` for this layout, which Megatron's functions read.
+    users: number of models that use the layout.
     """
 
     config: ParallelConfig
@@ -35,7 +36,7 @@ class _Layout:
 
 
 _layouts: list[_Layout] = []
-"""Layouts of the models that exist. The first one is the trained model's. Megatron's functions return its groups,
+"""Layouts of the models that exist. The first is the trained model's layout; Megatron's functions return its groups,
 except inside `groups_of`."""
 
 OF_A_MODEL = {
@@ -53,7 +54,7 @@ OF_A_MODEL = {
 
 
 def _variables() -> dict[str, Any]:
-    """Return the variables of Megatron's module that describe a layout."""
+    """Return the variables of Megatron's module `parallel_state` that describe the current layout, by name."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
@@ -62,12 +63,13 @@ _NO_LAYOUT = _variables()
 
 
 def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Topology:
-    """Join the processes of this run and build the groups of `config`, if they do not exist yet. Collective.
+    """Connect the processes of this run and build the process groups of a layout, unless they exist. Collective.
 
     Each call needs a matching call of `destroy_parallel`.
 
     Args:
-        may_differ: whether the layout may differ from the layout of existing models. If it does, Megatron's functions
+        config: the layout.
+        may_differ: whether the layout may differ from the trained model's layout. If it differs, Megatron's functions
             return its groups only inside `groups_of`.
 
     Raises:
@@ -89,15 +91,15 @@ def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Top
 
 
 def _sizes(config: ParallelConfig) -> dict[str, Any]:
-    """Return the values that determine the process groups."""
+    """Return the values in `config` that determine the process groups."""
     return {**config.model_dump(exclude=OF_A_MODEL), "virtual_pipeline_model_parallel_size": config.chunks_per_stage}
 
 
 def destroy_parallel(topology: Topology | None = None) -> None:
-    """Release the process groups of a layout; the groups of all layouts are destroyed with the last user's call.
+    """Release the process groups of a layout. When no layout is used any more, destroy the groups of all layouts.
 
     Args:
-        topology: topology of the layout; the run's if None. It is no error if the groups were destroyed before.
+        topology: topology of the layout; None for the trained model's. The groups may have been destroyed before.
     """
     if _layouts:
         released = _layouts[:1] if topology is None else [one for one in _layouts if one.topology is topology]
@@ -123,9 +125,9 @@ def run_topology() -> Topology:
 
 @contextmanager
 def groups_of(topology: Topology) -> Iterator[None]:
-    """Let Megatron's functions return the process groups of this layout.
+    """Inside the context, Megatron's functions return the process groups of the layout that `topology` belongs to.
 
-    Megatron's modules read them from the variables of one module, when they are built and when they run.
+    Megatron's modules call these functions when they are built and when they run.
     """
     if is_run_layout(topology):
         yield
@@ -188,7 +190,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every random generator alike on all ranks; Megatron's tracker adds offsets where needed."""
+    """Seed all random generators, equally on all ranks. Megatron's tracker adds offsets where ranks must differ."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

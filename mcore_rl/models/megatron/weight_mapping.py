@@ -15,32 +15,32 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """A set of named tensors whose parts can be read."""
+    """A source of named tensors, of which any rows and columns can be read."""
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows]`, or `tensor[rows, columns]`."""
+        """Return `rows` of the tensor `name`, and of these only `columns` if it is not None."""
         ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `first` … `first + shape[0] − 1` of a Hugging Face tensor; the whole tensor if it has no other parts."""
+    """A Hugging Face tensor, or some of its rows: `first` … `first + shape[0] − 1`."""
 
     name: str
     shape: Shape
     first: int = 0
 
     def read(self, source: TensorSource, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `part[rows, columns]`, without reading the rest."""
+        """Read `rows` and `columns` of this part, and nothing else."""
         start, stop, _ = rows.indices(self.shape[0])
         return source.read(self.name, slice(self.first + start, self.first + stop), columns)
 
 
 class Kind(ABC):
-    """A way to shard a parameter over tensor-parallel ranks.
+    """How a parameter consists of Hugging Face tensors (`Part`), and how it is sharded over tensor-parallel ranks.
 
-    partition_dim: the sharded dimension of the parameter; None if every rank has all of it.
-    is_transposed: whether the parts have inputs as rows and outputs as columns, unlike the parameter.
+    partition_dim: the dimension of the parameter that is sharded; None if every rank has the whole parameter.
+    is_transposed: whether rows of the parts are inputs and columns are outputs. In the parameter it is the reverse.
     """
 
     partition_dim: int | None = 0
@@ -48,14 +48,18 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Return the shard of rank `rank` of `size`, reading only that shard."""
+        """Read the parameter's shard for rank `rank` of `size` ranks, and nothing else."""
 
     @abstractmethod
     def split(self, stacked: Tensor) -> list[Tensor]:
-        """Split the stacked shards [size, …] of all ranks ([1, …] if not sharded) into parts, as views if possible."""
+        """Convert the shards of all ranks to the parts, as views if possible.
+
+        Args:
+            stacked: the shards, [number of ranks, …]; [1, …] if the parameter is not sharded.
+        """
 
     def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
-        """Return the shape on each of `size` ranks: the shape of the stacked parts, or the rank's share of it."""
+        """Return the shape of the parameter's shard on each of `size` ranks."""
         shape = [self._rows(parts, size), *parts[0].shape[1:]]
         if self.partition_dim is not None:
             shape[self.partition_dim] //= size
@@ -70,7 +74,7 @@ def _share(total: int, rank: int, size: int) -> slice:
 
 
 class Replicated(Kind):
-    """A parameter that is the same on every rank."""
+    """A parameter that is one part, and the same on every rank."""
 
     partition_dim = None
 
@@ -82,7 +86,7 @@ class Replicated(Kind):
 
 
 class FirstRow(Replicated):
-    """A parameter that is the only row of its part, the same on every rank."""
+    """A parameter that is the only row of a part, and the same on every rank."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source)[0]
@@ -96,7 +100,10 @@ class FirstRow(Replicated):
 
 @dataclass(frozen=True)
 class Stacked(Kind):
-    """A parameter of stacked parts, the same on every rank; `rows` are the parts' numbers of rows."""
+    """A parameter that consists of parts below each other, and is the same on every rank.
+
+    rows: number of rows of each part.
+    """
 
     rows: tuple[int, ...]
     partition_dim = None
@@ -131,9 +138,9 @@ class Columns(Kind):
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Return the rows of the embedding: a multiple of 128, as Megatron pads it, and of the tensor-parallel size.
+    """Return the number of rows of the padded embedding: a multiple of 128, as in Megatron, and of the TP size.
 
-    The result is the same for every power of two up to 128, so that checkpoints fit any such layout.
+    The result is the same for all tensor-parallel sizes that divide 128, so a checkpoint fits all of these layouts.
     """
     multiple = 128
     while multiple % tensor_parallel_size:
@@ -143,7 +150,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 @dataclass(frozen=True)
 class Vocabulary(Kind):
-    """Rows of the vocabulary, padded at the end and sharded by rows."""
+    """A parameter with one row per token of the vocabulary. It is padded at the end and sharded by rows."""
 
     vocab_size: int
 
@@ -164,7 +171,7 @@ class Vocabulary(Kind):
 
 
 class GateUp(Kind):
-    """Gate and up projections, each sharded by rows and stacked on every rank."""
+    """Gate and up projections: each is sharded by rows, and every rank has its gate rows above its up rows."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return torch.cat([part.read(source, _share(part.shape[0], rank, size)) for part in parts])
@@ -174,9 +181,11 @@ class GateUp(Kind):
 
 
 class Interleaved(Kind):
-    """Rows (or biases) of several parts, interleaved by groups: the first group's rows of each part, the second's, …
+    """A weight (or bias) in which the rows of several parts are interleaved by groups.
 
-    groups: number of groups. sizes: for each part, the number of its rows in one group.
+    First come the rows that the first group has in each part, then those of the second group, and so on.
+
+    groups: number of groups.
     """
 
     groups: int
@@ -187,15 +196,19 @@ class Interleaved(Kind):
         """For each part (for example q, k and v), the number of its rows in one group."""
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
-        """Reorder rows [groups, rows, …] of part number `part` in each group from the directory's to our order."""
+        """Convert the rows of part number `part` from the order of the Hugging Face tensor to that of the parameter.
+
+        Args:
+            rows: [groups, rows of the part in a group, …]; rows are only moved within a group.
+        """
         return rows
 
     def restored(self, rows: Tensor, part: int) -> Tensor:
-        """Invert `arranged`."""
+        """Convert rows of the parameter back to the order of the Hugging Face tensor; the inverse of `arranged`."""
         return rows
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Read a rank's shard; with more ranks than groups, read the whole group and keep the rank's rows."""
+        """Read a rank's shard. With more ranks than groups, read a whole group and keep the rank's rows of it."""
         rows_per_group = sum(self.sizes)
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
@@ -214,7 +227,10 @@ class Interleaved(Kind):
 
 @dataclass(frozen=True)
 class Grouped(Interleaved):
-    """Parts with any number of rows per group, in the directory's order."""
+    """Parts interleaved by groups. Within a group, the rows have the same order as in the Hugging Face tensors.
+
+    rows: for each part, the number of its rows in one group.
+    """
 
     groups: int
     rows: tuple[int, ...]
@@ -226,11 +242,11 @@ class Grouped(Interleaved):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Interleaved):
-    """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
+    """Query, key and value projections, interleaved by key-value group: its query heads, its key head, its value head.
 
     heads: number of query heads per group. head_dim: number of rows per head.
-    neighbours: number of rows at the start of each query and key head that are rotated in pairs of neighbours in the
-        Hugging Face tensors. In the parameter the two rows of a pair are half of this number apart.
+    neighbours: number of rows at the start of each query and key head in which neighbouring rows of the Hugging Face
+        tensor are rotated as a pair. In the parameter the two rows of a pair are half of this number apart.
     """
 
     groups: int
@@ -249,7 +265,11 @@ class QueryKeyValue(Interleaved):
         return rows[:, self._order(part).argsort()] if self.neighbours and part < 2 else rows
 
     def _order(self, part: int) -> Tensor:
-        """Return the rows of a group's queries (part 0) or of its key (part 1) in the parameter's order."""
+        """Return the row numbers within a group of the Hugging Face tensor, in the order of the parameter.
+
+        Args:
+            part: 0 for the queries, 1 for the key.
+        """
         pairs = torch.arange(self.neighbours).view(-1, 2).T.flatten()
         head = torch.cat((pairs, torch.arange(self.neighbours, self.head_dim)))
         heads = torch.arange(1 if part else self.heads)
@@ -257,10 +277,10 @@ class QueryKeyValue(Interleaved):
 
 
 class GatedQueryKeyValue(QueryKeyValue):
-    """Query, key and value with a gate for each query head.
+    """Query, key and value projections in which each query head also has a gate.
 
-    In the directory a head's query is followed by its gate. In the parameter all queries of a group are followed by
-    their gates.
+    In the Hugging Face tensor each head's query is followed by its gate. In the parameter all queries of a group come
+    first, then all gates of the group.
     """
 
     @property
@@ -278,7 +298,7 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 
 class AlternatingGateUp(GateUp):
-    """Gate and up rows that alternate in one part; on every rank its gate rows are stacked on its up rows."""
+    """Gate and up projections whose rows alternate in one part. Every rank has its gate rows above its up rows."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         whole = self._rows_first(parts[0].read(source))
@@ -293,7 +313,10 @@ class AlternatingGateUp(GateUp):
 
 
 class InterleavedGateUp(AlternatingGateUp):
-    """Weight [1, in, 2 · width] or bias [1, 2 · width] of one gpt-oss expert; gate and up columns alternate."""
+    """Gate and up projections of one gpt-oss expert, whose columns alternate in one Hugging Face tensor.
+
+    The weight is [1, in, 2 · width], the bias [1, 2 · width].
+    """
 
     is_transposed = True
 
@@ -310,7 +333,7 @@ class InterleavedGateUp(AlternatingGateUp):
 
 
 class TransposedColumns(Columns):
-    """Weight [1, in, out] of one gpt-oss expert in the directory; the parameter is [out, in], sharded by columns."""
+    """Weight of one gpt-oss expert: [1, in, out] in the Hugging Face tensor, [out, in] and sharded by columns here."""
 
     is_transposed = True
 
@@ -328,11 +351,12 @@ class TransposedColumns(Columns):
 
 @dataclass(frozen=True)
 class Mapping:
-    """A Megatron parameter, by its name in the whole model, and the Hugging Face tensors that it consists of.
+    """A Megatron parameter and the Hugging Face tensors of which it consists.
 
-    megatron: name with the layer's number in the whole model; for an expert's weight, `mlp.experts.NUMBER.…`.
-    is_expert: whether it is a routed expert's weight; these are distributed over expert-parallel ranks.
-    is_float32: whether it is float32 in a model of any precision.
+    megatron: name of the parameter, with the layer's number in the whole model. The name of an expert's weight contains
+        `mlp.experts.NUMBER.`, with the expert's number in the whole model.
+    is_expert: whether it belongs to a routed expert. Routed experts are distributed over expert-parallel ranks.
+    is_float32: whether the parameter is always float32, whatever the model's precision is.
     """
 
     megatron: str
@@ -343,16 +367,16 @@ class Mapping:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Name of each Hugging Face tensor, once."""
+        """Names of the Hugging Face tensors of which the parameter consists, each once."""
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:
-        """Split the stacked shards [size, …] of all ranks into the parts, as views if possible."""
+        """Convert the shards of all ranks, [number of ranks, …], to the parts, as views if possible."""
         return list(zip(self.parts, self.kind.split(stacked), strict=True))
 
 
 def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
-    """Return names and shapes of the Hugging Face tensors, in the mappings' order. Parts without name are left out."""
+    """Return the shapes of all Hugging Face tensors of the mappings, by name; parts without a name are left out."""
     shapes: dict[str, Shape] = {}
     for part in (part for mapping in mappings for part in mapping.parts if part.name):
         rows, *rest = part.shape
@@ -363,10 +387,12 @@ def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
 def assemble(
     pieces: Iterable[tuple[Part, Tensor]], shapes: Dictionary[str, Shape], copies: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of `shapes`, with its name, as soon as all of its parts have been read.
+    """Put Hugging Face tensors together from their parts; yield each with its name as soon as it is complete.
 
     Args:
-        copies: copy a tensor that is a single part; otherwise it is valid only until the next one.
+        pieces: parts with their values.
+        shapes: shapes of the wanted tensors; parts of other tensors are ignored.
+        copies: whether to copy a tensor that consists of one part. If not, it is valid only until the next is yielded.
     """
     begun: dict[str, tuple[Tensor, int]] = {}
     for part, piece in pieces:

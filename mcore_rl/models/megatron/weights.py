@@ -1,8 +1,8 @@
-"""Conversion between Hugging Face and Megatron weights, by the table of the model's family.
+"""Conversion between Hugging Face weights and Megatron weights. The family's table contains the mappings.
 
-Import: every rank reads only its slices of the safetensors files, without communication. Export: a generator yields the
-Hugging Face tensors of all parameters in the model's order. Every rank must iterate over it, because the shards of each
-tensor are gathered.
+Import: every rank reads only its own slices of the safetensors files, without communication. Export: a generator yields
+all Hugging Face tensors in the model's order. Every rank must iterate over it, because the ranks gather the shards of
+each tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARAMETERS_BETWEEN_MEETINGS = 64
 
 
 def cut_over(mapping: Mapping, topology: Topology) -> ParallelDimension:
-    """Return the ranks over which a sharded parameter is distributed."""
+    """Return the parallel dimension over which a parameter is sharded."""
     return topology.expert_tensor if mapping.is_expert else topology.tensor
 
 
@@ -49,19 +49,19 @@ def gather_tensors(
     first_only: bool = False,
     adapters: Dictionary[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor of a table, complete, one after the other in the table's order.
+    """Yield the Hugging Face tensors of a table with their names; each is gathered from the ranks that have its shards.
 
-    Each tensor needs at most one all-gather, and a broadcast over expert-parallel ranks and over pipeline stages if
-    there are any. Collective over all ranks.
+    The tensors are yielded in the table's order. Each needs at most one all-gather, one broadcast over expert-parallel
+    ranks, and one broadcast over pipeline stages. Collective over all ranks.
 
     Args:
-        own: this rank's tensors by their names in the table; all have the same precision, except tensors that are
-            float32 in every model.
-        names: only these Hugging Face tensors, the same on every rank.
-        copies: copy each tensor; otherwise it is valid only until the next one.
-        first_only: yield only on the first rank and skip work that it does not need: only one data-parallel replica
-            gathers.
-        adapters: adapters by the same names, to be merged into the tensors.
+        table: mappings by the parameters' names.
+        own: this rank's parameters (or values for them), by their names in the table. All have the same precision,
+            except those that are float32 in every model.
+        names: names of the Hugging Face tensors to yield, the same on every rank; all if None.
+        copies: whether to copy each tensor. If not, it is valid only until the next is yielded.
+        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
+        adapters: adapters to merge into the parameters, by the parameters' names.
     """
     dtype = next((value.dtype for name, value in own.items() if not table[name].is_float32), torch.float32)
     wanted = [m for m in table.values() if names is None or not set(m.hf_names).isdisjoint(names)]
@@ -80,7 +80,7 @@ def _gathered_parts(
     first_only: bool,
     adapters: Dictionary[str, Any],
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield the complete parts of Hugging Face tensors on the ranks that need them; see `gather_tensors`."""
+    """Yield the parts of the tensors that `gather_tensors` yields, each with its values."""
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()
@@ -93,7 +93,7 @@ def _gathered_parts(
 
 
 class _GatheredTensor:
-    """A parameter's owner, and the transfer of its shards to all ranks or to the first rank."""
+    """Knows which ranks have the shards of a parameter, and sends them to all ranks, or to the first rank only."""
 
     def __init__(self, mapping: Mapping, dtype: torch.dtype, model: ModelShard, first_only: bool) -> None:
         self.mapping, self.dtype, self.topology = mapping, dtype, model.topology
@@ -114,7 +114,12 @@ class _GatheredTensor:
         return there and (not self.mapping.is_expert or self.expert_rank == self.topology.expert.rank)
 
     def whole(self, shard: Tensor | None, adapter: Any) -> Tensor | None:
-        """Return the stacked shards [TP, …] ([1, …] if not sharded) on ranks that yield the tensor; None elsewhere."""
+        """Gather the parameter's shards: [number of shards, …]. Return None on ranks that do not yield the tensor.
+
+        Args:
+            shard: this rank's shard; None if it has none.
+            adapter: adapter to merge into the shard; None for none.
+        """
         size = 1 if self.mapping.kind.partition_dim is None else self.ranks.size
         shape = self.mapping.kind.shard_shape(self.mapping.parts, self.ranks.size)
         stacked = None
@@ -147,7 +152,7 @@ def _stage_of(mapping: Mapping, model: ModelShard) -> int:
 
 
 def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
-    """Return the expert-parallel rank that holds the expert; all ranks hold the same number of experts."""
+    """Return the expert-parallel rank that has the expert to which the parameter belongs; 0 for other parameters."""
     match = _IN_EXPERT.search(mapping.megatron) if mapping.is_expert else None
     return int(match[1]) // model.experts_per_rank if match else 0
 
@@ -175,10 +180,11 @@ ADAPTER = ".adapter."
 
 
 def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
-    """Convert the name of a chunk's parameter to its name in the family's table.
+    """Convert a parameter's name in a chunk to its name in the family's table.
 
     Args:
-        first_layer, first_expert: numbers in the whole model of the chunk's first layer and of the rank's first expert.
+        first_layer: number of the chunk's first layer in the whole model.
+        first_expert: number of this rank's first expert in the whole model.
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _LISTED_EXPERT.sub(lambda match: f".experts.{int(match[1]) + first_expert}.", name)
@@ -186,7 +192,7 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
 
 
 def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
-    """Yield this rank's parameters and persistent buffers with their mappings, without the copy of a tied embedding.
+    """Yield each of this rank's weights with its mapping, except adapters and the second copy of a tied embedding.
 
     Raises:
         UserError: the family's table has no entry for a parameter.
@@ -196,7 +202,7 @@ def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
 
 
 def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """Yield `named_mappings` of one chunk, with the tensors' names in the chunk."""
+    """Yield what `named_mappings` yields for one chunk, together with each weight's name in the chunk."""
     for name, tensor in weights_of(chunk):
         if (name == "output_layer.weight" and model.family.ties_embeddings) or ADAPTER in name:
             continue
@@ -207,19 +213,22 @@ def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tu
 
 
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's weights: its parameters and adapters, and the routers' biases, which have no gradient."""
+    """Yield all weights of a chunk with their names: its parameters, among them those of adapters, and router biases.
+
+    The biases for the choice of experts are buffers, because they have no gradient.
+    """
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
 
 def own_weights(model: ModelShard) -> Iterator[tuple[str, Tensor]]:
-    """Yield `weights_of` all chunks of this rank, with the chunk's index in the names."""
+    """Yield the weights of all chunks of this rank; each name begins with the index of the chunk."""
     for index, chunk in enumerate(model.chunks):
         yield from ((f"{index}.{name}", tensor) for name, tensor in weights_of(chunk))
 
 
 def first_layer(chunk: HiddenStateGPTModel) -> int:
-    """Return the number in the whole model of a chunk's first layer; 0 if the chunk has none."""
+    """Return the number that a chunk's first layer has in the whole model; 0 if the chunk has no layer."""
     return int(chunk.decoder.layers[0].layer_number) - 1 if len(chunk.decoder.layers) else 0
 
 
@@ -227,7 +236,7 @@ def first_layer(chunk: HiddenStateGPTModel) -> int:
 
 
 def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
-    """Fill this rank's parameters from a model directory, without communication.
+    """Read this rank's weights from a model directory, without communication.
 
     Raises:
         UserError: a tensor is missing, unknown, or has another shape than the config implies.
@@ -245,10 +254,11 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a tensor, so that the gradient norm counts this rank's part; else it counts only the first rank's.
+    """Mark a weight as sharded if the gradient norm must count its gradient on every tensor-parallel rank.
 
-    Megatron marks shards only when it initialises them. Tensor-parallel ranks also hold the unsharded tensors of
-    different experts.
+    For an unmarked weight the norm counts only the first rank's gradient. Megatron marks sharded weights only when it
+    initializes them. Unsharded weights of experts are marked too, because tensor-parallel ranks may have different
+    experts.
     """
     dimension = mapping.kind.partition_dim
     if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:
@@ -261,13 +271,13 @@ def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None
 
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
-    """Return this rank's shard of a parameter."""
+    """Read this rank's shard of a parameter from `source`."""
     ranks = cut_over(mapping, topology)
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
 
 
 def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
-    """Raise an error for a directory whose tensors do not match its configuration.
+    """Raise an error if the tensors of a model directory do not match its configuration.
 
     Raises:
         UserError: the message names the first tensors that are missing, unknown, misshapen or cannot be decoded.
@@ -299,14 +309,14 @@ def export_hf_weights(
     copies: bool = True,
     first_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, complete, one after the other, on every rank. Collective over all ranks.
+    """Yield all Hugging Face tensors of the model with their names, each gathered from all ranks. Collective.
 
     Args:
-        value_of: function that returns the value to export for a parameter, for example its gradient. By default the
+        value_of: function that returns what to export for a parameter, for example its gradient. Default: the
             parameter's value with its adapter merged.
-        names: only these tensors, the same on every rank; all if None.
-        copies: copy each tensor; otherwise it is valid only until the next one.
-        first_only: yield only on the first rank; other data-parallel replicas then do not gather.
+        names: names of the tensors to yield, the same on every rank; all if None.
+        copies: whether to copy each tensor. If not, it is valid only until the next is yielded.
+        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
     """
     adapters = adapters_of(model) if value_of is None else {}
     value_of = value_of or torch.Tensor.detach
@@ -315,7 +325,7 @@ def export_hf_weights(
 
 
 def adapters_of(model: ModelShard) -> dict[str, Any]:
-    """Return this rank's adapters, by the names of the weights that they apply to."""
+    """Return this rank's adapters, by the names of the weights to which they belong."""
     return {
         f"{name_in_model(name, first_layer(chunk), model.first_expert).removesuffix('adapter')}weight": module
         for chunk in model.chunks

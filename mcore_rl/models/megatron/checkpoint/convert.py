@@ -48,7 +48,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 
 def describe(iteration: Path) -> Iterator[str]:
-    """Yield lines that describe a checkpoint: integrity, state, tensors (shape, precision, shards), sizes, config.
+    """Yield lines of text that describe a checkpoint.
+
+    They contain its integrity, its state, its tensors (shape, precision, shards), its size and its configuration.
 
     Raises:
         UserError: the checkpoint names code to run.
@@ -98,9 +100,12 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
-    """Write the weights of a Hugging Face directory as iteration 0 below `destination`; return the iteration.
+    """Write the weights of a Hugging Face directory as a checkpoint of iteration 0 below `destination`.
 
-    Start training from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+    Training can start from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+
+    Returns:
+        Directory of the checkpoint.
 
     Raises:
         UserError: the model is not supported, or its weights have mixed precision.
@@ -141,9 +146,9 @@ def megatron_to_hf(
     Each tensor has the precision that it has in `source`.
 
     Args:
-        source: a Hugging Face directory of the same architecture, for config and tokenizer.
-        max_shard_bytes: size of the written files; one file is held in memory.
-        chat_template: chat template that replaces the source's.
+        source: Hugging Face directory of the same architecture; config and tokenizer are copied from it.
+        max_shard_bytes: maximum size of a written file. The contents of one file are in memory at a time.
+        chat_template: chat template to write in place of the source's.
 
     Raises:
         UserError: the checkpoint has another architecture, or names code to run.
@@ -202,7 +207,7 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return the endings of the stored names of parameters that are float32 in a model of any precision."""
+    """Return how the names end, in a checkpoint, of parameters that are float32 whatever the model's precision is."""
     in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
     return tuple({f".{name}" for name in in_layer})
 
@@ -213,7 +218,10 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored part of a parameter: from element `first` on, with the shape of `place.data`."""
+    """A part of a parameter that a checkpoint stores as a tensor of its own.
+
+    place: Megatron's entry for the part. first: number of its first element in the parameter.
+    """
 
     mapping: Mapping
     place: ShardedTensor
@@ -221,12 +229,12 @@ class StoredPart:
 
     @property
     def shape(self) -> Shape:
-        """Shape without the dimensions on which the checkpoint stacks layers and experts."""
+        """Shape of the part, without the leading dimensions along which the checkpoint stacks layers and experts."""
         return tuple(self.place.data.shape)
 
 
 def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
-    """Yield each parameter of a whole model with its stored parts, in the order of their elements."""
+    """For each parameter of a model that is not sharded, yield its mapping and its stored parts in order."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
     for name, mapping, tensor in chunk_mappings(model, chunk):
@@ -240,7 +248,7 @@ def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]
 def _read_parts(
     items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: ModelShard
 ) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield the tensors of a plan; each is read on demand."""
+    """Yield the planned `items` with their values from `source`; each value is read when it is needed."""
     places = {
         (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
     }
@@ -253,7 +261,7 @@ def _read_parts(
 
 
 def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor of a checkpoint; each is read on demand."""
+    """Yield the weights of a checkpoint as Hugging Face tensors with names; each is read when it is needed."""
     parts = _loaded_parts(RegionReader(iteration, index), list(_stored_parts(model)), model.vocab_size, progress)
     yield from assemble(parts, model.family.shapes())
 
@@ -261,7 +269,7 @@ def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Pro
 def _loaded_parts(
     reader: RegionReader, stored: list[tuple[Mapping, list[StoredPart]]], vocab_size: int, progress: Progress
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield the parts of Hugging Face tensors of a checkpoint; each is read on demand."""
+    """Yield the weights of a checkpoint as parts of Hugging Face tensors; each is read when it is needed."""
     for mapping, parts in progress(stored, len(stored)):
         pieces = []
         for part in parts:

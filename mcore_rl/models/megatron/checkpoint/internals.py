@@ -1,4 +1,4 @@
-"""Private parts of Megatron-Core that checkpoints use, with the reasons."""
+"""Uses of private functions and attributes of Megatron-Core for checkpoints, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class OwnedPart(NamedTuple):
-    """Elements start … end − 1 (row-major) of a parameter, which a distributed optimizer owns on this rank.
+    """The elements of a parameter that a distributed optimizer updates on this rank.
 
-    main: these elements in fp32, a parameter of the torch optimizer.
+    start, end: the elements are start … end − 1 in row-major order.
+    main: these elements in fp32, which are a parameter of the PyTorch optimizer.
     """
 
     parameter: Parameter
@@ -27,17 +28,19 @@ class OwnedPart(NamedTuple):
     main: Tensor
 
     def tensors(self, inner: Any) -> dict[str, Tensor]:
-        """Return the fp32 elements and their moments, by their names in a checkpoint. They are the optimizer's own
-        memory."""
+        """Return the fp32 elements and their moments, by their names in a checkpoint.
+
+        The tensors are not copies; they are the optimizer's own memory.
+        """
         state = {name: values for name, values in inner.optimizer.state[self.main].items() if name != "step"}
         return {"param": self.main, **state}  # "step" is common to all parameters
 
 
 def owned_parts(inner: Any) -> Iterator[OwnedPart]:
-    """Yield the parts of parameters that a distributed optimizer owns on this rank.
+    """Yield, for each parameter, the part that a distributed optimizer updates on this rank.
 
     The optimizer's public interface returns whole parameters, gathered over data-parallel ranks. Its function for a
-    single parameter takes another parameter's elements if some weights of a group are float32 and others bfloat16.
+    single parameter returns elements of another parameter if a group contains both float32 and bfloat16 weights.
     """
     mains = {
         id(parameter): main
@@ -54,9 +57,9 @@ def owned_parts(inner: Any) -> Iterator[OwnedPart]:
 
 
 def shards_by_key(state: ShardedStateDict, strategy: TorchDistSaveShardedStrategy) -> dict[str, Any]:
-    """Return shards in the form that torch's planner expects: by their names in the checkpoint.
+    """Return the shards in `state` by their names in the checkpoint, as PyTorch's planner expects them.
 
-    The strategy's own saving would then write in subprocesses and wait for them without a time limit.
+    This is a step of the strategy's own saving, which is not used: it waits for subprocesses without a time limit.
     """
     tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
     found: dict[str, Any] = tensors

@@ -1,6 +1,6 @@
 """Loading of checkpoints in Megatron's distributed format, from any parallel layout.
 
-Only the pickled types that checkpoints need are loaded. Each rank reads the regions of the shards that it holds.
+Only those types are unpickled that a checkpoint needs. Each rank reads only the regions of tensors that it needs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(iteration: Path) -> Metadata:
-    """Return the index of a checkpoint, without running code that it may name.
+    """Return the index of a checkpoint; code that the file may name is not run.
 
     Raises:
         UserError: the file is not an index, or names a class that an index does not contain.
@@ -100,10 +100,10 @@ def read_index(iteration: Path) -> Metadata:
 
 
 def check_trusted(iteration: Path) -> Metadata:
-    """Return a checkpoint's index after checking that loading neither runs code nor reads outside the directory.
+    """Check that loading a checkpoint runs no code and reads no file outside its directory; return its index.
 
     Raises:
-        UserError: the checkpoint names code to run or a file elsewhere. The message contains the file and the name.
+        UserError: the checkpoint names code to run, or a file outside. The message contains the file and the name.
     """
     index = read_index(iteration)
     for storage in index.storage_data.values():
@@ -128,7 +128,10 @@ def _read(path: Path, offset: int = 0, length: int = -1) -> io.BytesIO:
 
 
 def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
-    """Return `architecture_of` the model whose weights a checkpoint holds; {} if it is not recorded."""
+    """Return the architecture of the model whose weights a checkpoint contains; {} if it is not recorded.
+
+    It has the same form as the result of `architecture_of`.
+    """
     if (identity := stored_identity(iteration)) is not None:
         architecture = json.loads(identity).get("architecture", {})
     else:
@@ -145,7 +148,11 @@ ZIP_HEADER_BYTES, ZIP_LENGTHS_AT, ZIP_LENGTHS = 30, 26, struct.Struct("<HH")
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a region in one stored shard: the shard's file and place, bytes to read, and destination."""
+    """The part of a region that one stored shard contains.
+
+    file, start, length: the shard's file, and the first byte and number of bytes of the shard in it. sizes, dtype:
+    shape and precision of the shard. offsets: place of the part in the shard. values: memory for the part.
+    """
 
     file: str
     start: int
@@ -157,7 +164,7 @@ class Piece:
 
 
 class RegionReader:
-    """A reader of regions of tensors that are stored in any number of shards. It does not communicate."""
+    """Reads regions of a checkpoint's tensors, which may be stored in any number of shards. It does not communicate."""
 
     def __init__(self, iteration: Path, index: Metadata) -> None:
         self.iteration, self.index = iteration, index
@@ -166,7 +173,7 @@ class RegionReader:
 
     @torch.no_grad()
     def read(self, regions: Iterable[Region]) -> None:
-        """Fill the memory of all regions, or of none if one of them does not fit.
+        """Read all regions into their memory; read nothing if one of them does not fit the checkpoint.
 
         Raises:
             UserError: a tensor is missing, a region is not completely stored, or a file is damaged.
@@ -186,10 +193,10 @@ class RegionReader:
                 raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
 
     def tensor(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
-        """Return `tensor[offsets : offsets + sizes]` in its own precision.
+        """Return the region `offsets` … `offsets + sizes` of the tensor `key`, in its stored precision.
 
         Raises:
-            UserError: as in `read`.
+            UserError: the tensor is missing, the region is not completely stored, or a file is damaged.
         """
         values = torch.empty(sizes, dtype=self._entry(key, len(sizes)).properties.dtype)
         self.read([Region(key, offsets, values)])
@@ -204,7 +211,7 @@ class RegionReader:
         return entry
 
     def pieces(self, region: Region) -> list[Piece]:
-        """Return the pieces to read for a region, from each of its shards.
+        """Divide a region into pieces, one for each stored shard that contains a part of it.
 
         Raises:
             UserError: the tensor is missing, or the region is not completely stored.
@@ -255,7 +262,7 @@ class RegionReader:
 
 
 class _ByFirstRow:
-    """The stored shards of a tensor, sorted by their rows in its first dimension."""
+    """The stored shards of a tensor, sorted by their first row."""
 
     def __init__(self, entry: TensorStorageMetadata) -> None:
         self.chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
@@ -263,7 +270,7 @@ class _ByFirstRow:
         self.tallest = max((chunk.sizes[0] if chunk.sizes else 1 for chunk in self.chunks), default=0)
 
     def near(self, offsets: Shape, sizes: Shape) -> list[Any]:
-        """Return all shards that have rows of a region, and possibly some more."""
+        """Return all shards that contain rows of the region at `offsets`; other shards may be among them."""
         if not sizes:
             return self.chunks
         begin = bisect.bisect_right(self.firsts, offsets[0] - self.tallest)
@@ -271,7 +278,10 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return the offset of a shard's elements in its file; None if they are not contiguous in the shard's shape."""
+    """Return the byte at which a shard's elements begin in `shard`.
+
+    Return None if the elements are not stored contiguously, in row-major order and uncompressed.
+    """
     layout = torch.load(shard, map_location="meta", weights_only=True)
     with zipfile.ZipFile(shard) as archive:
         found = [record for record in archive.infolist() if "/data/" in record.filename]
@@ -283,10 +293,13 @@ def _numbers_in(shard: Any, piece: Piece) -> int | None:
 
 
 def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
-    """Copy the piece's elements in blocks of whole rows, of the first dimension whose rows fit into a block.
+    """Copy a piece's elements from the stored shard into its memory, in blocks of at most `BLOCK_BYTES`.
+
+    Each block consists of whole rows. If a row of the first dimension is larger than a block, rows of the second
+    dimension are copied, and so on.
 
     Args:
-        read: function of `first` and `count` that returns `count` elements of the stored shard, from `first` on.
+        read: function of `first` and `count`, which returns `count` elements of the stored shard, from `first` on.
     """
     for begin, inner, offsets, values in _rows(piece.sizes, 0, piece.offsets, piece.values, piece.dtype.itemsize):
         step = max(1, BLOCK_BYTES // (math.prod(inner) * piece.dtype.itemsize))
@@ -301,10 +314,17 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
 def _rows(
     sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
-    """Yield a region of a row-major tensor as regions of parts whose rows fit into a block.
+    """Divide a region of a row-major tensor into regions of subtensors whose rows fit into a block.
+
+    Args:
+        sizes: shape of the tensor.
+        first: number of the tensor's first element in the stored shard.
+        offsets: place of the region in the tensor.
+        values: memory for the region.
 
     Yields:
-        the element at which the first row starts, a row's shape, the region's offsets in a row, the region's values.
+        The number of the element with which the first row begins, the shape of a row, the region's place in each row,
+        and the memory for the region.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
@@ -318,7 +338,7 @@ def _rows(
 
 
 class _Slice(io.RawIOBase):
-    """Bytes `start` … `start + length − 1` of a file, as a file object."""
+    """A file object that contains the bytes `start` … `start + length − 1` of another file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.file, self.start, self.length, self.position = file, start, length, 0
@@ -345,7 +365,7 @@ class _Slice(io.RawIOBase):
 
 
 def verify(iteration: Path) -> list[str]:
-    """Read every byte of a checkpoint and return a list of its defects. Each rank reads some files. Collective."""
+    """Read every byte of a checkpoint and return a list of its defects. The ranks divide the files. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
 
@@ -354,10 +374,10 @@ def verify(iteration: Path) -> list[str]:
 class Restored:
     """Result of loading a checkpoint.
 
-    state: the loop's own values; empty if the checkpoint has none.
-    pieces: descriptions of the restored parts.
-    missing: descriptions of the parts that the checkpoint does not hold.
-    has_reference: whether the checkpoint holds the weights of a reference that has moved.
+    state: the training loop's state; {} if the checkpoint has none.
+    pieces: names of what was restored, such as "weights" or "schedule".
+    missing: names of what the checkpoint lacks.
+    has_reference: whether the checkpoint contains weights of a reference model, which differ from the initial weights.
     """
 
     state: dict[str, Any]
@@ -370,7 +390,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     """Restore the whole training state under this run's parallel layout. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit the model, lacks a part (unless `allow_partial`), or names code to run.
+        UserError: the checkpoint does not fit the model, names code to run, or lacks some state and `allow_partial` is
+            not set.
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
@@ -406,7 +427,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
 
 
 def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
-    """Raise UserError if only one of checkpoint and model has adapters."""
+    """Raise UserError if the checkpoint has adapters and the model has none, or the other way round."""
     there = any(ADAPTER in key for key in index.state_dict_metadata)
     if there and model.lora is None:
         raise UserError(f"{iteration} holds only adapters; set model.lora to continue their training")
@@ -419,7 +440,7 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
 
 
 def holds_reference(iteration: Path) -> bool:
-    """Return whether a checkpoint has the weights of a reference that has moved."""
+    """Return whether a checkpoint contains weights of a reference model."""
     return _has_reference(check_trusted(iteration))
 
 
@@ -438,10 +459,10 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
 def _load_weights_and_moments(
     iteration: Path, index: Metadata, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
 ) -> None:
-    """Load the policy's weights and moments, and the reference's weights.
+    """Load the policy's weights and moments, and the weights of `reference` if it is not None.
 
     Args:
-        common: the optimizer state that all ranks share; {} if no optimizer state is loaded.
+        common: the state that is the same on all ranks, among it the optimizer's; {} to load no optimizer state.
     """
     weights = run.policy.weights()
     regions = [*run.policy.regions(weights, bool(common))]
@@ -455,7 +476,12 @@ def _load_weights_and_moments(
 
 
 def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], common: dict[str, Any]) -> None:
-    """Load the other models that are trained with the policy, each completely."""
+    """Load the other models that are trained together with the policy: weights, optimizer and schedule of each.
+
+    Args:
+        parts: these models.
+        common: the state that is the same on all ranks.
+    """
     for part in parts:
         weights = part.weights()
         _read_regions(iteration, index, part.regions(weights, with_optimizer=True))
@@ -465,10 +491,10 @@ def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], 
 
 
 def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
-    """Restore only the model, under this run's parallel layout. Collective.
+    """Restore only the weights of a model, under this run's parallel layout. Collective.
 
     Args:
-        name: name of a model that is trained with the policy; "" for the policy.
+        name: name of a model that is trained together with the policy; "" for the policy itself.
 
     Raises:
         UserError: the checkpoint does not fit the model, or names code to run.
@@ -479,7 +505,7 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
 
 
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
-    """Read each rank's regions; an error on one rank is raised on all of them. Collective.
+    """Read this rank's regions. If an error occurs on one rank, it is raised on all ranks. Collective.
 
     Raises:
         UserError: the checkpoint does not fit, or one of its files is damaged.
@@ -495,13 +521,13 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
 
 
 def _load_objects(iteration: Path, index: Metadata, model: ModelShard, weights: dict[str, Any]) -> None:
-    """Load the objects that modules keep in addition to their tensors; Megatron reads them. Collective.
+    """Load the objects that modules keep in addition to their tensors, by Megatron's function. Collective.
 
     Args:
-        weights: Megatron's description of the model.
+        weights: Megatron's sharded state dict of the model.
 
     Raises:
-        UserError: the checkpoint does not hold the objects.
+        UserError: the checkpoint does not contain these objects.
     """
     if not any(isinstance(entry, BytesStorageMetadata) for entry in index.state_dict_metadata.values()):
         return

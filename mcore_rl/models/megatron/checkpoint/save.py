@@ -1,8 +1,9 @@
-"""Saving of checkpoints in Megatron's distributed format while training continues.
+"""Saves checkpoints in Megatron's distributed format while training continues.
 
-Tensors are copied to staging buffers in shared memory; a process that was started early writes them. A checkpoint holds
-model, optimizer and schedule (also of a second trained model), random states, the loop's own state, and `config.yaml`.
-`mcore_rl.utils.checkpoint_store` ensures that an iteration on disk is either complete or absent.
+Tensors are copied to a block of shared memory; a separate process, which was started early, writes them to files. A
+checkpoint contains model, optimizer and schedule (also of a second trained model), random states, the state of the
+training loop, and `config.yaml`. `mcore_rl.utils.checkpoint_store` ensures that a checkpoint on disk is either complete
+or absent.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ T = TypeVar("T")
 
 
 class HostStaging:
-    """A block of host memory that the writing process maps; it holds one copy of a set of tensors.
+    """A block of shared host memory, to which a checkpoint's tensors are copied, and from which a process writes them.
 
-    A thread allocates the block, because page faults take longer than copies, and copies tensors of the host. The block
-    is kept for later saves. On machines with a GPU it is page-locked, so that the host need not wait for copies. The
-    process may read the block after the copies are complete.
+    A thread allocates the block, because page faults take longer than the copies. It also copies tensors that are on
+    the host. The block is kept for later saves. On machines with a GPU it is page-locked, so that the host need not
+    wait for copies. The writing process may read the block after the copies are complete.
     """
 
     def __init__(self) -> None:
         self._file = shard_process.shared_file()
         self._block = torch.empty(0, dtype=torch.uint8)
         self._size = self._end = 0
-        """Bytes that are requested for the block, and bytes of it that are in use."""
+        """Number of bytes requested for the block, and number of its bytes that are in use."""
         self._is_locked = False
         self._beside, self._work = ThreadPoolExecutor(1, "staging"), list[Future[None]]()
         self._copied: platform.Event | None = None
@@ -89,11 +90,11 @@ class HostStaging:
 
     @property
     def descriptor(self) -> int:
-        """File descriptor of the block, which is sent to the process."""
+        """File descriptor of the block, for the writing process."""
         return int(self._file.fileno())
 
     def reserve(self, size: int) -> None:
-        """Start to allocate a block of at least `size` bytes; the contents stay."""
+        """Start to enlarge the block to at least `size` bytes; its contents are kept."""
         if size > self._size:
             if self._is_locked:
                 platform.synchronize()
@@ -109,13 +110,14 @@ class HostStaging:
         self._block = block
 
     def clear(self) -> None:
-        """Drop the contents, for the next save."""
+        """Mark the whole block as free, for the next save."""
         self._end = 0
 
     def add(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Start to copy tensors into the block; return their byte offsets.
+        """Start to copy tensors into the block; return the byte at which each begins in it.
 
-        Later work of the device runs after the copies. Tensors of the host must stay unchanged until `settle`.
+        Tensors on the device may be changed at once, because later work of the device runs after the copies. Tensors on
+        the host must stay unchanged until `settle` has returned.
         """
         start = self._end
         self._end += bytes_for(tensors)
@@ -136,7 +138,7 @@ class HostStaging:
             torch._foreach_copy_(views_of(self._block[start:], tensors), [t.detach() for t in tensors], True)
 
     def settle(self) -> None:
-        """Wait for the thread, and raise its error. The values are complete when `is_done`."""
+        """Wait for the thread's work and raise its error, if any. Copies from the device end when `is_done` is True."""
         work, self._work = self._work, []
         wait(work)
         try:
@@ -147,34 +149,34 @@ class HostStaging:
             raise
 
     def read(self, place: int, like: Tensor) -> Tensor:
-        """Return the staged value at an offset, with the shape and dtype of `like`."""
+        """Return the tensor that begins at byte `place` of the block; it has the shape and dtype of `like`."""
         return self._block[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
     @property
     def is_done(self) -> bool:
-        """Whether the last copies are complete."""
+        """Whether the copies that were started last are complete."""
         return self._copied is None or self._copied.query()
 
 
 START_SECONDS = 60.0
-"""Seconds that the writing process may take to start before the time limit for writing begins."""
+"""Maximum time in seconds for the start of the writing process, which does not count as time for writing."""
 COMMIT_SECONDS = 60.0
-"""Seconds after the time limit for writing in which the first rank's process may still wait and commit."""
+"""Additional time in seconds, after that for writing, in which rank 0's process waits for all ranks and commits."""
 DISCARD_SECONDS = 10.0
-"""Seconds in which a checkpoint that was given up is removed, unless the file system hangs."""
+"""Time limit in seconds for the removal of a checkpoint that could not be completed."""
 FAILED = "failed"
-"""Name of a file in the partial directory that marks a failure of some rank to write its part."""
+"""Name of a file in the partial directory. It exists if some rank could not write its shards."""
 
 
 class SaveError(RuntimeError):
-    """Error raised on every rank if a checkpoint could not be written. Earlier checkpoints are untouched."""
+    """A checkpoint could not be written. The error is raised on every rank; earlier checkpoints are not changed."""
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:
-    """Return `action()`, which uses a file system.
+    """Run `action`, which uses a file system, with a time limit in seconds; return its result.
 
     Raises:
-        TimeoutError: the action takes longer, as it does if the file system hangs. It then continues in its thread.
+        TimeoutError: the action takes longer, for example because the file system hangs. It continues in its thread.
     """
     done: Future[T] = Future()
 
@@ -196,7 +198,7 @@ def within(seconds: float, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class PlannedShards:
-    """The shards that each rank is to write, as planned by Megatron; only rank 0 has `metadata`."""
+    """Megatron's plan of a checkpoint: the shards that this rank writes, and on rank 0 the index (`metadata`)."""
 
     storage: OneFileWriter
     metadata: Any
@@ -212,8 +214,9 @@ class PlannedShards:
         """Plan the shards that each rank writes. Collective.
 
         Args:
-            state: shards that are the same on all ranks of `group`; each rank writes some of them.
-            own: parts that only this rank holds.
+            state: shards that all ranks of `group` have. The plan divides them over these ranks.
+            own: shards that only this rank has, with their planned places.
+            directory: directory of the checkpoint.
         """
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(state)
@@ -229,7 +232,11 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner, extended by parts that are already planned. Torch checks that all parts fit together."""
+    """Megatron's planner, to which shards are added that need no planning. PyTorch checks that all shards fit together.
+
+    Args:
+        own: these shards, with their places.
+    """
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -247,10 +254,10 @@ class _Planner(MCoreSavePlanner):
 
 
 class OneFileWriter(FileSystemWriterAsync):
-    """A writer of a rank's tensors and objects into one file."""
+    """Writes all tensors and objects of a rank into one file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan. The directory exists already: a rank that created it could hang while others wait."""
+        """Return the plan unchanged. Megatron would create the directory here, in which a rank could hang."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -260,10 +267,10 @@ class OneFileWriter(FileSystemWriterAsync):
         self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
 
     def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
-        """Write and flush the file; return the entries for the index.
+        """Write the file and flush it to disk; return its entries for the index.
 
         Args:
-            tensors: values to write instead of `self.tensors`, in the same order.
+            tensors: tensors to write instead of `self.tensors`, in the same order.
         """
         if not self.objects and not self.tensors:
             return []
@@ -282,19 +289,19 @@ class OneFileWriter(FileSystemWriterAsync):
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with its own storage: torch writes the whole storage behind a view."""
+    """Return `tensor`, copied if it is a view of a larger storage, which PyTorch would write completely."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 class ShardWriter:
-    """A save of this rank's shards by a separate process.
+    """Lets a separate process write this rank's shards.
 
     Args:
         planned: the shards to write.
-        timeout: seconds after which the save is given up.
-        staging: memory and process; no other save may use them before the file is written.
-        staged: offsets of the tensors that are in the memory already, by their indices in the plan.
-        commit: action of the first rank's process after all ranks have written.
+        timeout: time limit in seconds for writing.
+        staging: the shared memory and the process. No other save may use them before the file is written.
+        staged: for tensors that are already in the memory, the byte at which they begin, by their indices in the plan.
+        commit: what rank 0's process does after all ranks have written; None on other ranks.
     """
 
     def __init__(
@@ -331,14 +338,14 @@ class ShardWriter:
         self._submit_if_staged()
 
     def _submit_if_staged(self) -> bool:
-        """Submit the job to the process once the tensors are staged; return whether it is submitted."""
+        """Give the job to the process as soon as the tensors are copied; return whether the process has it."""
         if not self._is_submitted and self.staging.is_done:
             self._process.submit(self._job, self.staging.descriptor)
             self._is_submitted = True
         return self._is_submitted
 
     def poll(self) -> Report | None:
-        """Return the report of the writing process; None while it writes."""
+        """Return the report of the writing process, or None as long as it writes."""
         if self._report is None:
             self._report = self._look()
         return self._report
@@ -352,7 +359,7 @@ class ShardWriter:
         return self._process.poll() or self._given_up()
 
     def _given_up(self) -> Report | None:
-        """Return a report with an error if the time limit has passed; otherwise None."""
+        """Return a report with an error if the time limit is exceeded; otherwise None."""
         now = time.monotonic()
         if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
             self._deadline = now + self._timeout
@@ -364,12 +371,12 @@ class ShardWriter:
         return Report(error=f"writing took longer than checkpoint.timeout_seconds={self._timeout:g}")
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait, without other ranks, until the checkpoint is committed, and return True; otherwise discard it.
+        """Wait until the checkpoint is committed and return True; if it is not in time, discard it and return False.
 
-        If the file system hangs, the files stay.
+        Not collective. If the file system hangs, the files cannot be removed.
 
         Args:
-            seconds: maximum time to wait; the time limit for writing also applies.
+            seconds: maximum time to wait. The time limit for writing applies as well.
         """
         limit = min(seconds, self._deadline + COMMIT_SECONDS - time.monotonic())
         try:
@@ -394,13 +401,13 @@ class ShardWriter:
         return False
 
     def abandon(self) -> None:
-        """Stop writing. The next save starts another process."""
+        """End the writing process, unless it has finished successfully. The next save starts another process."""
         if self._report is None or self._report.error is not None:
             self._process.kill()
 
 
 def on_every_rank(action: Callable[[], Any]) -> Any:
-    """Return `action()`. If it fails on any rank, raise SaveError on all ranks. Collective."""
+    """Run `action` on every rank and return its result; if it fails on any rank, raise SaveError on all. Collective."""
     result, error = None, None
     try:
         result = action()
@@ -411,7 +418,7 @@ def on_every_rank(action: Callable[[], Any]) -> Any:
 
 
 def run_on_rank_zero(action: Callable[[], Any]) -> Any:
-    """Run `action()` on rank 0; return its result, or raise SaveError, on all ranks. Collective."""
+    """Run `action` on rank 0 and return its result on all ranks; if it fails, raise SaveError on all. Collective."""
     return broadcast_object(on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None))
 
 
@@ -429,7 +436,10 @@ VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch"
 
 
 def _described(run: TrainingState) -> TrainingConfig:
-    """Return the configuration with explicit adapter settings: at loading, the adapter's directory may be gone."""
+    """Return the run's configuration; the adapters' settings are written out if they came from an adapter directory.
+
+    When the checkpoint is loaded, that directory may no longer exist.
+    """
     lora, asked = run.model.lora, run.config.model.lora
     if lora is None or asked is None:
         return run.config
@@ -439,10 +449,10 @@ def _described(run: TrainingState) -> TrainingConfig:
 
 
 class PendingSave:
-    """A checkpoint that is being written. Every method except `finish_alone` is collective.
+    """A checkpoint that is being written in the background. Every method except `finish_alone` is collective.
 
-    Raises (the constructor and all methods):
-        SaveError: the disk is full, the folder cannot be written, a writing process ended, …
+    Raises (in the constructor and in all methods):
+        SaveError: the checkpoint cannot be written: the disk is full, a writing process has ended, …
     """
 
     def __init__(
@@ -485,17 +495,20 @@ class PendingSave:
             raise
 
     def _on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run an action on files on rank 0; return its result on all ranks."""
+        """Run `action`, which uses files, on rank 0 with a time limit; return its result on all ranks."""
         result: T = run_on_rank_zero(lambda: within(self._file_seconds, action))
         return result
 
     @property
     def final(self) -> Path:
-        """Directory of the complete checkpoint."""
+        """Directory of the checkpoint after it is committed."""
         return self.store.iteration(self.step)
 
     def is_written(self, wait: bool = False) -> bool:
-        """Return whether every rank's shards are on disk and the checkpoint is committed."""
+        """Return whether the shards of all ranks are written and the checkpoint is committed; with `wait`, wait for it.
+
+        If it cannot be written, it is discarded and SaveError is raised.
+        """
         while True:
             report = self._writer.poll()
             well, done = all_ranks_true(report is None or report.error is None, report is not None)
@@ -509,7 +522,7 @@ class PendingSave:
             time.sleep(POLL_SECONDS)
 
     def _discard(self, error: str | None) -> None:
-        """Remove the shards, which no process writes any more, and raise SaveError on every rank."""
+        """Remove the partial checkpoint and raise SaveError on every rank. No process may write any more."""
         try:
             raise_on_all_ranks(error)
         finally:
@@ -518,7 +531,10 @@ class PendingSave:
                     within(DISCARD_SECONDS, lambda: shutil.rmtree(self.partial, ignore_errors=True))
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the commit and return True; otherwise discard the checkpoint. Not collective."""
+        """Wait at most `seconds` until the checkpoint is committed and return True; otherwise discard it.
+
+        Not collective.
+        """
         return self._writer.finish_alone(seconds)
 
 
@@ -529,7 +545,12 @@ def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, An
 
 
 def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
-    """Write a checkpoint's files other than shards and index; `config` is the text of config.yaml."""
+    """Write the files of a checkpoint that are neither shards nor index.
+
+    Args:
+        common: the state that is the same on all ranks.
+        config: text of config.yaml.
+    """
     torch.save(common, directory / "common.pt")
     (directory / "config.yaml").write_text(config)
     save_config(CheckpointingConfig("torch_dist"), str(directory))

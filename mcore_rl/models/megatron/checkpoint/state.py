@@ -1,4 +1,4 @@
-"""The state in a checkpoint as Megatron's sharded tensors: weights, optimizer shards, a moved reference."""
+"""Describes what a checkpoint contains, as Megatron's sharded tensors: weights, optimizer state, reference weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return Megatron's description of the reference: the model's description with other names and values.
+    """Return the sharded state dict of the reference weights: the model's one, with other names and values.
 
     Args:
-        model_state: the model's own description.
-        kept: the reference's values of the model's tensors, by the tensors' `id`.
+        model_state: sharded state dict of the model.
+        kept: map from the `id` of each of the model's tensors to its value in the reference.
     """
     described: dict[str, Any] = {}
     for chunk, name, entry, value in _pairs(model_state, kept):
@@ -54,10 +54,10 @@ def _pairs(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> Iterat
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield this rank's parts of fp32 parameters and moments, for writing.
+    """Yield the parts of the fp32 parameters and moments that this rank writes.
 
     Args:
-        model_state: Megatron's description of the model; the optimizer's state has the same places and shapes.
+        model_state: sharded state dict of the model, which determines names, places and shapes of the parts.
     """
     for entry, region in _optimizer_regions(optimizer, model_state):
         if not any(entry.replica_id[:-1]):  # otherwise another tensor-parallel rank or stage writes it
@@ -65,12 +65,16 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
 
 
 def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[Region]:
-    """Yield this rank's parts of fp32 parameters and moments, for reading; `model_state` as in `optimizer_shards`."""
+    """Yield the parts of the fp32 parameters and moments that this rank reads.
+
+    Args:
+        model_state: sharded state dict of the model, as in `optimizer_shards`.
+    """
     return (region for _, region in _optimizer_regions(optimizer, model_state))
 
 
 def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
-    """Yield the tensors of Megatron's description, to be read into their own memory."""
+    """Yield the tensors of a sharded state dict as regions that are read into the tensors' own memory."""
     for entry in nested_values(described):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             memory = entry.data.untyped_storage().data_ptr()
@@ -83,7 +87,7 @@ def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
 
 
 def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[Any, Region]]:
-    """Yield the optimizer's regions with the description of their parameters."""
+    """Yield each region of the optimizer's state, together with the parameter's entry in `model_state`."""
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
     for inner in optimizers_with_parameters(optimizer):
         for owned in owned_parts(inner):
@@ -96,14 +100,23 @@ def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]
 
 
 def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the stored parts of a parameter: one, or several adjacent parts."""
+    """Return the parts of a parameter that are stored as separate tensors; most parameters are a single part."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Yield rectangles of `part` within the elements start … end − 1, which are `values`; `part` begins at `first`."""
+    """Divide what `part` has of the elements start … end − 1 of a parameter into rectangles.
+
+    Args:
+        first: number of the part's first element in the parameter.
+        values: the elements start … end − 1.
+
+    Yields:
+        The rectangle's place in the stored tensor, its values, the stored tensor's shape, and whether another shape is
+        allowed.
+    """
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
         return
@@ -130,10 +143,10 @@ def _write_item(region: Region) -> WriteItem:
 
 
 def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape, int, int]]:
-    """Cut the elements start … end − 1 of a row-major tensor into rectangles.
+    """Divide the elements start … end − 1 of a tensor, in row-major order, into rectangles.
 
     Yields:
-        offsets, sizes, and the range of elements that the rectangle covers: start, end.
+        The rectangle's offsets and sizes, its first element, and the element after its last one.
     """
     if len(shape) == 1:
         yield (start,), (end - start,), start, end
@@ -158,7 +171,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 @dataclass(frozen=True)
 class ModelState:
-    """A trained model as part of a checkpoint: weights, optimizer, schedule.
+    """The state of one trained model in a checkpoint: weights, optimizer and schedule.
 
     name: prefix of the model's keys in the checkpoint; "" for the policy, whose keys have no prefix.
     """
@@ -169,11 +182,11 @@ class ModelState:
     name: str = ""
 
     def weights(self) -> dict[str, Any]:
-        """Return Megatron's description of the weights."""
+        """Return Megatron's sharded state dict of the weights."""
         return model_state(self.model, self.name)
 
     def optimizer_shards(self, weights: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-        """Yield this rank's parts of the optimizer's state, with zero moments before the first step.
+        """Yield the parts of the optimizer's state that this rank writes. Before the first step the moments are 0.
 
         Args:
             weights: result of `weights()`.
@@ -182,11 +195,11 @@ class ModelState:
         return optimizer_shards(self.optimizer, weights)
 
     def common(self) -> dict[str, Any]:
-        """Return the state that all ranks share."""
+        """Return the state of optimizer and schedule that is the same on all ranks."""
         return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
 
     def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
-        """Yield the regions to read, with this rank's memory for them.
+        """Yield the regions of weights and optimizer state that this rank reads from a checkpoint.
 
         Args:
             weights: result of `weights()`.
@@ -197,10 +210,10 @@ class ModelState:
             yield from optimizer_regions(self.optimizer, weights)
 
     def restore_step(self, common: dict[str, Any] | None) -> None:
-        """Restore the remaining optimizer state after the regions have been read.
+        """Restore the optimizer's step, after the regions have been read.
 
         Args:
-            common: the optimizer state that all ranks share; None if the optimizer starts from zero.
+            common: the optimizer's state that is the same on all ranks; None if the optimizer starts anew.
         """
         if common is None:
             self.optimizer.reload_model_params()
@@ -211,10 +224,10 @@ class ModelState:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the optimizer state that all ranks share: its parameter groups. Only the step is loaded from it.
+    """Return the optimizer's parameter groups, which are the same on all ranks. Only the step is loaded from them.
 
-    Experts have a separate optimizer with the same step and rates. Megatron's function would read the whole state, and
-    Transformer Engine's optimizer rejects the states of Muon and of moments in bfloat16.
+    Experts have a separate optimizer with the same step and learning rates. Megatron's own function is not used: it
+    reads the whole state, which Transformer Engine's optimizer rejects for Muon and for moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}
@@ -223,7 +236,7 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Create zero moments before the first step, so that the state can be saved and loaded."""
+    """Create moments of zeros if the optimizer has none yet, so that its state can be saved or loaded."""
     for inner in optimizers_with_parameters(optimizer):
         inner.init_state_fn(inner.optimizer, inner.config)
         if isinstance(inner.optimizer, TORCH_ADAM):
@@ -235,8 +248,10 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _step_of(optimizer: Any) -> int:
-    """Return the number of updates. It is counted in the parameter groups that have parameters, or in parameters'
-    states."""
+    """Return the number of updates that the optimizer has made.
+
+    It is stored in the parameter groups that have parameters, or in the states of the parameters.
+    """
     groups = [group["step"] for group in optimizer.param_groups if group["params"] and "step" in group]
     steps = {int(step) for step in groups or [state.get("step", 0) for state in optimizer.state.values()]}
     assert len(steps) == 1, f"one step for all parameters, not {sorted(steps)}"
@@ -244,8 +259,11 @@ def _step_of(optimizer: Any) -> int:
 
 
 def _set_step(optimizer: Any, step: int) -> None:
-    """Set the step of an optimizer. torch's Adam, Muon and `AdamWInBfloat16` count in place in each parameter's state,
-    so each parameter has its own step tensor; other optimizers count in the parameter groups."""
+    """Set the step of an optimizer, wherever the optimizer stores it.
+
+    PyTorch's Adam, Muon and `AdamWInBfloat16` have a step tensor in each parameter's state; other optimizers have the
+    step in their parameter groups.
+    """
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(step)
@@ -259,10 +277,10 @@ def _model_key(model: ModelShard, index: int) -> str:
 
 
 def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
-    """Return Megatron's description of the model's part of a checkpoint, by chunk; only the adapters if there are any.
+    """Return the sharded state dicts of the model's chunks. If there are adapters, they contain only the adapters.
 
     Args:
-        name: prefix of the keys of a model that is trained with the policy.
+        name: prefix of the keys, for a model that is trained together with the policy.
     """
     described = {
         _model_key(model, index): adapter_state(model, chunk)
@@ -276,7 +294,11 @@ def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
 
 
 def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
-    """Set the objects that modules keep in addition to their tensors, by chunk as in `model_state`."""
+    """Set the objects that modules keep in addition to their tensors.
+
+    Args:
+        loaded: the objects, with the same keys as in `model_state`.
+    """
     for index, chunk in enumerate(model.chunks):
         if objects := loaded.get(_model_key(model, index)):  # Megatron drops the key of a chunk without objects
             chunk.load_state_dict(objects, strict=False)
@@ -284,11 +306,13 @@ def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Region:
-    """`tensor[offsets : offsets + values.shape]` of a tensor in a checkpoint, and this rank's memory for it.
+    """A region of a tensor in a checkpoint, and this rank's memory for it.
 
-    values: destination with as many dimensions as the tensor, in any precision, on any device.
+    key: name of the tensor. offsets: first index of the region in each dimension.
+    values: the memory. It has the region's shape, with as many dimensions as the tensor; its precision and device may
+        be any.
     whole: the shape that the tensor must have; None for any shape.
-    is_padded: the tensor may have another shape; values beyond its end are set to zero.
+    is_padded: whether the tensor may be smaller than the region requires; missing values are set to 0.
     """
 
     key: str
@@ -299,21 +323,24 @@ class Region:
 
 
 class MovingReference(Protocol):
-    """Reference weights that change during training."""
+    """Interface of reference weights that may change during training.
+
+    has_moved: whether they differ from the initial weights.
+    """
 
     has_moved: bool
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """Return the reference value for each of the model's tensors, by the tensor's `id`."""
+        """Return a map from the `id` of each of the model's tensors to its value in the reference."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a run in a checkpoint, except the training loop's own values.
+    """The state of a run that a checkpoint contains, without the state of the training loop.
 
-    reference: the reference weights, if the run has a copy of them; a checkpoint contains them once they have moved.
-    beside: models that are trained with the policy, each with a name.
+    reference: the reference weights, if the run has a copy of them. A checkpoint contains them if they have changed.
+    beside: other models that are trained together with the policy.
     """
 
     policy: ModelState
