@@ -1,9 +1,10 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5), which take the place of attention in most layers of these models.
 
-The rows of all weights are interleaved by key head: its query, its key, its values, its gates, and the rates and decays
-of its values. A tensor-parallel rank has some key heads with everything that belongs to them. Under context parallelism
-convolution and rule need all tokens of a sequence: each rank exchanges its tokens of all of its heads for all tokens of
-some of these heads (all-to-all), and back.
+The rows of all weights are interleaved by key head. To a key head belong a query, a key, several values with their
+gates, and the rates and decays of these values. A tensor-parallel rank has some of the key heads with all that belongs
+to them. Convolution and delta rule need all tokens of a sequence. Under context parallelism the ranks therefore
+exchange data (all-to-all): before, a rank has some tokens for all of its heads; after, all tokens for some of these
+heads. The outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet(TokenMixer):
-    """A gated delta net with the weights of Qwen3.5.
+    """Describes a gated delta net whose weights are stored as in Qwen3.5.
 
-    heads: number of key heads. repeats: number of value heads of each key head.
-    key_dim, value_dim: sizes of a key (and query) and of a value.
+    heads: number of key heads. repeats: number of value heads for each key head.
+    key_dim: size of a key, and of a query. value_dim: size of a value.
     width: number of tokens that the convolution sees.
     """
 
@@ -52,12 +53,12 @@ class GatedDeltaNet(TokenMixer):
 
     @property
     def values_size(self) -> int:
-        """Size of the values of a key head."""
+        """Total size of the values that belong to one key head."""
         return self.repeats * self.value_dim
 
     @property
     def convolved_size(self) -> int:
-        """Number of convolved channels of a key head: its query, its key and its values."""
+        """Number of channels of one key head that are convolved: those of its query, its key and its values."""
         return 2 * self.key_dim + self.values_size
 
     @property
@@ -83,7 +84,7 @@ class GatedDeltaNet(TokenMixer):
         yield Mapping(f"{ours}out_proj.weight", (output,), Columns())
 
     def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:
-        """Return the parts of the input projection, and how their rows are interleaved."""
+        """Return the Hugging Face tensors' parts that make up the input projection, and how they are interleaved."""
         tensors = {
             "qkv": (self.key_dim, self.key_dim, self.values_size),
             "z": (self.values_size,),
@@ -94,7 +95,11 @@ class GatedDeltaNet(TokenMixer):
         return sum(parts, ()), Grouped(self.heads, sum(tensors.values(), ()))
 
     def _stacked(self, name: str, sizes: tuple[int, ...], rest: tuple[int, ...]) -> tuple[Part, ...]:
-        """Return the consecutive parts of a tensor; part i has `sizes[i]` rows for each key head."""
+        """Divide the Hugging Face tensor `name` into consecutive parts; part i has `sizes[i]` rows per key head.
+
+        Args:
+            rest: shape of the tensor after the first dimension.
+        """
         parts, first = [], 0
         for size in sizes:
             parts.append(Part(name, (self.heads * size, *rest), first))
@@ -105,7 +110,10 @@ class GatedDeltaNet(TokenMixer):
         return describe_kernels()
 
     def flops_per_token(self) -> float:
-        """Return the operations of convolution and delta rule: products inside chunks, and with states between them."""
+        """Return the floating-point operations per token, in forward and backward, without those of the projections.
+
+        They are the operations of the convolution, of the products inside chunks, and of the products with states.
+        """
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
         inside = CHUNK * (4 * key + self.repeats * (3 * value + key))
@@ -114,7 +122,10 @@ class GatedDeltaNet(TokenMixer):
 
 
 class InterleavedDeltaNet(GatedDeltaNet):
-    """A gated delta net whose input projections are interleaved by key head in the directory too (Qwen3-Next)."""
+    """A gated delta net whose input projections are interleaved by key head also in the Hugging Face tensors.
+
+    Qwen3-Next has such tensors.
+    """
 
     def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:
         sizes = {"qkvz": self.convolved_size + self.values_size, "ba": 2 * self.repeats}
@@ -127,7 +138,8 @@ class InterleavedDeltaNet(GatedDeltaNet):
 class DeltaWeights(NamedTuple):
     """The weights of the convolution and of the delta rule, by key head.
 
-    convolution: [heads, convolved, width]. log_decay, shift: [heads, repeats], A_log and dt_bias.
+    convolution: [heads, convolved channels, width]. log_decay, shift: [heads, repeats], called A_log and dt_bias in
+    the Hugging Face model.
     """
 
     convolution: Tensor
@@ -141,8 +153,8 @@ def rule_inputs(
     """Return the inputs of the delta rule for T tokens: queries, keys, values, decays and rates.
 
     Args:
-        convolved: [T, heads, convolved].
-        rates_and_decays: [T, heads, 2 · repeats].
+        convolved: output of the convolution, [T, heads, convolved channels].
+        rates_and_decays: projections from which rates and decays are computed, [T, heads, 2 · repeats].
     """
     query, key, value = convolved.split((net.key_dim, net.key_dim, net.values_size), dim=-1)
     rate, change = rates_and_decays.split(net.repeats, dim=-1)
@@ -151,7 +163,7 @@ def rule_inputs(
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return `function(*tensors)` and keep only `tensors` for the backward pass, which computes it again."""
+    """Return `function(*tensors)`. Only `tensors` are kept; the backward pass calls the function again."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     out: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -159,7 +171,10 @@ def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class PackedDeltaRule(torch.nn.Module):
-    """Convolution and delta rule within each sequence of a pack; in generation a module with a state replaces it."""
+    """Computes convolution and delta rule within each sequence of a pack.
+
+    In generation `CachedMixer`, which keeps states, replaces this module.
+    """
 
     def __init__(self, net: GatedDeltaNet, config: TransformerConfig, cp_group: Any) -> None:
         super().__init__()
@@ -172,7 +187,11 @@ class PackedDeltaRule(torch.nn.Module):
         weights: DeltaWeights,
         packed_seq_params: PackParams | None = None,
     ) -> Float[Tensor, "local_tokens mixed"]:
-        """Map queries, keys, values, rates and decays of this rank's tokens to outputs, [T / CP, heads · values]."""
+        """Return the outputs for this rank's tokens, [T / CP, heads · value dimension].
+
+        Args:
+            rows: for each token and key head, the concatenated query, key, values, rates and decays.
+        """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "delta nets run on packs"
         layout, size = packed_seq_params.visible.layout, self.cp_group.size()
         if size > 1:
@@ -196,7 +215,10 @@ class PackedDeltaRule(torch.nn.Module):
 
 @lru_cache(maxsize=16)
 def orders_of(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return indices [T] that convert the ranks' tokens, one rank after the other, to pack order, and back."""
+    """Return two index tensors [T]: one brings tokens from rank order into pack order, the other brings them back.
+
+    In rank order, the tokens of the first context-parallel rank come first, then those of the second, and so on.
+    """
     to_pack, to_ranks = platform.sent_together((layout.gather_order, layout.gather_order.argsort()), device)
     return to_pack, to_ranks
 
@@ -204,7 +226,10 @@ def orders_of(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]
 def tokens_for_heads(
     x: Float[Tensor, "local_tokens heads size"], group: Any
 ) -> Float[Tensor, "tokens local_heads size"]:
-    """Exchange [T / CP, heads, …] for [T, heads / CP, …], the ranks' tokens one after the other."""
+    """Exchange data between context-parallel ranks: [T / CP, heads, …] becomes [T, heads / CP, …].
+
+    The tokens of the result are in rank order: those of the first rank, those of the second, and so on.
+    """
     parts = torch.cat(x.chunk(group.size(), dim=1))
     exchanged: Tensor = all_to_all(group, parts.flatten(1))
     return exchanged.unflatten(1, parts.shape[1:])
@@ -213,18 +238,19 @@ def tokens_for_heads(
 def heads_for_tokens(
     x: Float[Tensor, "tokens local_heads size"], group: Any
 ) -> Float[Tensor, "local_tokens heads size"]:
-    """Invert `tokens_for_heads`."""
+    """Exchange data back between context-parallel ranks; the inverse of `tokens_for_heads`."""
     parts = all_to_all(group, x.flatten(1)).unflatten(1, x.shape[1:])
     return torch.cat(parts.chunk(group.size()), dim=1)
 
 
 class DeltaNetLayer(MegatronModule):
-    """The module of a gated delta net: input projection, convolution and rule, gated norm, output projection.
+    """The module of a gated delta net: input projection, convolution, delta rule, gated norm, output projection.
 
-    Decay and norm have fp32 weights in a model of any precision.
+    The weights of decay and norm are always fp32, whatever the model's precision is.
 
     Args:
-        in_proj, out_proj: column- and row-parallel linear layers.
+        in_proj: class of the input projection, a column-parallel linear layer.
+        out_proj: class of the output projection, a row-parallel linear layer.
     """
 
     def __init__(
@@ -270,7 +296,7 @@ class DeltaNetLayer(MegatronModule):
         self.core_attention: Any = PackedDeltaRule(net, config, groups.cp)
 
     def weights(self) -> DeltaWeights:
-        """Return the weights of this rank's heads."""
+        """Return the weights of convolution and delta rule for this rank's key heads."""
         net = self.net
         return DeltaWeights(
             self.conv_weight.view(-1, net.convolved_size, net.width),
@@ -295,13 +321,16 @@ class DeltaNetLayer(MegatronModule):
         return out
 
     def _gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMS norm of each value head of [T, values] times the silu of its gate, computed in fp32."""
+        """Normalize each value head of `x` [T, values] by its RMS, and multiply it by `weight` and by silu(`gate`).
+
+        It is computed in fp32.
+        """
         wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         return (weight * (wide * scale) * F.silu(gate)).flatten(1).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's description: weights of heads are sharded over tensor-parallel ranks."""
+        """Return Megatron's sharded state dict, in which weights of heads are sharded over tensor-parallel ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own, groups = dict(self.named_parameters(recurse=False)), process_groups()
         sharded = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}

@@ -8,9 +8,9 @@ value v, decay g ≤ 0 and rate β changes it and reads it:
 `delta_rule` computes chunks of 64 tokens by matrix products. Only the states between the chunks of a sequence are
 computed one after the other. `delta_step` computes one token of each sequence. Several value heads share a key head.
 
-Both are in torch. On GPUs, unless the run is deterministic, `packed_rule` and `packed_convolution` call the kernels of
-`fla` (0.6 or newer) and `causal_conv1d` in training and scoring, for packs without shared prompts. These kernels
-are untested: the tests call stand-ins with the signatures of their functions.
+Both functions are written in PyTorch. On GPUs `packed_rule` and `packed_convolution` call kernels of `fla` (0.6 or
+newer) and `causal_conv1d` instead, in training and scoring. They do not if the run is deterministic or the pack has
+shared prompts. These kernels are untested: the tests call stand-ins with the signatures of their functions.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Step:
     """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
 
     count: number of chunks.
-    sources: index of the chunk of the previous step that each chunk continues; None if they are all of its chunks in
-        order.
-    ends: chunks that are the last of their segment.
+    sources: for each chunk, the index of the chunk in the previous step that it continues. None if chunk i continues
+        chunk i of the previous step for all i, and in the first step.
+    ends: indices of those chunks that are the last of their segment.
     """
 
     count: int
@@ -52,16 +52,17 @@ class Step:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The chunks of a pack's segments, in the order of the steps, and the tokens before each token.
+    """How a pack is divided into chunks of CHUNK rows each, and in which steps the chunks are computed.
 
-    steps: the steps that compute the chunks, one after the other.
-    tokens: [chunks · CHUNK] pack positions of the chunks' rows; 0 for rows after the end of a segment.
-    is_token: [chunks · CHUNK] whether a row holds a token.
-    rows: [T] the row of each pack position; 0 for padding.
-    is_used: [T] whether each pack position has a row.
-    before: [width − 1, T] positions of the previous token, the one before it, and so on; −1 where there is none.
-    last: [segments] position of the last token of each segment with tokens.
-    order: [segments] index of these segments in the order in which the steps end them.
+    steps: the steps, one after the other. The chunks are numbered in this order, and so are their rows.
+    tokens: [chunks · CHUNK], position in the pack of each row's token; 0 for rows without a token.
+    is_token: [chunks · CHUNK], whether a row has a token; rows after the end of a segment have none.
+    rows: [T], the row of each position in the pack; 0 for padding.
+    is_used: [T], whether the position has a row; padding has none.
+    before: [width − 1, T], for each position, that of the previous token of its sequence, of the token before that, and
+        so on; −1 where there is none.
+    last: [segments], position of the last token of each segment that has tokens.
+    order: [segments], for each of these segments, its place in the order in which the steps complete the segments.
     """
 
     steps: tuple[Step, ...]
@@ -74,11 +75,14 @@ class ChunkPlan:
     order: Tensor
 
     def chunked(self, x: Float[Tensor, "tokens heads *rest"]) -> Float[Tensor, "chunks heads rows *rest"]:
-        """Divide [T, heads, …] into [chunks, heads, CHUNK, …]; rows without token have the values of position 0."""
+        """Divide the tokens [T, heads, …] into chunks [chunks, heads, CHUNK, …].
+
+        Rows without a token get the values of position 0.
+        """
         return x.index_select(0, self.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
     def packed(self, x: Float[Tensor, "chunks heads rows *rest"]) -> Float[Tensor, "tokens heads *rest"]:
-        """Convert [chunks, heads, CHUNK, …] to [T, heads, …], with zeros for padding."""
+        """Convert chunks [chunks, heads, CHUNK, …] back to tokens [T, heads, …]; padding is 0."""
         rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.rows)
         return rows * _trailing(self.is_used.to(x.dtype), rows)
 
@@ -90,7 +94,7 @@ def _trailing(mask: Tensor, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def plan_of(layout: PackLayout, width: int, device: torch.device) -> ChunkPlan:
-    """Return the plan of a pack for a convolution over `width` tokens, on a device; it is the same for all layers."""
+    """Return the chunk plan of a pack, for a convolution over `width` tokens. All layers use the same plan."""
     parents = layout.tree.parents if isinstance(layout, PrefixLayout) else (-1,) * len(layout.lengths)
     starts = layout.cu_seqlens_padded.tolist()
     chunks, steps = _schedule(layout.lengths, parents)
@@ -115,11 +119,14 @@ def plan_of(layout: PackLayout, width: int, device: torch.device) -> ChunkPlan:
 
 
 def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tuple[int, int]], list[Step]]:
-    """Return the chunks (segment, number) in the order of the steps, and the steps.
+    """Assign the chunks of all segments to steps.
 
     Args:
         lengths: number of tokens of each segment.
-        parents: index of the segment that each segment continues, which comes before it; −1 for none.
+        parents: for each segment, the index of the earlier segment that it continues; −1 for none.
+
+    Returns:
+        The chunks in the order of the steps, each as (segment, number of the chunk in it), and the steps.
     """
     counts = [-(-length // CHUNK) for length in lengths]
     by_step: list[list[tuple[int, int]]] = []
@@ -143,18 +150,19 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision in which convolution and delta rule are computed: `dtype`, but at least fp32."""
+    """Return the precision in which convolution and delta rule compute: `dtype`, or fp32 if `dtype` is narrower."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def causal_conv(
     x: Float[Tensor, "tokens heads channels"], weight: Float[Tensor, "heads channels width"], before: Tensor
 ) -> Float[Tensor, "tokens heads channels"]:
-    """Compute silu of a causal convolution of each channel.
+    """Convolve each channel causally, and apply silu.
 
     Args:
-        weight: the last column multiplies the token itself.
-        before: see `ChunkPlan`.
+        weight: weights of each channel. The last column multiplies the token itself, the one before it the previous
+            token, and so on.
+        before: positions of the previous tokens; see `ChunkPlan`.
     """
     wide, weight = x.to(exact(x.dtype)), weight.to(exact(x.dtype))
     out = wide * weight[..., -1]
@@ -167,13 +175,17 @@ def causal_conv(
 def convolve_last(
     seen: Float[Tensor, "n width heads channels"], weight: Float[Tensor, "heads channels width"]
 ) -> Float[Tensor, "n heads channels"]:
-    """Compute `causal_conv` for the last of `width` consecutive tokens of each sequence."""
+    """Compute `causal_conv` for one token of each sequence.
+
+    Args:
+        seen: for each sequence, the last `width` tokens, of which the last is the token to compute.
+    """
     wide = exact(seen.dtype)
     return F.silu((seen.to(wide) * weight.to(wide).movedim(-1, 0)).sum(1)).to(seen.dtype)
 
 
 def l2_normalized(x: Tensor) -> Tensor:
-    """Divide the last dimension by its norm."""
+    """Scale the vectors in the last dimension to norm 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
@@ -186,12 +198,17 @@ def delta_rule(
     plan: ChunkPlan,
     with_states: bool = False,
 ) -> tuple[Float[Tensor, "tokens heads repeats value_dim"], Tensor | None]:
-    """Apply the delta rule to the tokens of a pack; return the outputs, and the states if `with_states`.
+    """Apply the delta rule to the tokens of a pack.
 
     Args:
-        query, key: of the key heads, not normalized. Each key head has `repeats` value heads.
+        query, key: queries and keys of the key heads; they are normalized here. Each key head has `repeats` value
+            heads.
         decay, rate: g and β of the value heads.
-        with_states: return the states after the segments too, [segments, heads, repeats, key_dim, value_dim].
+        with_states: whether to return the states.
+
+    Returns:
+        The outputs, and the state after each segment, [segments, heads, repeats, key_dim, value_dim], or None without
+        `with_states`.
     """
     dtype, wide = value.dtype, exact(value.dtype)
     q, k = (l2_normalized(plan.chunked(x).to(wide)) for x in (query, key))
@@ -223,14 +240,18 @@ def _scan(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the states between the chunks, step by step.
 
+    If S is the state before a chunk, the state after it is whole · S + keyᵀ (new − reads · S).
+
     Args:
-        new, reads: [chunks, …, CHUNK, value_dim] and [chunks, …, CHUNK, key_dim]; a chunk with state S before it adds
-            keyᵀ (new − reads · S) to the state.
-        whole: [chunks, …, 1, 1] factors of the state.
+        new: [chunks, …, CHUNK, value_dim].
+        reads: [chunks, …, CHUNK, key_dim].
+        key: [chunks, …, CHUNK, key_dim].
+        whole: [chunks, …, 1, 1].
 
     Returns:
-        new − reads · S of all chunks. The states before the chunks that are not in the first step; None if there are
-        none. With `with_states` the states after the segments, in the order of their ends.
+        new − reads · S of all chunks; the state S before each chunk that is not in the first step, or None if there is
+        only one step; and with `with_states` the states after the segments, in the order in which the segments end,
+        otherwise None.
     """
     parts = [x.split([step.count for step in steps]) for x in (new, reads, key, whole)]
     corrected, before, ended = [parts[0][0]], list[Tensor](), list[Tensor]()
@@ -257,7 +278,7 @@ def delta_step(
     rate: Float[Tensor, "n heads repeats"],
     state: Float[Tensor, "n heads repeats key_dim value_dim"],
 ) -> tuple[Float[Tensor, "n heads repeats value_dim"], Float[Tensor, "n heads repeats key_dim value_dim"]]:
-    """Compute the delta rule for one token of each sequence; return the outputs and the new states."""
+    """Apply the delta rule to one token of each of n sequences; return the outputs and the new states."""
     wide = state.dtype
     q, k = (l2_normalized(x.to(wide))[:, :, None, None] for x in (query, key))  # [n, heads, 1, 1, key_dim]
     state = state * decay.to(wide).exp()[..., None, None]
@@ -268,12 +289,12 @@ def delta_step(
 
 
 def rule_kernel() -> Callable[..., Any] | None:
-    """Return the function of `fla` for the delta rule; None if there is no GPU or the package is missing."""
+    """Return the delta rule's function in the package `fla`; None without a GPU or if the package is not installed."""
     return _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 
 
 def convolution_kernel() -> Callable[..., Any] | None:
-    """Return the function of `causal_conv1d`; None if there is no GPU or the package is missing."""
+    """Return the function of the package `causal_conv1d`; None without a GPU or if the package is not installed."""
     return _kernel("causal_conv1d", "causal_conv1d_fn")
 
 
@@ -287,7 +308,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def describe_kernels() -> str:
-    """Describe in a few words what computes gated delta nets."""
+    """Describe in a few words which packages compute gated delta nets."""
     if torch.are_deterministic_algorithms_enabled():
         return "delta nets by torch"
     rule = "fla" if rule_kernel() else "torch"
@@ -297,7 +318,11 @@ def describe_kernels() -> str:
 
 @lru_cache(maxsize=16)
 def _segments(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cumulative lengths [segments + 1] of the padded segments with tokens, and each token's segment [1, T]."""
+    """Return what the kernels need to know of a pack's segments; segments without tokens are left out.
+
+    Returns:
+        Cumulative lengths of the padded segments, [segments + 1], and the segment of each position in the pack, [1, T].
+    """
     lengths = torch.tensor([length for length in layout.segment_lengths if length])
     ends = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None].int()
@@ -310,7 +335,7 @@ def _fits(layout: PackLayout) -> bool:
 
 
 def packed_convolution(x: Tensor, weight: Tensor, layout: PackLayout, plan: ChunkPlan) -> Tensor:
-    """Compute `causal_conv` over a pack: [T, heads, channels] → the same shape."""
+    """Compute `causal_conv` over a pack, by the kernel if it can be used; return [T, heads, channels]."""
     kernel = convolution_kernel() if _fits(layout) else None
     if kernel is None:
         return causal_conv(x, weight, plan.before)
@@ -324,7 +349,7 @@ def packed_convolution(x: Tensor, weight: Tensor, layout: PackLayout, plan: Chun
 def packed_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, layout: PackLayout, plan: ChunkPlan
 ) -> Tensor:
-    """Compute `delta_rule` over a pack, without the states."""
+    """Compute `delta_rule` over a pack, by the kernel if it can be used; return only the outputs."""
     kernel = rule_kernel() if _fits(layout) else None
     if kernel is None:
         return delta_rule(query, key, value, decay, rate, plan)[0]

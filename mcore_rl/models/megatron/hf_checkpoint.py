@@ -1,4 +1,4 @@
-"""Hugging Face model directories: reading slices of safetensors, and writing sharded files with verification."""
+"""Hugging Face model directories: reads slices of safetensors files; writes sharded files and verifies them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
         config: `quantization_config` of a `config.json`; None if there is none.
 
     Raises:
-        UserError: the message names the method.
+        UserError: the message names the quantization method.
     """
     if config is None:
         return
@@ -59,7 +59,10 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The place of an expert's weight in the tensor `packed` of all experts of a layer: `rows` of `expert`'s rows."""
+    """Where an expert's weight is, if one tensor contains the weights of all experts of a layer.
+
+    The weight is `tensor[expert, rows]` of the tensor called `packed`.
+    """
 
     packed: str
     expert: int
@@ -67,11 +70,11 @@ class ExpertPart:
 
 
 class SafetensorsDirectory:
-    """The tensors of a model directory, read by name and slice. Quantized tensors are decoded to bfloat16.
+    """Reads tensors of a model directory by name and slice. Quantized tensors are decoded to bfloat16.
 
-    Some directories have one tensor for the weights of all experts of a layer: `experts.gate_up_proj` [experts,
-    2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases. They are read under the names
-    of separate weights, such as `experts.0.gate_proj.weight`; `packed_like` writes them again as one tensor.
+    In some directories one tensor contains the weights of all experts of a layer: `experts.gate_up_proj` [experts,
+    2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases. This class offers them under
+    the names of separate weights, such as `experts.0.gate_proj.weight`; `packed_like` puts them together again.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory.
@@ -103,7 +106,7 @@ class SafetensorsDirectory:
 
     @cached_property
     def of_experts(self) -> dict[str, ExpertPart]:
-        """Place of each expert's weight in the tensors of all experts, by the weight's own name."""
+        """Where each expert's weight is in the tensors of all experts, by the weight's separate name."""
         parts: dict[str, ExpertPart] = {}
         for name in sorted(self.file_of):
             layer, _, projection = name.rpartition(".experts.")
@@ -124,7 +127,7 @@ class SafetensorsDirectory:
         return {name for name in names if not name.endswith((FP8_SCALE, MXFP4_SCALES))}
 
     def stored_names(self) -> set[str]:
-        """Return the names of the tensors in the files."""
+        """Return the names of the tensors as they are in the files."""
         return set(self.file_of)
 
     def shape(self, name: str) -> list[int]:
@@ -142,7 +145,7 @@ class SafetensorsDirectory:
         return self._slice(name if part is None else part.packed)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
+        """Read `rows` of the tensor `name`, and of these only `columns` if it is not None. Nothing else is read."""
         if (part := self.of_experts.get(name)) is not None:
             start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
             own = slice(part.rows.start + start, part.rows.start + stop)
@@ -156,7 +159,7 @@ class SafetensorsDirectory:
         return self._scaled(name, tensor, rows, columns) if name + FP8_SCALE in self.file_of else tensor
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
-        """Multiply a part of an FP8 tensor by the scales of its blocks."""
+        """Multiply `tensor`, which is `rows` and `columns` of the FP8 tensor `name`, by the scales of its blocks."""
         assert self._block_size is not None, "`check` rejects such a tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):
@@ -171,7 +174,7 @@ class SafetensorsDirectory:
         return None if size is None else (size[0], size[1])
 
     def check(self, name: str) -> None:
-        """Raise an error for a quantized tensor that cannot be decoded.
+        """Raise an error if the tensor `name` is quantized and cannot be decoded.
 
         Raises:
             UserError: the message names the tensor and what is missing or wrong.
@@ -214,14 +217,14 @@ class SafetensorsDirectory:
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decode MXFP4 (OCP Microscaling Formats 1.0): 32 numbers of 4 bits share a power of two.
+    """Decode MXFP4 (OCP Microscaling Formats 1.0): 32 numbers of 4 bits share a power of two as their scale.
 
     Args:
-        blocks: [n, rows, groups, 16] bytes, each with two numbers, the first in its lower half.
-        scales: [n, rows, groups] exponents plus 127.
+        blocks: [n, rows, groups, 16] bytes; each contains two numbers, the first in its lower half.
+        scales: [n, rows, groups], exponents of the scales, plus 127.
 
     Returns:
-        [n, groups · 32, rows] in bfloat16, which holds every result exactly.
+        The numbers, [n, groups · 32, rows] in bfloat16, which represents each of them exactly.
     """
     signed = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
     numbers = torch.stack((signed[(blocks & 15).int()], signed[(blocks >> 4).int()]), dim=-1).flatten(-2)
@@ -231,9 +234,9 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def in_precision(
     tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory, dtype: str = "auto"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in the precision `dtype`; with "auto", each in the precision that it has in `source`.
+    """Convert tensors to the precision `dtype`; if it is "auto", each to the precision that it has in `source`.
 
-    A tensor that `source` lacks, such as a new reward head, gets the precision of the source's first tensor.
+    With "auto", a tensor that `source` lacks, such as a new reward head, gets the precision of the first tensor there.
     """
     names = source.names()
     first = min(names)
@@ -243,7 +246,10 @@ def in_precision(
 
 
 def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; experts' weights that are one tensor in `source` are put together, after the last of them."""
+    """Yield the tensors; put experts' weights together to one tensor if they are one tensor in `source`.
+
+    Such a tensor is yielded as soon as its last weight has come.
+    """
     missing = Counter(part.packed for part in source.of_experts.values())
     begun: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -260,7 +266,7 @@ def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirect
 
 
 class ShardedWriter:
-    """A writer of named tensors to numbered safetensors files of bounded size, with an index."""
+    """Writes named tensors to numbered safetensors files of limited size, and an index."""
 
     def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.directory = directory
@@ -290,7 +296,7 @@ class ShardedWriter:
         return self.directory / f"part-{index:05d}.safetensors"
 
     def finish(self) -> None:
-        """Write the remaining tensors, rename the files to their final names, write the index and verify everything."""
+        """Write the remaining tensors and the index, give the files their final names, and read everything back."""
         self._flush()
         count = len(self.shards)
         weight_map = {}
@@ -323,13 +329,16 @@ def write_hf_directory(
 ) -> None:
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
-    Every rank must call this function, because producing `tensors` is collective; only `is_writer` writes. The
-    directory gets its final name only after it is complete and was read back. A manifest in it lists its files, so
-    that a later export replaces only these files. `chat_template` replaces the source's template. Tensors of the source
-    that are no part of the text model are copied.
+    Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
+    writes. The directory gets its final name after it is complete and was read back. It contains a manifest, which
+    lists its files, so that a later export replaces only these files.
+
+    Args:
+        source: model directory from which the tokenizer is copied, and tensors that are no part of the text model.
+        chat_template: chat template to write in place of the source's.
 
     Raises:
-        UserError: `destination` holds files that no export wrote.
+        UserError: `destination` contains files that no export has written.
     """
     if not is_writer:
         for _ in tensors:

@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face configuration to Megatron's, with checks of unsupported options."""
+"""Converts a Hugging Face configuration to Megatron's, and rejects what is not supported."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
-    """Return the transformers config of a model directory, for a model with the given head.
+    """Return transformers' configuration of a model directory.
+
+    Args:
+        head: head that the model gets, "lm" or "reward".
 
     Raises:
-        UserError: the directory has no readable config.json, holds a reward model instead of a language model, or is
+        UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", or it is
             quantized in an unsupported way.
     """
     from transformers import AutoConfig
@@ -57,7 +60,7 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
 
 
 def check_shared_prefixes(hf: Any) -> None:
-    """Raise UserError for a model that cannot compute common prefixes of a pack once."""
+    """Raise UserError if the model does not support `batch.share_prefixes`."""
     if isinstance(family_of(hf), Mixture):
         raise UserError("batch.share_prefixes: is not supported for mixtures of experts; leave it out")
 
@@ -65,13 +68,16 @@ def check_shared_prefixes(hf: Any) -> None:
 def check_model_fits(
     hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
 ) -> None:
-    """Raise an error for unsupported models and for layouts that do not divide the model; needs no process group.
+    """Raise an error if the model is not supported, or if the parallel layout does not divide it evenly.
+
+    No process group is needed.
 
     Args:
-        model: options that must fit the family, if given.
+        hf: transformers' configuration of the model.
+        model: options of the model, which are checked too; None to check none.
 
     Raises:
-        UserError: the message names the key, its value and the right value.
+        UserError: the message names the key, its value, and what it must be.
     """
     family = family_of(hf)
     family.check(max_sequence_length)
@@ -145,7 +151,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
-    """Raise UserError for a module that no layer has: recomputing it would save no memory."""
+    """Raise UserError if `model.recompute_modules` names a module that no layer has."""
     sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,)
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
     for name, present in (("mlp", not all(sparse)), ("moe", any(sparse)), ("shared_experts", shares)):
@@ -154,7 +160,10 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
 
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
-    """Raise UserError unless torch has `grouped_mm` and matrices fit it: their rows must be multiples of 16 bytes."""
+    """Raise UserError if PyTorch has no `grouped_mm`, or if the model's matrices do not fit it.
+
+    The rows of the matrices must be multiples of 16 bytes.
+    """
     if not hasattr(torch.nn.functional, "grouped_mm"):
         raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     multiple = 16 // getattr(torch, model.dtype).itemsize
@@ -183,7 +192,7 @@ def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> Non
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Return Megatron's configuration of the family's architecture under `parallel`."""
+    """Return Megatron's configuration for a model of this family with the options `model` and `parallel`."""
     model = platform.resolve(model)
     dtype, chunks = getattr(torch, model.dtype), parallel.chunks_per_stage
     config = TransformerConfig(
@@ -226,7 +235,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
 
 
 def _recomputation(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's options for recomputation in the backward pass."""
+    """Return Megatron's options for the recomputation of activations in the backward pass."""
     if model.recompute_activations:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if model.recompute_modules:
@@ -235,7 +244,10 @@ def _recomputation(model: ModelConfig) -> dict[str, Any]:
 
 
 def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Return the layers of each chunk, by Megatron's names, from any of the configuration options."""
+    """Return Megatron's list of the layers in each chunk, or None without pipeline parallelism.
+
+    Several options of `parallel` can determine how the layers are divided.
+    """
     if parallel.pipeline_model_parallel_size == 1:
         return None
     layout = [["decoder"] * count for count in parallel.layers_of_chunks(family.num_layers)]

@@ -1,4 +1,4 @@
-"""Tensors of low-rank adapters (LoRA, arXiv:2106.09685), and adapter directories in PEFT's format."""
+"""The tensors of low-rank adapters (LoRA, arXiv:2106.09685), and adapter directories in PEFT's format."""
 
 from __future__ import annotations
 
@@ -51,22 +51,29 @@ def is_expert_target(target: str) -> bool:
 
 
 def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
-    """Return the name of PEFT's module for a target; with two targets on one module, one module wraps the other.
+    """Return the name of the module that PEFT creates for one of the experts' parameters.
+
+    If both of the experts' parameters have adapters, one of PEFT's modules wraps the other.
 
     Args:
-        layer: name of a layer's module in the Hugging Face model, with a trailing dot.
+        layer: name of the layer's module in the Hugging Face model, with a trailing dot.
+        target: the parameter, `GATE_UP` or `DOWN`.
+        targets: all targets of the adapters.
     """
     is_inner = target == GATE_UP and DOWN in targets
     return f"{layer}{MODULE}experts" + (".base_layer" if is_inner else "")
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
-    """Return the name of one expert's part of a tensor of all `count` experts."""
+    """Return our name for the part that one expert has in the tensor `name`, which contains `count` experts."""
     return f"{name}[{expert}/{count}]"
 
 
 def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
-    """Convert shapes of single experts' matrices to shapes of PEFT's tensors; other shapes are unchanged."""
+    """Convert the shapes of single experts' matrices to the shapes of PEFT's tensors, which contain all experts.
+
+    Other shapes are unchanged.
+    """
     found: dict[str, Shape] = {}
     for name, (rows, columns) in shapes.items():
         if match := _OF_EXPERT.match(name):
@@ -78,7 +85,10 @@ def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
 
 
 def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Convert single experts' matrices to PEFT's tensors, each yielded after its last expert; others pass unchanged."""
+    """Put the matrices of single experts together to PEFT's tensors, which contain all experts.
+
+    Each is yielded as soon as its last expert has come. Other tensors are yielded unchanged.
+    """
     waiting: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
         match = _OF_EXPERT.match(name)
@@ -96,13 +106,16 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class SingleExperts:
-    """A source of PEFT's tensors that can also read the tensors of single experts."""
+    """Reads the matrices of single experts from PEFT's tensors, which contain all experts.
+
+    source: source of PEFT's tensors. rank: rank of the adapters.
+    """
 
     source: TensorSource
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows, columns]`."""
+        """Read `rows` and `columns` of the tensor `name`."""
         match = _OF_EXPERT.match(name)
         if match is None:
             return self.source.read(name, rows, columns)
@@ -114,7 +127,8 @@ class SingleExperts:
 
 
 CONFIG_FILE, TENSORS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""Names of the files. The last one is ours: `{"weights": digest}` of the base model (`digest_of_weights`)."""
+"""Names of the files. The last file is not part of PEFT's format; it contains the digest of the base model's weights
+(`digest_of_weights`)."""
 NAME = "base_model.model.{module}.lora_{matrix}.weight"
 """Format of a tensor's name: `module` as in the Hugging Face model, `matrix` A or B."""
 
@@ -170,17 +184,17 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Last name components of the modules that have an adapter, and of the experts' parameters."""
+        """The last parts of the names of all modules and experts' parameters that have adapters."""
         modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
         if self.target_parameters:
             modules.discard("experts")
         return tuple(sorted(modules | {_last_two(name) for name in self.target_parameters}))
 
     def check(self, shapes: Dictionary[str, tuple[int, ...]]) -> None:
-        """Raise an error for tensors that are missing, unknown or misshapen.
+        """Check that the adapter has exactly the tensors in `shapes`, with these shapes.
 
         Raises:
-            UserError: the message names the first such tensors.
+            UserError: tensors are missing, unknown or have another shape. The message names the first of them.
         """
         for what, names in (("lacks", set(shapes) - self.names), ("has unknown", self.names - set(shapes))):
             if names:
@@ -191,13 +205,14 @@ class PEFTDirectory:
                 raise UserError(f"model.lora.path: {self.path}: {name} is {found}; for model.path it must be {shape}")
 
     def check_base(self, path: Path, weights: str) -> list[str]:
-        """Compare the base model of the adapter with the model that it is applied to.
+        """Check that the adapter was trained on the model to which it is applied.
 
         Args:
-            weights: `digest_of_weights` of the model at `path`.
+            path: directory of the model.
+            weights: `digest_of_weights` of this directory.
 
         Returns:
-            A warning line if no digest is stored and the name of the base model differs.
+            A list with a warning, if the adapter contains no digest and names another base model; otherwise [].
 
         Raises:
             UserError: the adapter was trained on other weights.
@@ -218,7 +233,7 @@ class PEFTDirectory:
         return [f"model.lora.path: {self.path} names {self.base} as its base model, not {path}"]
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows, columns]`, in fp32."""
+        """Read `rows` and `columns` of the tensor `name`, in fp32."""
         view = self._file.get_slice(name)
         return (view[rows] if columns is None else view[rows, columns]).float()
 
@@ -235,16 +250,18 @@ def write_peft_directory(
     is_writer: bool,
     chat_template: str | None = None,
 ) -> None:
-    """Write an adapter, its configuration and the base model's tokenizer. Every rank calls; only `is_writer` writes.
+    """Write an adapter directory: the adapter, its configuration and the base model's tokenizer.
 
-    The directory gets its final name after it is complete, and replaces the files of an earlier export.
+    Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
+    writes. The files are written to a temporary directory. When it is complete, it replaces the files of an earlier
+    export.
 
     Args:
         base: directory of the base model.
         settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, and `target_parameters` if there are any.
 
     Raises:
-        UserError: `destination` holds files that no export wrote.
+        UserError: `destination` contains files that no export has written.
     """
     whole = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     if not is_writer:
@@ -275,15 +292,16 @@ def write_peft_directory(
 
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
 NO_ADAPTER_ROWS = ""
-"""Name of the rows of B whose projection has no adapter; they are zeros and never trained."""
+"""Name of those rows of B that belong to projections without an adapter. They are zeros and are never trained."""
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """The adapters of a whole model.
+    """Describes the adapters of a whole model.
 
-    table: every A and B by its Megatron name, in the model's order; parts are named as in PEFT's files.
-    source: the initial values.
+    table: mappings of all A and B matrices by their Megatron names, in the model's order. Their parts have the names
+        that PEFT's files use.
+    source: source of the initial values.
     """
 
     rank: int
@@ -295,7 +313,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Factor by which B · A is multiplied."""
+        """Factor by which the product B · A is multiplied."""
         return self.alpha / self.rank
 
     def __str__(self) -> str:
@@ -304,7 +322,7 @@ class LoRA:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """PEFT's configuration of the adapters."""
+        """Arguments of PEFT's `LoraConfig` for these adapters."""
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
@@ -316,7 +334,7 @@ class LoRA:
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
 
     def active_parameters(self, family: Family) -> float:
-        """Return the number of adapter parameters that multiply a token."""
+        """Return how many of the adapters' parameters one token is multiplied with; only chosen experts count."""
         share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
         shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
         sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
@@ -369,23 +387,26 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
-    """Return names and shapes of the tensors of a PEFT file."""
+    """Return the shapes of all tensors in a PEFT file with the adapters of `table`, by name."""
     return stacked_shapes(_part_shapes(table))
 
 
 def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
-    """Return names and shapes of the tensors, with separate tensors for each expert."""
+    """Return the shapes of the adapters' tensors by name, with separate tensors for each expert."""
     return tensor_shapes(table.values())
 
 
 def adaptable_modules(family: Family) -> tuple[str, ...]:
-    """Return the names of the projections that can have adapters."""
+    """Return the names of a family's projections (targets) that can have adapters."""
     adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family))
     return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
 
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
-    """Return whether a weight is a projection of attention, a routed expert, or the MLP of a model without experts."""
+    """Return whether a weight can have an adapter.
+
+    Such weights are projections of attention, routed experts, and the MLPs of models without experts.
+    """
     if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False
     is_projection = isinstance(mapping.kind, GateUp | Columns)
@@ -394,7 +415,7 @@ def _is_adaptable(mapping: Mapping, family: Family) -> bool:
 
 
 def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
-    """Return for each part of a weight: name of the target, PEFT's module, first row of the part in the module's B."""
+    """For each part of a weight, return its target's name, the name of PEFT's module, and the part's first row in B."""
     if not mapping.is_expert:
         modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
         return [(module.rpartition(".")[2], module, first) for module, first in modules]
@@ -405,12 +426,12 @@ def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, s
 
 
 def _rows_of(part: Part) -> int:
-    """Return the number of outputs of a projection; one of an expert may be stored as [1, in, out]."""
+    """Return the number of outputs of a projection. Its shape is [out, in], or [1, in, out] for some experts."""
     return part.shape[0] if len(part.shape) == 2 else part.shape[2]
 
 
 def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
-    """Return the name of A or B in PEFT's files; for an expert, with the expert's number."""
+    """Return the name of A or B (`matrix`) in PEFT's files; for an expert, the name that `of_expert` returns."""
     name = NAME.format(module=module, matrix=matrix)
     if not mapping.is_expert:
         return name
@@ -420,7 +441,7 @@ def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
 
 
 def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], rank: int) -> Iterator[Mapping]:
-    """Yield A and B of one linear layer; nothing if none of its projections is a target."""
+    """Yield the mappings of A and B for one linear layer; yield nothing if none of its projections is a target."""
     modules = _modules_of(mapping, targets)
     targeted = list(dict.fromkeys(module for target, module, _ in modules if target in targets))
     if not targeted:
@@ -441,17 +462,17 @@ def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], ran
 
 
 class InitialValues:
-    """PEFT's initial values: A uniform within ±1/√columns (Kaiming's with a = √5), B zero.
+    """Source of the initial values, which are PEFT's: A is uniform within ±1/√columns (Kaiming with a = √5), B is 0.
 
-    Each tensor (for experts, each expert's part) has a separate random generator, so that the values are the same
-    under every parallel layout.
+    Each tensor, and each expert's part of a tensor, has its own random generator, so that the values are the same under
+    every parallel layout.
     """
 
     def __init__(self, shapes: Dictionary[str, Shape], seed: int) -> None:
         self.shapes, self.seed = shapes, seed
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows, columns]`."""
+        """Compute `rows` and `columns` of the tensor `name`."""
         if ".lora_B." in name:
             return torch.zeros(self.shapes[name])[rows, columns or slice(None)]
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
@@ -463,20 +484,23 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class ZerosIfMissing:
-    """A source that reads `source`, and returns zeros for the rows of projections without adapter."""
+    """Reads from `source`, but returns zeros for those rows of B that belong to projections without an adapter."""
 
     source: TensorSource
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `tensor[rows, columns]`."""
+        """Read `rows` and `columns` of the tensor `name`."""
         if name == NO_ADAPTER_ROWS:
             return torch.zeros(rows.stop - rows.start, self.rank)
         return self.source.read(name, rows, columns)
 
 
 class SourceByOwner:
-    """A source in which all values of a tensor are the index of its name in `names`; −1 for other tensors."""
+    """A source whose tensors tell to which name their rows belong.
+
+    All values of a tensor are the index of its name in `names`, or −1 if its name is not in `names`.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names

@@ -1,8 +1,9 @@
 """Adapters on Megatron's linear layers, under tensor and sequence parallelism.
 
-Ranks exchange A · x, [T, rank] for each projection. In a column-parallel layer A is replicated on all tensor-parallel
-ranks and B is sharded by rows; in a row-parallel layer A is sharded by columns and B is replicated. With sequence
-parallelism the replicated matrix sees only a rank's own tokens, and Megatron sums its gradients.
+The ranks exchange only A · x, [T, rank] for each projection. In a column-parallel layer A is replicated on all
+tensor-parallel ranks and B is sharded by rows. In a row-parallel layer A is sharded by columns and B is replicated.
+Under sequence parallelism the replicated matrix is applied only to a rank's own tokens, and Megatron sums its gradients
+over the ranks.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 
 
 class Adapter(torch.nn.Module):
-    """scale · B · A · x in fp32, which is added to a linear layer's output.
+    """The adapter of a linear layer. It computes scale · B · A · x in fp32, which is added to the layer's output.
 
     Args:
-        a: [n · rank, columns], the stacked A of the layer's n adapted projections.
-        b: [rows, rank], the B of the layer's rows, for all its projections.
-        owners: [rows] index of the projection that each row belongs to; −1 for none.
-        sequence_parallel: whether the layer's unsharded input or output is split by tokens.
-        fork: whether tensor-parallel ranks see different inputs and need different dropout.
+        a: [n · rank, columns], the A matrices of the layer's n adapted projections, below each other.
+        b: [rows, rank], the B matrices of all projections of the layer, below each other.
+        owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
+        sequence_parallel: whether the tokens of the layer's unsharded input or output are divided over the ranks.
+        fork: whether tensor-parallel ranks see different inputs, so that each needs its own random dropout.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
@@ -63,7 +64,7 @@ class Adapter(torch.nn.Module):
         self.register_buffer("owned", owned.to(b)[..., None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the adapter adds to this rank's part of the layer's output, from its part `x` of the input."""
+        """Return what is added to this rank's part of the layer's output; `x` is this rank's part of the input."""
         if self.dropout and self.training:
             with get_cuda_rng_tracker().fork() if self.fork else nullcontext():
                 x = F.dropout(x, self.dropout)
@@ -71,17 +72,20 @@ class Adapter(torch.nn.Module):
         return self.scale * F.linear(low, self.spread())
 
     def spread(self) -> Tensor:
-        """Return B with each row in the columns of its projection, [rows, n · rank]; zeros elsewhere."""
+        """Return B as one matrix for all projections, [rows, n · rank].
+
+        A row of B stands in the columns that belong to the A of its projection; all other columns are 0.
+        """
         owned: Any = self.owned
         return (self.lora_B[:, None] * owned).flatten(1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return a layer's weight with the adapter merged."""
+        """Return the layer's weight plus scale · B · A."""
         return (weight.float() + self.scale * (self.spread() @ self.lora_A)).to(weight.dtype)
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """Return A · x in the form that this rank's B needs."""
+        """Exchange `low`, which is this rank's A · x, between ranks; return the input of this rank's B."""
         raise NotImplementedError
 
 
@@ -115,10 +119,14 @@ class ReplicatedAdapter(Adapter):
 
 
 class ExpertAdapter(Adapter):
-    """An adapter of a routed expert's layer, between Megatron's token exchanges, which also sum ranks' partial results.
+    """An adapter of a routed expert's layer.
 
-    Every rank of the expert's tensor-parallel group sees all its tokens; outputs and input gradients may be partial.
-    Only the gradient of the matrix that is replicated on every rank (`whole`: A or B) is summed here.
+    Every rank of the expert's tensor-parallel group sees all tokens of the expert. Outputs and input gradients may be
+    partial sums, because Megatron's token exchanges sum them over the ranks. Only the gradient of the replicated matrix
+    is summed here.
+
+    Args:
+        whole: which matrix is replicated on every rank, "A" or "B".
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, whole: str) -> None:
@@ -130,14 +138,15 @@ class ExpertAdapter(Adapter):
         return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
 
     def of_all(self, adapters: Sequence[ExpertAdapter], rows: Tensor, ends: Tensor) -> Tensor:
-        """Return what all experts' adapters add to a layer's output [T, out], by one grouped product for A and for B.
+        """Return what the adapters of all experts add to a layer's output, [T, out].
 
-        The products are in the precision of `rows`, for which there are kernels. They need rows of a multiple of
-        16 bytes: zeros fill up the rank.
+        One grouped product is computed for all A and one for all B, in the precision of `rows`, for which there are
+        kernels. The kernels need matrix rows of a multiple of 16 bytes, so the rank is padded with zeros.
 
         Args:
-            adapters: one for each expert.
-            rows: [T, in], sorted by expert. ends: [experts] int32, the end of each expert's rows.
+            adapters: the adapter of each expert.
+            rows: inputs [T, in], sorted by expert.
+            ends: [experts] int32, the number of the row after the last row of each expert.
         """
         a, b = self._summed(*(torch.stack([getattr(x, name) for x in adapters]) for name in ("lora_A", "lora_B")))
         missing = -b.shape[2] % (16 // rows.itemsize)
@@ -146,14 +155,14 @@ class ExpertAdapter(Adapter):
         return self.scale * F.grouped_mm(low, b.transpose(1, 2), offs=ends)
 
     def _summed(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B; the gradient of the replicated one is summed over the ranks."""
+        """Return A and B, so that the backward pass sums the gradient of the replicated matrix over the ranks."""
         if self.whole == "A":
             return copy_forward_all_reduce_backward(a, self.group), b
         return a, copy_forward_all_reduce_backward(b, self.group)
 
 
 def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
-    """Add adapters to `model` and return it; from then on, only the adapters have gradients."""
+    """Add adapters to a model's layers and return the model with `lora`. Only the adapters have gradients then."""
     model = replace(model, lora=lora)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -205,7 +214,7 @@ def _adapter(weight: Tensor, is_column: bool | None, path: str, lora: LoRA, mode
 
 
 def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """Yield a chunk's A and B tensors with their names in the chunk and their mappings."""
+    """Yield all A and B matrices of a chunk: name in the chunk, mapping, and parameter."""
     assert model.lora is not None, "the model has no adapters"
     for name, parameter in chunk.named_parameters():
         if ADAPTER in name:
@@ -213,18 +222,18 @@ def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[
 
 
 def adapters_in(model: ModelShard) -> list[Tensor]:
-    """Return every A and B of this rank."""
+    """Return all A and B matrices of this rank."""
     return [parameter for chunk in model.chunks for _, _, parameter in adapter_mappings(model, chunk)]
 
 
 def export_adapters(
     model: ModelShard, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of PEFT's format, complete, on every rank. Collective over all ranks.
+    """Yield all adapters of the model as PEFT's tensors with their names, gathered from all ranks. Collective.
 
     Args:
-        value_of: function that returns the value to export for a parameter, for example its gradient.
-        first_only: yield only on the first rank; other data-parallel replicas then do not gather.
+        value_of: function that returns what to export for a parameter, for example its gradient.
+        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
     """
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
@@ -233,7 +242,7 @@ def export_adapters(
 
 
 def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, Any]:
-    """Return Megatron's description of a chunk's adapters for a checkpoint, named by layer numbers."""
+    """Return Megatron's sharded state dict of a chunk's adapters, in which names contain the layers' numbers."""
     ours = process_groups()
     described = {}
     for name, mapping, parameter in adapter_mappings(model, chunk):

@@ -1,8 +1,8 @@
-"""Layers that consist of Transformer Engine's modules; `build.layer_modules` imports this file where they are used.
+"""Layers that consist of Transformer Engine's modules. `build.layer_modules` imports this file only if they are used.
 
-Norms stay outside the linear layers, under the names of the local layers. An adapter then needs nothing special, and
-a checkpoint of one implementation loads under the other. In bf16 Transformer Engine's fused layer runs the norm and the
-product one after the other and keeps the same tensors.
+Norms and linear layers are separate modules, with the same names as in the local implementation. Adapters therefore
+work in the same way, and a checkpoint of one implementation can be loaded with the other. Nothing is lost: in bf16
+Transformer Engine's fused layer also runs the norm and the product one after the other and keeps the same tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def te_config(config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with which Transformer Engine's modules are built.
+    """Return the configuration for Transformer Engine's modules. It differs from `config` in two respects.
 
-    They create their weights on the run's device, or on the meta device inside its context. With
-    `use_cpu_initialization`, Megatron's wrappers would create each unsharded weight on the host and copy a part of it.
+    The modules create their weights directly on the run's device, or on the meta device in its context. With
+    `use_cpu_initialization`, Megatron's wrappers would create each whole weight on the host and copy a shard of it.
 
-    They add weight gradients to the fp32 buffer in the product itself. Only these modules get that option: Megatron's
-    own linear layers, such as the LM head, need a kernel of apex for it.
+    The product that computes a weight gradient adds it to the fp32 buffer. Only these modules get this option, because
+    Megatron's own linear layers, such as the LM head, would need a kernel of apex for it.
     """
     built = copy.copy(config)
     built.use_cpu_initialization, built.init_model_with_meta_device = False, torch.empty(0).is_meta
@@ -47,9 +47,9 @@ def te_config(config: TransformerConfig) -> TransformerConfig:
 
 
 class TELinearMixin:
-    """A linear layer of Transformer Engine that is built with `te_config` and may have adapters.
+    """A linear layer of Transformer Engine, which is built with `te_config` and may have adapters.
 
-    adapter: the adapter, or the adapters of several experts; None or empty if there are none.
+    adapter: the adapter, or the list of several experts' adapters; None or empty if there are none.
     """
 
     adapter: Any
@@ -59,14 +59,14 @@ class TELinearMixin:
         self.config = config
 
     def set_activation_dtype(self, inp: Tensor) -> None:
-        """Check the precision of the parameters; called before each product."""
+        """Set the precision of the product from the input; Transformer Engine calls this before each product."""
         # With adapters in float32 and weights in bfloat16, Transformer Engine would otherwise raise an error.
         self.allow_different_data_and_param_types = bool(self.adapter)
         super().set_activation_dtype(inp)  # type: ignore[misc]
 
 
 class TERMSNorm:
-    """Constructor of Transformer Engine's norm; Megatron's specs need a class."""
+    """Creates Transformer Engine's norm with `te_config`. It is a class because Megatron's specs need one."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         return TENorm(te_config(config), hidden_size, eps)
@@ -83,7 +83,7 @@ class TEColumnLinear(LoRALinearMixin, TELinearMixin, TEColumnParallelLinear):
 
 
 class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TELinearMixin, TERowParallelLinear):
-    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks, which sum their outputs."""
 
     is_column = False
 
@@ -93,14 +93,14 @@ class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TELinearMixin, TERowParallel
 
 
 class TENormedRowLinear(PostNormMixin, TERowLinear):
-    """`TERowLinear` with a norm of the block's output."""
+    """`TERowLinear`, followed by a norm."""
 
 
 class TEPackedCausalAttention(PackedCausalAttention):
-    """Transformer Engine's attention where it supports the pack, the local attention otherwise.
+    """Transformer Engine's attention; the local attention in cases that Transformer Engine does not support.
 
-    The local attention computes segments that share a prefix, windows shorter than the longest segment, and sinks. On
-    CUDA it also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs.
+    These cases are: segments share a prefix; the window is shorter than the longest segment; there are sinks; on CUDA
+    the tensors are fp32, for which Transformer Engine before 2.11 has no kernel for packs.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class TEPackedCausalAttention(PackedCausalAttention):
 
 
 class TEGroupedLinearMixin(TELinearMixin):
-    """The linear layers of all of a rank's experts in one call, which may have adapters.
+    """Computes a linear layer of all of a rank's experts in one call; the experts may have adapters.
 
-    adapter: the experts' adapters in order, or none.
+    adapter: the adapters of the experts in their order; empty if there are none.
     """
 
     takes_weights_of_parts = True
@@ -159,13 +159,13 @@ class TEGroupedLinearMixin(TELinearMixin):
 
 
 class TEGroupedColumnLinear(TEGroupedLinearMixin, TEColumnParallelGroupedLinear):
-    """Grouped linear layers whose weights are sharded by rows."""
+    """A linear layer of all of a rank's experts, whose weights are sharded by rows."""
 
     is_column = True
 
 
 class TEGroupedRowLinear(TEGroupedLinearMixin, TERowParallelGroupedLinear):
-    """Grouped linear layers whose weights are sharded by columns."""
+    """A linear layer of all of a rank's experts, whose weights are sharded by columns."""
 
     is_column = False
 
@@ -175,4 +175,4 @@ class TEGroupedRowLinear(TEGroupedLinearMixin, TERowParallelGroupedLinear):
 
 
 class TEGroupedExperts(ExpertsMixin, TEGroupedMLP):
-    """Megatron's experts; one call computes a linear layer of all experts."""
+    """Megatron's experts by Transformer Engine; one call computes a linear layer of all experts."""

@@ -1,4 +1,4 @@
-"""Model families. Other modules get architecture details from a model's `Family`."""
+"""Model families. A `Family` contains all that other modules must know about a model's architecture."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def family_of(hf: Any) -> Family:
-    """Return the family of a transformers configuration, of a model type that `check_model_directory` accepts."""
+    """Return the `Family` for a transformers configuration. `check_model_directory` must accept its model type."""
     return FAMILIES[hf.model_type](hf)
 
 

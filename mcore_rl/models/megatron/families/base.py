@@ -1,6 +1,6 @@
-"""The interface of model families. A `Family` is created from a Hugging Face configuration.
+"""The base class of model families.
 
-The base class is a Llama-like decoder; each family's file overrides the differences.
+`Family` itself describes a Llama-like decoder. Its subclasses override what is different in their models.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ REWARD_HEAD = "score.weight"
 
 
 def has_reward_head(hf: Any) -> bool:
-    """Return whether the model outputs one reward per sequence instead of logits of the vocabulary."""
+    """Return whether the model has a reward head, with one output, instead of an LM head."""
     return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
 
 
 class Family:
-    """The architecture of a configuration: dimensions, Megatron's fields, and every tensor.
+    """The architecture of a model: its dimensions, its fields in Megatron's configuration, and all its tensors.
 
-    whole: the configuration. hf: its text model's configuration, which is the same for most families.
+    It is created from a Hugging Face configuration.
+
+    whole: this configuration. hf: the configuration of the text model in it; the same object for most families.
     model_type: name of the family in `config.json`.
-    norms_before, norms_after: whether there are norms before attention and MLP, and after them.
-    norm_names: Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
+    norms_before: whether a layer has norms before attention and MLP. norms_after: whether it has norms after them.
+    norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; ""
+        for a norm that it does not have.
     """
 
     model_type: ClassVar[str]
@@ -53,17 +56,17 @@ class Family:
     activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
     embedding_scale = 1.0
     has_windows = True
-    """Whether `sliding_window` is used; False for families for which transformers ignores it."""
+    """Whether `sliding_window` of the configuration is used. It is False if transformers ignores it in this family."""
     gradient_tolerance: ClassVar[float] = 1e-4
-    """Largest relative difference between the gradients of two parallel layouts that counts as rounding."""
+    """Largest relative difference between the gradients under two parallel layouts that rounding can explain."""
     has_dropout = False
-    """Whether the published models' configurations have dropout, which is then ignored."""
+    """Whether configurations of published models contain dropout. It is then ignored; otherwise it is an error."""
     has_layer_types = True
-    """Whether `layer_types` chooses the layers with windows; otherwise transformers ignores it."""
+    """Whether `layer_types` determines which layers have windows. It is False if transformers ignores it."""
     rotates_neighbours = False
-    """Whether the pairs that rotary embeddings rotate are neighbours; otherwise they are half a head apart."""
+    """Whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart."""
     rotates_partly = False
-    """Whether rotary embeddings may apply to only a part of each head."""
+    """Whether a configuration may restrict rotary embeddings to a part of each head."""
 
     prefix: ClassVar[str] = "model."
     """Prefix of the Hugging Face names of the text model's tensors."""
@@ -82,7 +85,7 @@ class Family:
 
     @staticmethod
     def text_config(hf: Any) -> Any:
-        """Return the configuration of the text model; `hf` is for the whole model, which may have other parts."""
+        """Return the configuration of the text model in the configuration `hf` of the whole model."""
         return hf
 
     # ------------------------------------------------------------ differences between families
@@ -99,12 +102,12 @@ class Family:
 
     @property
     def has_wide_qk_norm(self) -> bool:
-        """Whether all query heads together have an RMS norm, and all key heads together."""
+        """Whether one RMS norm spans all query heads together, and another one all key heads together."""
         return False
 
     @property
     def activation(self) -> str:
-        """Name of the activation of the MLP's gate in transformers."""
+        """Transformers' name of the activation function in the MLP."""
         return str(self.hf.hidden_act)
 
     @property
@@ -124,7 +127,7 @@ class Family:
         return float(self.head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens a token sees at most in this layer, including itself; None for all previous tokens."""
+        """Return the maximum number of tokens that a token sees in this layer, including itself; None for all."""
         window = getattr(self.hf, "sliding_window", None) if self.has_windows else None
         if not window or not getattr(self.hf, "use_sliding_window", True):
             return None
@@ -132,11 +135,11 @@ class Family:
         return int(window) if types is None or types[layer] == "sliding_attention" else None
 
     def ropes(self) -> list[Tensor]:
-        """Return the inverse frequencies of each kind of layer."""
+        """Return the inverse frequencies of the rotary embedding, for each kind of layer."""
         return [self._rope_frequencies()[0]]
 
     def rope_factor(self, layer: int) -> float:
-        """Return the factor on the layer's cos and sin (YaRN's; otherwise 1)."""
+        """Return the factor by which the layer's cos and sin are multiplied; it is 1 except for YaRN."""
         return self._rope_frequencies()[1]
 
     def _rope_frequencies(self) -> tuple[Tensor, float]:
@@ -148,17 +151,22 @@ class Family:
         return rope_frequencies(self.hf)
 
     def rope_kind(self, layer: int) -> int:
-        """Return the index in `ropes` of the layer's frequencies."""
+        """Return which entry of `ropes` the layer uses."""
         return 0
 
     def token_mixer(self, layer: int) -> TokenMixer:
-        """Return the layer's token mixer."""
+        """Return the token mixer of a layer, which describes its attention."""
         return self._grouped_query_attention(layer)
 
     def _grouped_query_attention(
         self, layer: int, kind: type[GroupedQueryAttention] = GroupedQueryAttention, **fields: Any
     ) -> GroupedQueryAttention:
-        """Return the layer's attention with this family's dimensions; `fields` replace or add fields of `kind`."""
+        """Return the layer's attention with this family's dimensions.
+
+        Args:
+            kind: class of the result.
+            fields: fields of the result that replace this family's values, or are added to them.
+        """
         common: dict[str, Any] = {
             "hidden": self.hidden_size,
             "heads": self.num_attention_heads,
@@ -176,7 +184,7 @@ class Family:
         return kind(**{**common, **fields})
 
     def check(self, max_sequence_length: int) -> None:
-        """Raise an error for configuration options that this family's code does not compute.
+        """Raise an error for options of the configuration that this family does not support.
 
         Raises:
             UserError: the message names the field of `config.json`.
@@ -196,7 +204,7 @@ class Family:
             self.token_mixer(layer).check()
 
     def megatron_fields(self) -> dict[str, Any]:
-        """Return the architecture's fields of Megatron's TransformerConfig."""
+        """Return the fields of Megatron's TransformerConfig that describe the architecture."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -215,7 +223,10 @@ class Family:
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
-        """Change the configuration to a small model of the same architecture that fits layouts up to these sizes."""
+        """Change the configuration to that of a small model with the same architecture.
+
+        The model has `layers` layers. Parallel layouts up to the given sizes divide it evenly.
+        """
         hf = self.hf
         ratio = hf.num_attention_heads // hf.num_key_value_heads
         hf.num_key_value_heads = max(2, tensor_parallel)
@@ -229,43 +240,46 @@ class Family:
             hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
-        """Return names and sizes of the dimensions that the tensor-parallel size must divide."""
+        """Return the dimensions that must be multiples of the tensor-parallel size: their sizes by name."""
         return {"attention heads": self.num_attention_heads, "intermediate size": self.intermediate_size}
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
-        """Return names and sizes of the dimensions that the tensor- times the context-parallel size must divide."""
+        """Return the dimensions that must be multiples of tensor-parallel size · context-parallel size, by name."""
         return {}
 
     # ------------------------------------------------------------ tensors
 
     @cached_property
     def table(self) -> dict[str, Mapping]:
-        """Mapping of every parameter of the model by its Megatron name, in the model's order."""
+        """Mappings of all parameters of the model by their Megatron names, in the model's order."""
         return {mapping.megatron: mapping for mapping in self._mappings()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Return names and shapes of the Hugging Face tensors, in the model's order."""
+        """Return the shapes of the Hugging Face tensors by name, in the model's order."""
         return tensor_shapes(self.table.values())
 
     def float32_tensors(self) -> set[str]:
-        """Return the names of the Hugging Face tensors that are float32 in a model of any precision."""
+        """Return the names of the Hugging Face tensors that are always float32, whatever the model's precision is."""
         return {name for mapping in self.table.values() if mapping.is_float32 for name in mapping.hf_names}
 
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor of the directory is ignored: it is computed, or a copy of another tensor."""
+        """Return whether the directory's tensor `name` is not read.
+
+        Such a tensor can be computed, is a copy of another tensor, or is a head that is replaced.
+        """
         headless = self.ties_embeddings or self.has_reward_head
         return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
 
     def passes_on(self, name: str) -> bool:
-        """Return whether a tensor of the directory is no part of the text model; exports contain it unchanged."""
+        """Return whether the directory's tensor `name` is no part of the text model. Exports contain it unchanged."""
         return False
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model, as Hugging Face counts them."""
+        """Return the number of parameters in the whole model, counted as Hugging Face counts them."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def active_parameters(self) -> int:
-        """Return the number of parameters that multiply each token: all except an untied input embedding."""
+        """Return how many parameters one token is multiplied with: all except an untied input embedding."""
         embedding = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters() - embedding
 
@@ -282,7 +296,12 @@ class Family:
             yield Mapping("output_layer.weight", (Part("lm_head.weight", (self.vocab_size, hidden)),), vocabulary)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        """Yield the mappings of one layer; `ours` and `theirs` are the prefixes of its names."""
+        """Yield the mappings of one layer.
+
+        Args:
+            ours: prefix of the layer's names in Megatron.
+            theirs: prefix of the layer's names in the Hugging Face model.
+        """
         hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
         if self.norms_before:
             yield norm(f"{ours}input_layernorm", theirs + before, hidden)
@@ -300,7 +319,7 @@ class Family:
 
 
 def norm(ours: str, theirs: str, size: int) -> Mapping:
-    """Return the mapping of a norm's weight."""
+    """Return the mapping of a norm's weight; `ours` and `theirs` are the norm's Megatron and Hugging Face names."""
     return Mapping(f"{ours}.weight", (Part(f"{theirs}.weight", (size,)),), Replicated())
 
 
@@ -312,7 +331,13 @@ def gated_mlp(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     is_expert: bool = False,
 ) -> Iterator[Mapping]:
-    """Yield the mappings of gate, up and down projections; `names` are the Hugging Face names."""
+    """Yield the mappings of an MLP's gate, up and down projections.
+
+    Args:
+        ours: prefix of the Megatron names.
+        theirs: prefix of the Hugging Face names.
+        names: Hugging Face names of the three projections, without prefix.
+    """
     gate, up, down = (f"{theirs}{name}.weight" for name in names)
     parts = (Part(gate, (width, hidden)), Part(up, (width, hidden)))
     yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp(), is_expert)

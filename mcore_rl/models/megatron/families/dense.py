@@ -49,7 +49,7 @@ class Olmo2(Family):
 
 
 class PackedMLP(Family):
-    """A family that stores gate and up projections in one tensor, one after the other."""
+    """A family whose gate and up projections are stacked in one Hugging Face tensor."""
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         hidden, width = self.hidden_size, self.hf.intermediate_size
@@ -93,7 +93,7 @@ class Glm4(PackedMLP):
 
 
 class SeedOss(Family):
-    """Seed-OSS. Its dropout is not used, as in other programs for post-training."""
+    """Seed-OSS. The dropout in its configuration is ignored, as in other programs for post-training."""
 
     model_type = "seed_oss"
     has_windows = False
@@ -108,7 +108,7 @@ class SeedOss(Family):
 
 
 class SmolLM3(Family):
-    """SmolLM3, in which some layers have no rotary embedding: their frequencies are 0."""
+    """SmolLM3. Some of its layers have no rotary embedding; this is expressed by frequencies of 0."""
 
     model_type = "smollm3"
 
@@ -130,7 +130,10 @@ class SmolLM3(Family):
 
 @dataclass(frozen=True)
 class PositionScale:
-    """The factor 1 + beta · log(1 + ⌊position / original⌋) of queries at long positions (Llama 4)."""
+    """The factor 1 + beta · log(1 + ⌊position / original⌋), by which queries are multiplied (Llama 4).
+
+    It is greater than 1 from position `original` on.
+    """
 
     beta: float
     original: int
@@ -153,7 +156,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Olmo3(Olmo2):
-    """OLMo-3: OLMo-2 with windows in most layers; these layers have their own rotary frequencies."""
+    """OLMo-3, which is OLMo-2 with windows in most layers. Layers with windows have other rotary frequencies."""
 
     model_type = "olmo3"
     has_windows = True
@@ -229,7 +232,10 @@ class Gemma3(Family):
         return inverse
 
     def _rope_parameters(self, kind: str) -> dict[str, Any]:
-        """Return a layer kind's RoPE parameters: transformers 5 has them by kind, transformers 4 in extra fields."""
+        """Return the RoPE parameters of a kind of layers.
+
+        In transformers 5 the configuration has parameters by kind, in transformers 4 it has separate fields.
+        """
         if hasattr(self.hf, "rope_local_base_freq"):
             scaling = {} if kind == SLIDING else dict(self.hf.rope_scaling or {})
             theta = self.hf.rope_local_base_freq if kind == SLIDING else self.hf.rope_theta

@@ -1,7 +1,8 @@
-"""Families of mixture-of-experts models: Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, ERNIE-4.5, GLM-4.5 and gpt-oss.
+"""Families of mixture-of-experts models.
 
-With latent attention: DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, and within the length of their index
-DeepSeek-V3.2 and GLM-5.
+They are Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, ERNIE-4.5, GLM-4.5 and gpt-oss; and with latent attention
+DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5. The last two are supported only for
+sequences of at most `index_topk` tokens.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ from mcore_rl.models.megatron.weight_mapping import (
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed and shared experts of a configuration.
+    """Describes the experts of a model.
 
-    count, topk: number of experts per layer and per token. width: size of a routed expert's hidden layer.
-    sparse_layers: whether each layer has experts; the other layers are dense.
-    shared_width: size of the shared expert, which computes every token; 0 for none. shared_gate: whether a gate scales
-        its output.
-    score: function of the router's logits. normalise: whether a token's weights sum to 1. scale: factor of the weights.
-    groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 without groups.
-    selection_bias: whether a bias without gradient is added to the scores when experts are chosen.
-    float32_router: whether the router's weight is float32 in a model of any precision, as in transformers.
+    count: number of routed experts in a layer. topk: number of experts that compute a token.
+    width: size of a routed expert's hidden layer.
+    sparse_layers: for each layer, whether it has experts; layers without experts are dense.
+    shared_width: size of the hidden layer of the shared expert, which computes every token; 0 if there is none.
+    shared_gate: whether the output of the shared expert is multiplied by a gate.
+    score: function that maps the router's logits to scores, "softmax" or "sigmoid". normalise: whether the weights of a
+        token's experts sum to 1. scale: factor of the weights; None for 1.
+    groups, group_topk: the experts are divided into `groups` groups, and a token's experts are chosen from the best
+        `group_topk` groups. Both are 1 if there are no groups.
+    selection_bias: whether a bias without gradient is added to the scores for the choice of experts.
+    float32_router: whether the router's weight is always float32, whatever the model's precision is, as in
+        transformers.
     has_biases: whether the router and the experts' linear layers have biases.
     """
 
@@ -64,11 +69,13 @@ class Experts:
 
 
 class Mixture(Family):
-    """A family in which some layers have experts.
+    """A family in which all or some layers have experts.
 
-    count_field, width_field: configuration fields for the experts per layer and the width of an expert.
-    expert_names: gate, up and down projections of an expert. mlp_name: the module of a layer's experts.
-    shared_name, selection_bias_name: names of the shared expert and of the bias for the choice in that module.
+    count_field: configuration field for the number of experts in a layer. width_field: configuration field for the size
+        of an expert's hidden layer.
+    mlp_name: Hugging Face name of the module that contains a layer's experts. In this module, expert_names are the
+        names of an expert's gate, up and down projections, shared_name is the name of the shared expert, and
+        selection_bias_name the name of the bias for the choice of experts.
     """
 
     count_field: ClassVar[str] = "num_experts"
@@ -81,7 +88,7 @@ class Mixture(Family):
     @cached_property
     @abstractmethod
     def experts(self) -> Experts:
-        """Experts of this configuration."""
+        """Description of the model's experts."""
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)
@@ -324,7 +331,10 @@ class Glm4MoE(Mixture):
         self.hf.first_k_dense_replace = min(getattr(self.hf, "first_k_dense_replace", 0), 1)
 
     def passes_on(self, name: str) -> bool:
-        """Return whether a tensor belongs to a layer after the last one, which predicts further tokens."""
+        """Return whether the tensor `name` belongs to an additional layer, after the last, that predicts more tokens.
+
+        Exports contain such tensors unchanged.
+        """
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) >= self.num_layers
 
@@ -391,9 +401,10 @@ class Glm4MoELite(DeepseekV3):
 
 
 class DeepseekV32(Glm4MoELite):
-    """DeepSeek-V3.2. An indexer chooses `index_topk` keys that a token sees; in a short sequence these are all keys.
+    """DeepSeek-V3.2, in sequences of at most `index_topk` tokens.
 
-    Attention over short sequences then equals DeepSeek-V3's, and the indexer gets no gradient.
+    Its indexer chooses `index_topk` keys that a token sees. In such short sequences these are all keys: attention is
+    the same as in DeepSeek-V3, and the indexer gets no gradient.
     """
 
     model_type = "deepseek_v32"
@@ -429,7 +440,11 @@ class ScaledSwish:
 
 
 class GptOss(Mixture):
-    """gpt-oss: attention sinks, windows in every other layer, biases everywhere, clamped gates, stacked experts."""
+    """gpt-oss.
+
+    It has attention sinks, windows in every second layer, biases in all linear layers, clamped gates, and tensors that
+    contain all experts of a layer.
+    """
 
     model_type = "gpt_oss"
     has_qkv_bias = True

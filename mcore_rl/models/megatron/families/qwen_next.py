@@ -1,6 +1,6 @@
-"""Families with gated delta nets in most layers, and attention with output gates in the others: Qwen3-Next, Qwen3.5.
+"""Families Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention with output gates in the other layers.
 
-Qwen3.5 is published with a vision part, as `qwen3_5` and `qwen3_5_moe`; only its text model is trained. The vision part
+Qwen3.5 is published with a vision part, as `qwen3_5` and `qwen3_5_moe`. Only its text model is trained. The vision part
 and the layers that predict further tokens (`mtp`) are exported unchanged.
 """
 
@@ -17,9 +17,9 @@ from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3Mo
 
 
 class Hybrid(Family):
-    """A family with gated delta nets in the layers whose type is `linear_attention`.
+    """A family in which the layers of type `linear_attention` are gated delta nets.
 
-    delta_net: class of the mixers of these layers.
+    delta_net: class of the token mixers of these layers.
     """
 
     has_qk_norm = True
@@ -114,7 +114,7 @@ class Qwen35MoEText(Hybrid, Mixture):
 
 
 class WithVision(Hybrid):
-    """The text model of a directory that has a vision part too."""
+    """The text model in a directory that also contains a vision part."""
 
     prefix = "model.language_model."
     passed_on = ("mtp.", "model.visual.")
