@@ -143,7 +143,7 @@ def prompts_to_answer(
 
 
 def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return (sample id, tokens) of each row of a `GenerationDatumSpec`.
+    """Return the sample id and the prompt's tokens for each row of `data`, a `GenerationDatumSpec`.
 
     Raises:
         UserError: a prompt is empty, or leaves no room for a response.

@@ -386,7 +386,7 @@ class ContinuousBatch:
 
 
 class TrainedHere(Protocol):
-    """The methods of a policy that releases memory while its model generates."""
+    """What generation calls of a policy that releases memory while its model generates."""
 
     def offload_before_refit(self) -> int: ...
 

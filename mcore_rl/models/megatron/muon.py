@@ -118,7 +118,8 @@ class Muon:
     def step(self) -> None:
         """Update the matrices with the gradients that `clip_gradients` has prepared. Collective.
 
-        θ ← (1 − lr·weight_decay)·θ − lr·factor·NS(momentum), as `torch.optim.Muon` does for whole matrices.
+        θ ← (1 − lr·weight_decay)·θ − lr·factor·NS(momentum), as in `torch.optim.Muon`. NS are the Newton–Schulz
+        iterations (`orthogonalized`).
         """
         momentum = self.config.muon_momentum
         for own in self.matrices:

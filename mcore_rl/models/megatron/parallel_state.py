@@ -198,7 +198,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of python, numpy, torch on the host and the device, and Megatron's tracker."""
+    """Return the states of all random generators: Python's, NumPy's, PyTorch's (host and device) and Megatron's."""
     name, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -212,7 +212,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore every generator to the states of `random_states`."""
+    """Set all random generators to `states`, a result of `random_states`."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype("uint32"), *rest))

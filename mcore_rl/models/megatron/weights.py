@@ -158,7 +158,7 @@ def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
 
 
 def gather_shards(shard: Tensor, ranks: ParallelDimension) -> Tensor:
-    """Gather the shards […] of all `ranks` into one tensor [size, …]."""
+    """Gather the shards […] of all `ranks` into one tensor, [number of ranks, …]."""
     stacked = shard.new_empty((ranks.size, *shard.shape))
     own, whole = shard.contiguous().view(-1), stacked.view(ranks.size, -1)
     if platform.has_gpu() or stacked.nbytes <= GLOO_BYTES:
@@ -257,8 +257,8 @@ def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None
     """Mark a weight as sharded if the gradient norm must count its gradient on every tensor-parallel rank.
 
     For an unmarked weight the norm counts only the first rank's gradient. Megatron marks sharded weights only when it
-    initializes them. Unsharded weights of experts are marked too, because tensor-parallel ranks may have different
-    experts.
+    initializes them. Unsharded weights of experts are marked too, on the first rank of the expert's tensor-parallel
+    group: the first rank of the model's tensor-parallel group may have other experts.
     """
     dimension = mapping.kind.partition_dim
     if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:

@@ -127,7 +127,9 @@ class PolicyCheckpoint:
         return final
 
     def finish_alone(self, seconds: float) -> Path | None:
-        """At the end of a run, wait at most `seconds` for the pending checkpoint, then discard it. Not collective.
+        """At the end of a run, wait for the pending checkpoint; discard it if it is not written within `seconds`.
+
+        Not collective.
 
         Returns:
             The checkpoint's directory; None if no checkpoint was pending or it was discarded.

@@ -111,7 +111,10 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class AdaptersDisabled:
-    """A reference that is the policy's model without its adapters. It is valid if new adapters compute only zeros."""
+    """A reference that is the policy's model without its adapters.
+
+    It is right only for adapters that were new at the start, because new adapters compute zeros.
+    """
 
     def __init__(self, adapters: Iterable[Any]) -> None:
         self.adapters = list(adapters)

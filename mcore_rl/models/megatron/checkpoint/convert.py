@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to Hugging Face models, and their inspection."""
+"""Converts Hugging Face models to checkpoints and back, and describes checkpoints."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class HostStaging:
 
     @cached_property
     def process(self) -> ShardProcess:
-        """The process that writes the staged tensors."""
+        """The process that writes the tensors in the block to files."""
         return shard_process.take()
 
     @property
@@ -257,7 +257,10 @@ class OneFileWriter(FileSystemWriterAsync):
     """Writes all tensors and objects of a rank into one file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged. Megatron would create the directory here, in which a rank could hang."""
+        """Return the plan unchanged.
+
+        The overridden method would create the directory, which exists already. A rank could hang in it.
+        """
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:

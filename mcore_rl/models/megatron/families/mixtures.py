@@ -37,7 +37,7 @@ from mcore_rl.models.megatron.weight_mapping import (
 class Experts:
     """Describes the experts of a model.
 
-    count: number of routed experts in a layer. topk: number of experts that compute a token.
+    count: number of routed experts in a layer. topk: number of routed experts that are chosen for a token.
     width: size of a routed expert's hidden layer.
     sparse_layers: for each layer, whether it has experts; layers without experts are dense.
     shared_width: size of the hidden layer of the shared expert, which computes every token; 0 if there is none.
