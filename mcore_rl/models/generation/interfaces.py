@@ -102,7 +102,8 @@ class Response:
 
     logprobs: log-probability of each token of the response.
     ended: whether a stop token or stop string ended the response, and not the limit of new tokens.
-    weight_versions: pairs (version, number of tokens): the weights that generated the first tokens, the next, ….
+    weight_versions: pairs (version, number of tokens) for consecutive tokens: the version of the weights that generated
+        them.
     routed_experts: [tokens of prompt and response, layers with experts, topk] int16. It is −1 for a token that was not
         an input of the model, such as the last. None if experts are not recorded.
     kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if they are not

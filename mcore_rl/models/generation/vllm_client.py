@@ -203,8 +203,8 @@ class VLLMServer:
         """Return a response with the versions of the weights that generated it.
 
         Raises:
-            ServerError: `post` raises it; or the server aborted the request; or routed experts or sampling mask are
-                needed, and missing or invalid.
+            ServerError: the server does not answer in time, fails, or aborts the request; or its answer lacks the
+                routed experts or the sampling mask that this run needs.
             RequestError: the server rejects the request as invalid.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}

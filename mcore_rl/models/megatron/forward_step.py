@@ -292,6 +292,7 @@ class LossHead:
     """Applies a loss function to the model's output.
 
     What the loss function receives depends on model and function:
+
     - If the model has a reward head: rewards [n, 1], or values of tokens [n, S] if the function has `reads_values`.
     - Otherwise log-probabilities, or hidden states, if the function accepts one of these.
     - Otherwise logits: sequence by sequence for a pack (`SequencePackingLossWrapper`), all at once for padded rows.

@@ -2,6 +2,7 @@
 
 The gradient is the sum of the gradients of all microbatches on all data-parallel ranks. Their losses are already
 divided by the global batch's counts, and those of context-parallel ranks add up, so Megatron must not divide again:
+
 - With `calculate_per_token_loss` and a loss function that returns three values, Megatron's schedules do not scale the
   loss, and its DDP sums over data- and context-parallel ranks.
 - `finalize_gradients` passes no token count, so that Megatron skips its final division.

@@ -1,6 +1,7 @@
 """Transfer of the policy's weights to an inference engine, as Hugging Face tensors in buckets.
 
 A bucket contains several tensors, up to a number of bytes. There are two ways of transfer:
+
 - By collective. The policy's first rank and the engine's processes share a process group. For each bucket three tensors
   are broadcast: a header (number of tensors, number of bytes), the tensors' numbers in the refit info, and the
   tensors' concatenated bytes.
