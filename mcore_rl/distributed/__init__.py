@@ -1,6 +1,6 @@
 """Tensors across processes: collectives with gradients, layouts of packs, log-probabilities.
 
-Letters for dimensions: B rows, S padded length, T packed tokens, N packed sequences, V vocabulary,
-Vp = V / TP, H hidden size. `logprobs[b, t]` scores `input_ids[b, t]`; the functions here return the
-columns 1 … S − 1, the *next-token* log-probabilities.
+Letters for dimensions: B rows, S padded length of rows, T tokens in a pack, N sequences in a pack, V size of the
+vocabulary, Vp = V / TP, H hidden size. In a batch, `logprobs[b, t]` scores `input_ids[b, t]`. The functions here return
+only the columns 1 … S − 1, the *next-token* log-probabilities.
 """

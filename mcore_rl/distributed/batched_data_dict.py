@@ -1,4 +1,4 @@
-"""Batches: dictionaries of tensors and lists with a common first dimension, of all rows or a replica's own rows."""
+"""Batches: dictionaries of tensors and lists with one entry per row, of a global batch or of one replica's rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ DictT = TypeVar("DictT")
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
-    """A dictionary of tensors [B, …] and lists of length B.
+    """A batch of B rows: a dictionary of tensors [B, …] and lists of length B.
 
-    Other values are kept unchanged and shared by every slice.
+    Values of other types do not belong to rows: every slice of the batch has the same value.
 
-    micro_batch_indices: set on a shard made by token budget or packing. For each global batch in it, [start, end) of
-        the rows of each microbatch, counted from that batch's first row.
-    micro_batch_lengths: for each global batch, the padded tokens of each pack, or the width of each padded microbatch.
-    elem_counts_per_gb: number of rows of each global batch in the shard.
+    Three attributes are set on a shard that was made with packing or a token budget. Each is a list with an entry for
+    each global batch of the shard:
+
+    micro_batch_indices: [start, end) of the rows of each microbatch, counted from the global batch's first row.
+    micro_batch_lengths: number of padded tokens of each pack, or width of each padded microbatch.
+    elem_counts_per_gb: number of rows.
     """
 
     micro_batch_indices: list[list[list[int]]] | None = None
@@ -90,17 +92,17 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return selected
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Return rows start … end − 1, or fewer at the end of the batch; tensors are views of this batch's tensors."""
+        """Return rows start … end − 1, or fewer if the batch ends before; tensors are views of this batch's tensors."""
         return SlicedDataDict({k: v[start:end] if _is_batched(v) else v for k, v in self.data.items()})
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """Return global batch `batch_idx` of this shard, with its microbatches.
 
         Args:
-            batch_size: rows of a global batch in this shard; not needed for packed shards.
+            batch_size: number of rows of a global batch in this shard; not needed for packed shards.
 
         Raises:
-            ContractError: `batch_size` is missing, or there are fewer batches.
+            ContractError: `batch_size` is missing, or the shard has no batch `batch_idx`.
         """
         if self.elem_counts_per_gb is not None:
             count = len(self.elem_counts_per_gb)
@@ -121,7 +123,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return batch
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """Return part `rank` of `chunks` equal parts, in order.
+        """Divide the rows, in their order, into `chunks` equal parts; return part number `rank`.
 
         Raises:
             ContractError: `chunks` does not divide the number of rows, or `rank` is out of range.
@@ -134,10 +136,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Restore the order of rows, in place: row i becomes row `reordered_indices[i]`.
+        """Change the order of rows, in place: row i becomes row `reordered_indices[i]`.
 
-        With the indices that `shard_by_batch_size` returned, this restores the order of results that are concatenated
-        by shard.
+        Use it to restore the order of results that were computed by shard and then concatenated, with the indices that
+        `shard_by_batch_size` returned.
 
         Raises:
             ContractError: the indices are not a permutation of the rows.
@@ -166,19 +168,20 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """Return a dictionary for each of `shards` ranks.
+        """Divide the rows into `shards` shards, one for each data-parallel rank.
 
         Args:
-            batch_size: rows of a global batch; each batch is divided among the shards separately. None: all rows.
-            allow_uneven_shards: use parts of ⌈rows / shards⌉ rows, of which the last may be smaller. Otherwise
+            batch_size: number of rows of a global batch; each global batch is divided among the shards separately.
+                None: all rows are one global batch.
+            allow_uneven_shards: make shards of ⌈rows / shards⌉ rows; the last shards may be smaller. Otherwise
                 `shards` must divide the number of rows.
-            dynamic_batching_args: make padded microbatches within a token budget, balanced by tokens.
-            sequence_packing_args: make packs within a token budget, balanced by tokens.
+            dynamic_batching_args: divide each shard into padded microbatches within a token budget, balanced by tokens.
+            sequence_packing_args: divide each shard into packs within a token budget, balanced by tokens.
 
         Returns:
-            The shards. With packing or a token budget also the original index of each row, shard after shard, for
-            `reorder_data`; all shards then have the same number of microbatches, and none of them is empty if the rows
-            allow it.
+            The shards. With packing or a token budget, also the original index of each row, shard after shard, for
+            `reorder_data`. All shards then have the same number of microbatches, and no microbatch is empty if there
+            are enough rows.
 
         Raises:
             ContractError: the rows cannot be divided or are fewer than the shards, a sequence is longer than a pack,
@@ -219,7 +222,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """Return the rows of all ranks of `group`, in rank order; ranks may have different numbers of rows. Collective.
 
         Raises:
-            ContractError: entries, or their shapes beyond the first dimension, differ. Raised on every rank.
+            ContractError: the ranks have different entries, or an entry differs in a dimension other than the first.
+                Raised on every rank.
         """
         if group_size(group) == 1:
             return type(self)(self.data)
@@ -263,12 +267,12 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return (self.slice(start, end) for start, end, _ in self._planned())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return the number of packs and the padded tokens of the longest pack."""
+        """Return the number of packs, and the number of padded tokens in the longest pack."""
         lengths = [length for _, _, length in self._planned()]
         return len(lengths), max(lengths)
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """Yield the rows of each microbatch of a shard made with `dynamic_batching_args`, cut to their padded width.
+        """Yield each microbatch of a shard made with `dynamic_batching_args`, with its rows cut to its width.
 
         Args:
             sequence_dim: the dimension of tensors that is cut.
@@ -314,10 +318,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """Concatenate the rows of all batches; shorter tensors are padded at the end of dimension 1.
+        """Concatenate the rows of all batches. Rows of shorter batches are padded at the end of dimension 1.
 
         Args:
-            pad_value_dict: padding value of each entry; 0 for entries not in it.
+            pad_value_dict: padding value by entry; entries that are not listed are padded with 0.
 
         Raises:
             ContractError: the batches have different entries.
@@ -335,7 +339,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 class SlicedDataDict(BatchedDataDict):
-    """A slice or shard of a larger batch."""
+    """A batch that is a slice or a shard of a larger batch."""
 
 
 def _is_batched(value: Any) -> bool:
@@ -343,7 +347,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def _describe(value: Any) -> tuple[Any, int]:
-    """Return the properties that must be the same on all ranks, and the number of rows."""
+    """Return those properties of an entry's `value` that must be the same on all ranks, and its number of rows."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return (str(value.dtype), tuple(value.shape[1:])), len(value)
     return type(value).__name__, len(value) if isinstance(value, list) else 0
@@ -362,11 +366,11 @@ ReduceOp = torch.distributed.ReduceOp
 
 @dataclass(frozen=True)
 class BatchShare:
-    """A replica's share of a global batch. Its methods are collective over the replicas.
+    """Which rows of a global batch a replica has. The methods are collective over the replicas.
 
-    indices: indices of the replica's rows in the global batch, in the order of its rows.
+    indices: index in the global batch of each of the replica's rows.
     total: number of rows of the global batch.
-    replicas: the replicas that share the batch; a single one if every rank has all rows.
+    replicas: the replicas that share the batch; of size 1 if every rank has all rows.
     """
 
     indices: Sequence[int]
@@ -380,7 +384,11 @@ class BatchShare:
 
     @classmethod
     def concatenated(cls, count: int, replicas: ParallelDimension) -> BatchShare:
-        """Return the share of a replica with `count` rows of a global batch that concatenates all replicas' rows."""
+        """Return the share of this replica in a global batch that is the concatenation of all replicas' rows.
+
+        Args:
+            count: number of rows of this replica.
+        """
         counts = torch.zeros(replicas.size, dtype=torch.float64)
         counts[replicas.rank] = count
         *before, total = accumulate(map(int, reduced(counts, replicas).tolist()), initial=0)
@@ -388,30 +396,34 @@ class BatchShare:
         return cls(range(first, first + count), total, replicas)
 
     def sum(self, *values: float) -> list[float]:
-        """Return each value's sum over the replicas, computed in fp64."""
+        """Return the sum of each of the `values` over the replicas, computed in fp64."""
         return self._reduce(values, ReduceOp.SUM)
 
     def max(self, *values: float) -> list[float]:
-        """Return each value's maximum over the replicas."""
+        """Return the maximum of each of the `values` over the replicas."""
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """Return the largest number of packs of any replica, and the largest width."""
+        """Return the maximum over the replicas of `packs`, the number of packs, and of `width`, their widest pack."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 
     def min_max(self, values: Shaped[Tensor, "*any"]) -> tuple[float, float]:
-        """Return the minimum and the maximum of all replicas' values; a replica may have no values."""
+        """Return the minimum and the maximum of `values` over all replicas; a replica may have no values."""
         own = (-math.inf, -math.inf) if not values.numel() else (-float(values.amin()), float(values.amax()))
         low, high = self.max(*own)
         return -low, high
 
     def select(self, values: Shaped[Tensor, total * rest]) -> Shaped[Tensor, own * rest]:
-        """Return the replica's own rows of a tensor of all rows."""
+        """Return this replica's rows of `values`, which has all rows of the global batch."""
         return values[list(self.indices)]
 
     def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
-        """Gather `own`, a value for each of the replica's rows, from all replicas: [total] in fp64 on the host."""
+        """Gather a value per row from all replicas; return [total] in the order of the global batch, fp64, on the host.
+
+        Args:
+            own: the values of this replica's rows.
+        """
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
         return reduced(values, self.replicas)
@@ -422,19 +434,19 @@ class BatchShare:
 
 
 def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM) -> Tensor:
-    """Return `values` on the host, summed over the replicas (or reduced by `op`)."""
+    """Sum `values`, a tensor on the host, over the replicas (or reduce it by `op`); the result is on the host too."""
     if replicas.size == 1:
         return values
     return all_reduce(values.to(platform.device()), replicas.group, op).cpu()
 
 
 class LocalBatch(BatchedDataDict[DictT]):
-    """The rows of a global batch on this replica, maybe none; all ranks of the replica have the same rows.
+    """Those rows of a global batch that this replica has. There may be none; all ranks of a replica have the same rows.
 
-    A policy learns from the rows of all replicas together, as if every rank had all of them. It scores only each
-    replica's own rows.
+    If a policy trains on a `LocalBatch`, it learns from the rows of all replicas, as if every rank had the whole global
+    batch. If it scores a `LocalBatch`, each replica scores only its own rows.
 
-    plans: microbatch plans by planner, so that scoring and training plan only once.
+    plans: plans of microbatches, by planner. Scoring and training thus use the same plan.
     """
 
     def __init__(self, entries: Mapping[str, Any], share: BatchShare, plans: dict[Any, Any] | None = None) -> None:
@@ -447,7 +459,7 @@ class LocalBatch(BatchedDataDict[DictT]):
         return type(self)(entries, self.share, self.plans)
 
     def all_rows(self, *keys: str) -> BatchedDataDict[Any]:
-        """Return the tensors `keys` of all replicas' rows, in the order of the global batch. Collective."""
+        """Gather the tensors `keys` from all replicas; return all rows in the order of the global batch. Collective."""
         replicas, width = self.share.replicas, int(self.share.max(self["input_ids"].shape[1])[0])
         indices = gather_rows(torch.tensor(list(self.share.indices), dtype=torch.long), replicas)
         whole: BatchedDataDict[Any] = BatchedDataDict()
@@ -458,10 +470,10 @@ class LocalBatch(BatchedDataDict[DictT]):
         return whole
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
-        """Select rows as in any batch; the result is no `LocalBatch`."""
+        """Return the rows `indices` as an ordinary `BatchedDataDict`, not as a `LocalBatch`."""
         return BatchedDataDict(self.data).select_indices(indices)
 
 
 def batch_share(data: BatchedDataDict[Any]) -> BatchShare:
-    """Return the share of a global batch that `data` holds: all of it unless `data` is a `LocalBatch`."""
+    """Return which rows of a global batch `data` has: a `LocalBatch` has a part of them, any other batch all."""
     return data.share if isinstance(data, LocalBatch) else BatchShare.whole(data.size)

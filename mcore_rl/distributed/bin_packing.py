@@ -20,12 +20,12 @@ Bin = list[int]
 
 
 def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, multiple: int = 1) -> list[list[Bin]]:
-    """Return each rank's bins of units: as few bins as possible, equally many on each of `count` ranks, of even cost.
+    """Pack units into as few bins as possible, and divide the bins among `count` ranks; return each rank's bins.
 
-    Each rank's number of bins is a multiple of `multiple`.
+    Every rank gets the same number of bins, which is a multiple of `multiple`, and an even share of the cost.
 
-    If the bins have room to spare, the units are spread over them by cost, so that no bin has only the remainder.
-    Bins are empty only if there are fewer units than bins.
+    Where possible, the units are distributed over the bins by cost, so that no bin has only a small rest. Bins are
+    empty only if there are fewer units than bins.
 
     Raises:
         ContractError: a unit does not fit a bin.
@@ -62,7 +62,7 @@ def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[Bin] | None:
-    """Put units, costliest first, into the cheapest bin with room; return `count` bins, or None if a unit fits none."""
+    """Put each unit, costliest first, into the cheapest of `count` bins that has room; None if a unit fits no bin."""
     bins: list[Bin] = [[] for _ in range(count)]
     heap = [(0.0, box, capacity) for box in range(count)]
     too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending; returned to the heap for smaller units
@@ -82,7 +82,10 @@ def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, co
 
 
 def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) -> None:
-    """Split the costliest bins until their number is divisible by `count`; add empty bins only as a last resort."""
+    """Split the costliest bins, in place, until `count` divides the number of bins.
+
+    Empty bins are added only if no bin can be split any more.
+    """
     held, number = dict(enumerate(bins)), len(bins)
     heap = [(-sum(cost[u] for u in box), i) for i, box in held.items() if len(box) > 1]
     heapq.heapify(heap)
@@ -103,12 +106,12 @@ def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) ->
 
 
 def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]]:
-    """Assign the same number of bins to each of `count` ranks with even cost (balanced largest differencing).
+    """Assign the same number of bins to each of `count` ranks, so that all ranks have a similar cost.
 
-    This is Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of an algorithm for balanced
-    parallel processor scheduling, 1992). Each run of `count` bins, from the costliest on, is a partial solution with
-    one bin per rank. The two most uneven solutions are joined until one is left: the heaviest part of one is combined
-    with the lightest of the other.
+    This is balanced largest differencing: Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of
+    an algorithm for balanced parallel processor scheduling, 1992). The bins are sorted by cost, costliest first. Each
+    `count` consecutive bins make a partial solution with one bin per rank. The two most uneven solutions are joined,
+    the heaviest part of one with the lightest part of the other, until a single solution remains.
     """
     order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
     loads = [sum(cost[u] for u in box) for box in bins]
@@ -171,7 +174,7 @@ class MicrobatchPlan:
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """[start, end) of each microbatch among the shard's rows of this batch."""
+        """[start, end) of the rows of each microbatch, counted from the first row that the shard has of this batch."""
         ends = [0]
         for rows in self.rows:
             ends.append(ends[-1] + len(rows))
@@ -179,7 +182,7 @@ class MicrobatchPlan:
 
 
 def even_parts(rows: range, count: int) -> list[range]:
-    """Return parts of ⌈rows / count⌉ rows in order; the last ones may be smaller, or empty."""
+    """Divide `rows` into `count` consecutive parts of ⌈rows / count⌉ rows; the last parts may be smaller or empty."""
     size = -(-len(rows) // count)
     return [rows[i * size : (i + 1) * size] for i in range(count)]
 
@@ -191,7 +194,9 @@ def plan_microbatches(
     dynamic: DynamicBatchingArgs | None,
     packing: SequencePackingArgs | None,
 ) -> list[MicrobatchPlan]:
-    """Return each shard's microbatches of the batch `rows`, by one of the two kinds of arguments.
+    """Return a plan of microbatches for each shard of the global batch `rows`.
+
+    Give either `packing`, to make packs, or `dynamic`, to make padded microbatches.
 
     Raises:
         ContractError: there are fewer rows than shards, or a row does not fit a microbatch.
@@ -217,7 +222,7 @@ def plan_microbatches(
 
 
 def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[Bin]:
-    """Return bins of units with similar lengths; their number times the longest length is at most `capacity`."""
+    """Put units of similar widths into bins. A bin's number of units times its largest width is at most `capacity`."""
     bins: list[Bin] = []
     for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
         if widths[unit] > capacity:

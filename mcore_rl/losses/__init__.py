@@ -1,1 +1,1 @@
-"""The losses. `mcore_rl.algorithms.loss_functions` exports their public names; this package imports nothing."""
+"""The losses. `mcore_rl.algorithms.loss_functions` exports their public names; this `__init__.py` imports nothing."""

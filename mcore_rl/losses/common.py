@@ -24,7 +24,7 @@ from mcore_rl.losses.options import LossOptions
 
 
 class LossType(enum.Enum):
-    """The count that normalises a loss: valid tokens or valid sequences of the global batch."""
+    """The count by which a loss is divided: valid tokens or valid sequences of the global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -33,22 +33,23 @@ class LossType(enum.Enum):
 LossT = TypeVar("LossT")
 
 Reduction = Literal["sum", "mean", "min", "max"]
-"""How the values of a metric from several calls are combined. The mean is weighted by the calls' valid samples."""
+"""How a metric's values from several calls of the loss are combined. A mean is weighted by each call's number of valid
+samples."""
 
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss of one microbatch, already divided by the global batch's count.
+    """A function that computes the loss of one microbatch, divided by a count of the whole global batch.
 
     The policy counts valid tokens and sequences over the whole global batch (all microbatches, all data-parallel
-    ranks) and passes both to the loss, which divides by the count of its `loss_type`. The losses of microbatches can
-    then be summed.
+    ranks) and passes both counts to the loss. The loss divides by the count that its `loss_type` names, so that the
+    losses of the microbatches can be summed.
 
-    Four more attributes are read if a loss has them. `prepare` is called with this rank's microbatches before they go
-    through the policy. `metric_reductions` is a dictionary from the names of metrics that are not sums to their
-    `Reduction`. `rows_per_unit` is the number of neighbouring rows that belong together (2 for pairs; default 1),
-    which packing never separates. `reads_values` is true for a loss that reads a reward head's output at every token,
-    [B, S], not only at the last.
+    A loss may have four more attributes. `prepare` is called with this rank's microbatches before they go through the
+    policy. `metric_reductions` maps the name of each metric that must not be summed to its `Reduction`.
+    `rows_per_unit` is the number of neighbouring rows that belong together (2 for pairs; default 1); packing never
+    separates them. `reads_values` is true for a loss that reads a reward head's output at every token, [B, S], and
+    not only at the last token.
     """
 
     loss_type: LossType
@@ -80,7 +81,7 @@ EPSILON = 1e-8
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "*rest"]:
-    """Return Σ values · mask over `dim` or over everything; masked values may be −inf or NaN."""
+    """Return Σ values · mask over `dim`, or over all dimensions. Values where the mask is 0 may be −inf or NaN."""
     total = torch.where(mask > 0, values * mask, 0)
     return total.sum() if dim is None else total.sum(dim)
 
@@ -91,7 +92,7 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | int | None = None,
 ) -> Float[Tensor, "*rest"]:
-    """Return `masked_sum` divided by `global_normalization_factor`, or by Σ mask if it is None, plus 1e-8."""
+    """Return `masked_sum` / (n + 1e-8), where n is `global_normalization_factor` or, if that is None, Σ mask."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
     total = masked_sum(values, mask, dim)
@@ -111,12 +112,12 @@ def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch
 
 
 def counts_of(data: Mapping[str, Any], mask: Tensor) -> dict[str, Tensor]:
-    """Return metrics of losses over tokens: the number of tokens in `mask`, and the number of valid samples."""
+    """Return two metrics: the number of tokens where `mask` is 1, and the number of valid samples."""
     return {"num_unmasked_tokens": mask.sum(), "num_valid_samples": sample_mask_of(data, mask).sum()}
 
 
 def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
-    """Raise ContractError that lists every missing key."""
+    """Raise ContractError if `data` lacks one of the `keys`; the error lists every missing key."""
     if missing := [key for key in keys if key not in data]:
         raise ContractError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
 
@@ -127,7 +128,7 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: objec
 
 
 def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
-    """Return `count`, a tensor of one element, as a scalar; raise ContractError for any other value."""
+    """Return `count` as a scalar tensor; raise ContractError if it is not a tensor of one element."""
     if count is None or not isinstance(count, Tensor) or count.numel() != 1:
         raise ContractError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
     return count.reshape(())
@@ -136,7 +137,9 @@ def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
 def locate_nonfinite(
     logprobs: Float[Tensor, "batch predicted"], mask: Float[Tensor, "batch predicted"]
 ) -> tuple[int, int] | None:
-    """Return row and token position of the first −inf, inf or NaN that the mask counts. Waits for the device.
+    """Return the row and token position of the first log-probability that is not finite and not masked, or None.
+
+    The host waits for the device.
 
     Args:
         logprobs: next-token log-probabilities [B, S − 1]; column t scores the token at position t + 1.
@@ -146,18 +149,18 @@ def locate_nonfinite(
 
 
 class LogprobLoss(LossFunction):
-    """A loss of next-token log-probabilities. Subclasses implement `from_logprobs`.
+    """A loss that is a function of next-token log-probabilities. Subclasses implement `from_logprobs`.
 
-    Called with logits, it first computes the log-probabilities (over vocabulary and context shards). On the CPU, a
-    counted log-probability that is not finite raises an error with row and position. On a GPU that check would wait
-    for the device; the caller can use `locate_nonfinite`.
+    If the loss is called with logits, it first computes the log-probabilities (over vocabulary and context shards).
+    On the CPU, a log-probability that is not masked and not finite raises an error with its row and position. On a
+    GPU this check is omitted, because it would wait for the device; the caller can use `locate_nonfinite`.
 
-    A policy has log-probabilities: it checks `takes_logprobs` and calls `from_logprobs`.
+    A policy computes the log-probabilities itself: it checks `takes_logprobs` and then calls `from_logprobs`.
     """
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` reads only the tokens of `tokens_read`. The value of a base class does not count.
+    """Whether `from_logprobs` reads only the tokens of `tokens_read`. A subclass does not inherit the value.
 
     A policy then passes 0 for the other tokens and does not compute their part of the LM head.
     """
@@ -182,11 +185,11 @@ class LogprobLoss(LossFunction):
         divide the loss by the number of ranks (see `gather_context_parallel`).
 
         Args:
-            options, named_options: further arguments of `from_logprobs`.
+            options, named_options: further arguments, passed on to `from_logprobs`.
 
         Raises:
-            ContractError: keys, shapes or counts do not fit.
-            ValueError: a counted log-probability is not finite (CPU only).
+            ContractError: a key is missing, or a shape or count is wrong.
+            ValueError: a log-probability that is not masked is not finite (checked on the CPU only).
         """
         if data is None or isinstance(data, Tensor) or (next_token_logits is None) == (next_token_logprobs is None):
             raise ContractError(f"{type(self).__name__}: give data, and next_token_logits or next_token_logprobs")
@@ -232,14 +235,14 @@ class LogprobLoss(LossFunction):
         global_valid_toks: Tensor | None,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of log-probabilities [B, S − 1]: entry (b, t) is of token `input_ids[b, t + 1]`.
+        """Return the loss and metrics, given log-probabilities [B, S − 1]: entry (b, t) scores `input_ids[b, t + 1]`.
 
-        `entropy` [B, S − 1] of each distribution is given if `needs_entropy`.
+        `entropy` [B, S − 1] has the entropy of each next-token distribution; it is given if `needs_entropy` is True.
         """
         raise NotImplementedError
 
     def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
-        """Return a mask [B, S − 1] of the predicted tokens that the loss reads: by default those that carry loss."""
+        """Return a mask [B, S − 1] of the predicted tokens that the loss reads; by default, those that carry loss."""
         return token_mask_of(data, data["token_mask"])
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
@@ -290,20 +293,20 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself sets `takes_hidden_states`; a subclass may need logits."""
+    """Return whether the class of `loss_fn` itself sets `takes_hidden_states = True`; an inherited value is ignored."""
     return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself sets `reads_counted_tokens_only`; a subclass may read more."""
+    """Return whether the class of `loss_fn` itself sets `reads_counted_tokens_only = True`, not only a base class."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
 def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
-    """Return the layout of unpacked logits [B, S' / CP, Vp] for whole rows `input_ids` [B, S], S ≤ S'.
+    """Return the `PackLayout` of unpacked logits [B, S' / CP, Vp], whose rows are `input_ids` [B, S] padded to S' ≥ S.
 
     Raises:
-        ContractError: the shapes do not fit each other.
+        ContractError: the logits do not have the shape that `input_ids` requires.
     """
     rows, width = data["input_ids"].shape
     cp_size = group_size(context_parallel_group)
@@ -317,7 +320,7 @@ def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group:
 
 
 def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
-    """Return the reductions of a loss's metrics that are not sums; all other metrics are summed."""
+    """Return the loss's `metric_reductions`: how metrics are reduced that must not be summed; {} if it has none."""
     declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
     if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
         raise ContractError(
@@ -329,10 +332,12 @@ def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
 def reduce_metrics(
     parts: Sequence[Mapping[str, Any]], samples: Sequence[Any], reductions: Mapping[str, Reduction]
 ) -> dict[str, Any]:
-    """Return the metrics of several calls, reduced to one dictionary.
+    """Reduce the metrics of several calls of a loss to one dictionary.
 
     Args:
-        samples: valid samples of each call, the weights of means.
+        parts: metrics of each call.
+        samples: number of valid samples of each call, by which means are weighted.
+        reductions: reduction of each metric that must not be summed.
     """
     names = dict.fromkeys(name for part in parts for name in part)
     return {
@@ -345,7 +350,7 @@ def reduce_metrics(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
-    """Reduce metrics of several steps: to the minimum or maximum if declared, else to the mean over steps with them."""
+    """Reduce each metric over `steps`: to its minimum or maximum if `reductions` says so, otherwise to its mean."""
     values: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
@@ -362,7 +367,7 @@ def _sum(values: list[Any], samples: list[Any]) -> Any:
 
 
 def _mean(values: list[Any], samples: list[Any]) -> Any:
-    """Return the mean weighted by `samples`; 0 if there are no samples, whatever the values are."""
+    """Return the mean of `values` weighted by `samples`; 0 if all weights are 0, even if a value is NaN."""
     counted = [(torch.as_tensor(v), torch.as_tensor(n)) for v, n in zip(values, samples, strict=True)]
     total = sum(torch.where(n > 0, v * n, 0) for v, n in counted)
     return total / sum(n for _, n in counted).clamp(min=torch.finfo(torch.float32).tiny)  # type: ignore[union-attr]
@@ -380,14 +385,14 @@ _REDUCE = {"sum": _sum, "mean": _mean, "min": _min, "max": _max}
 
 
 class LossBySource(LogprobLoss):
-    """The loss `loss_fn`, with additional metrics for the samples of each source alone, named `SOURCE/…`.
+    """The loss `loss_fn`, with additional metrics `SOURCE/…` that cover only the samples of one source of a mixture.
 
-    The data have a column `source` [B]: the number of each row's source.
+    The data must have a column `source` [B] with the number of each row's source.
 
     Args:
         loss_fn: a loss that `takes_logprobs` and `reads_counted_tokens_only`.
-        counts: valid sequences and tokens of each source in the global batch, by name, in the order of their numbers.
-            Sources without a sequence have no metrics.
+        counts: by name of the source, its numbers of valid sequences and tokens in the global batch. The n-th entry
+            belongs to source number n. A source without valid sequences gets no metrics.
     """
 
     reads_counted_tokens_only = True
@@ -429,7 +434,7 @@ class LossBySource(LogprobLoss):
 
 
 class NLLLoss(LogprobLoss):
-    """−Σ logprob / global_valid_toks over the tokens that carry loss."""
+    """Negative log-likelihood: −Σ logprob / global_valid_toks over the tokens that carry loss."""
 
     reads_counted_tokens_only = True
     loss_type = LossType.TOKEN_LEVEL
@@ -444,7 +449,7 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Float[Tensor, "*batch"], dict[str, Any]]:
-        """Return the mean over tokens; with `dpo_loss`, per-sequence sums (or means) [B], 0 for masked samples."""
+        """Return the mean NLL per token; with `dpo_loss`, each sequence's sum (or mean) [B], 0 for masked samples."""
         self.check(next_token_logprobs, data)
         mask = token_mask_of(data, next_token_logprobs)
         if dpo_loss:

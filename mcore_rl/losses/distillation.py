@@ -43,12 +43,13 @@ LOG_ZERO = -100.0
 
 
 class DistillationLossDataDict(TypedDict):
-    """Entries that the loss reads.
+    """Entries of the data that the loss reads.
 
-    teacher_topk_logits, teacher_topk_indices: [B, S, k], the teacher's top k at each *input* position; for
-        kl_type=reverse_unnormalized log-probabilities at the loss's temperature. With several teachers [B, S, M · k],
-        the top k of the row's first teacher, then of its second, …
-    teacher_weights: [B, 1, M] weights of each row's teachers; a single teacher of weight 1 if there is no such entry.
+    teacher_topk_logits, teacher_topk_indices: [B, S, k], the teacher's k largest logits and their token ids at each
+        *input* position. For kl_type=reverse_unnormalized, log-probabilities at the loss's temperature stand in place
+        of logits. With several teachers [B, S, M · k]: the top k of the row's first teacher, then of its second, …
+    teacher_weights: [B, 1, M], the weights of each row's M teachers. Without this entry, there is a single teacher of
+        weight 1.
     """
 
     input_ids: Tensor
@@ -61,7 +62,7 @@ class DistillationLossDataDict(TypedDict):
 
 @reads_options(DistillationOptions)
 class _Distillation(LossFunction):
-    """The common part of both distillation losses: the loss from per-token divergences."""
+    """Base class of both distillation losses: computes the loss from the divergences of each token."""
 
     loss_type = LossType.TOKEN_LEVEL
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
@@ -77,7 +78,7 @@ class _Distillation(LossFunction):
     def _loss(
         self, divergences: Divergences, data: BatchedDataDict[Any], global_valid_toks: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and metrics: means of divergences [B, S − 1] over the counted tokens."""
+        """Return the loss and metrics, which are means of `divergences` [B, S − 1] over the tokens that carry loss."""
         mask = token_mask_of(data, divergences.forward_kl)
         tokens = require_count("global_valid_toks", global_valid_toks, self)
         means = {
@@ -98,11 +99,14 @@ class _Distillation(LossFunction):
 
 
 class DistillationLossFn(_Distillation):
-    """Divergence between teacher and student over the teacher's k tokens, both renormalised over them. Token level.
+    """Divergence between teacher and student over the teacher's top k tokens. The mean is over tokens.
 
-    It can be called with logits, whose vocabulary is not gathered. A policy calls `from_hidden_states`, without
-    storing logits. With `zero_outside_topk` in `DistillationOptions`, the student keeps its probabilities over the
-    whole vocabulary, and the teacher's probabilities outside the k tokens are e⁻¹⁰⁰.
+    Both distributions are renormalised over the k tokens, except for kl_type=reverse_unnormalized. With
+    `zero_outside_topk` in `DistillationOptions`, the student instead keeps its probabilities over the whole vocabulary,
+    and the teacher's probabilities outside of the k tokens are e⁻¹⁰⁰.
+
+    The loss can be called with logits that are sharded over the vocabulary; the shards are not gathered. A policy
+    calls `from_hidden_states` instead, so that logits are never stored.
     """
 
     takes_hidden_states = True
@@ -144,7 +148,7 @@ class DistillationLossFn(_Distillation):
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss from hidden states and the LM head."""
+        """Return the loss and metrics, computed from the student's hidden states and LM head."""
         self._check(data)
         student, entropy = states.logprobs_of(
             data["teacher_topk_indices"],
@@ -156,7 +160,7 @@ class DistillationLossFn(_Distillation):
 
     @property
     def _reads_whole_vocabulary(self) -> bool:
-        """Whether the student's probabilities are over the whole vocabulary, not renormalised over the k tokens."""
+        """Whether the student's probabilities are normalised over the whole vocabulary, not over the k tokens."""
         return self.options.zero_outside_topk or self.options.kl_type == "reverse_unnormalized"
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
@@ -173,10 +177,14 @@ class DistillationLossFn(_Distillation):
         data: BatchedDataDict[Any],
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss from log-probabilities and entropies over the whole vocabulary.
+        """Compute the loss and metrics from the student's log-probabilities of the teacher's top k tokens.
 
-        Without `entropy`, logits may be given instead. Both distributions are then renormalized over the k tokens,
-        and the other tokens' logits have a gradient of exactly 0.
+        Without `entropy`, both distributions are renormalised over the k tokens, except for
+        kl_type=reverse_unnormalized. `student_logprobs` may then be logits, and the logits of all other tokens have a
+        gradient of exactly 0.
+
+        Args:
+            entropy: entropy of the student's distribution over the whole vocabulary.
         """
         teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs)
         if self.options.kl_type != "reverse_unnormalized":
@@ -220,7 +228,7 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return KL divergences of measures that need not sum to one. They are 0 only where p = q on all k tokens."""
+    """Return KL divergences of p and q, which need not sum to one. A divergence is 0 only if p = q on all k tokens."""
     log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
     p, q = log_p.exp(), log_q.exp()
     return Divergences((p * (log_p - log_q) - p + q).sum(-1), (q * (log_q - log_p) - q + p).sum(-1), None)
@@ -231,11 +239,12 @@ class SampledDistillationLossFn(LogprobLoss):
 
     A = Σ_m weight_m·(log π_m − log π), over the teachers m, is the advantage of the sampled token (arXiv:2601.02780).
     w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. Averaged over
-    samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. Token level.
+    samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. The loss is a mean over
+    tokens.
 
-    It reads `teacher_logprobs` [B, S], the sum over the teachers of weight · log-probability of each token;
-    `teacher_weight` [B], the sum of the weights (1 if there is no such entry); and `generation_logprobs` [B, S], if the
-    rows were sampled.
+    The loss reads three entries of the data: `teacher_logprobs` [B, S], each token's sum over the teachers of weight ·
+    log-probability; `teacher_weight` [B], the sum of the teachers' weights (1 without this entry); and, if the rows
+    were sampled, `generation_logprobs` [B, S].
     """
 
     reads_counted_tokens_only = True
@@ -274,21 +283,21 @@ class SampledDistillationLossFn(LogprobLoss):
 
 @runtime_checkable
 class Teacher(Protocol):
-    """A model whose distributions a student learns."""
+    """A model whose next-token distributions the student learns."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return each microbatch's logits at positions that predict counted tokens, on ranks with the LM head."""
+        """Return, by microbatch, the logits that predict counted tokens; {} on ranks without the LM head."""
         ...
 
 
 class WholeVocabularyDistillationLossFn(_Distillation):
-    """Divergence between teacher and student over the whole vocabulary, from the hidden states of both. Token level.
+    """Divergence between teacher and student over the whole vocabulary, from the hidden states of both models.
 
-    It requires a policy that calls `prepare` with its microbatches first. Tokens that the smaller of the two
-    vocabularies lacks (rows of the larger LM head) are ignored.
+    The mean is over tokens. The policy must call `prepare` with its microbatches before it calls the loss. If one
+    model has more tokens than the other, the additional tokens (rows of its LM head) are ignored.
     """
 
     takes_hidden_states = True
@@ -299,7 +308,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
-        """Run the teacher on the next microbatches and keep its hidden states [counted tokens, hidden] on this rank."""
+        """Run the teacher on `microbatches` and keep its hidden states [counted tokens, hidden] for the loss."""
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Wrapper that computes any loss over a pack of sequences."""
+"""A wrapper that computes any loss over a pack of sequences."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from mcore_rl.losses.common import LossFunction, reduce_metrics, reductions_of, 
 
 
 class SequencePackingLossWrapper:
-    """A loss function applied to a pack; equal to the sum of `loss_fn` over the pack's units.
+    """Applies `loss_fn` to a pack. The result is the sum of the losses of the pack's sequences (or pairs).
 
-    Losses of log-probabilities receive the whole pack's log-probabilities in one call, as rows. Any other loss (also a
-    subclass that replaces `__call__`) is called once for each sequence, or pair (`loss_fn.rows_per_unit`), with the
-    cut logits. Its metrics are combined by `loss_fn.metric_reductions`.
+    A loss that `takes_logprobs` is called once, with the log-probabilities of the whole pack as rows. Any other loss
+    (also a subclass that replaces `__call__`) is called once for each sequence, or for each pair
+    (`loss_fn.rows_per_unit`), with the logits of that sequence or pair only. Its metrics are then combined as
+    `loss_fn.metric_reductions` says.
 
     Under context parallelism every rank computes the loss of the whole pack, and gradients are summed over the
     ranks: divide the loss by the number of ranks (see `gather_context_parallel`).
 
     Args:
         loss_fn: the loss of unpacked rows.
-        cu_seqlens_q: cumulative lengths [N + 1] without padding; may equal `cu_seqlens_q_padded`.
-        cu_seqlens_q_padded: cumulative lengths in the pack; `cu_seqlens_q` if None.
+        cu_seqlens_q: cumulative lengths [N + 1] of the sequences without padding; may equal `cu_seqlens_q_padded`.
+        cu_seqlens_q_padded: cumulative lengths of the padded sequences; `cu_seqlens_q` if None.
 
     Raises:
         ContractError: the two tensors have different numbers of entries.
@@ -57,7 +58,7 @@ class SequencePackingLossWrapper:
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of one pack's logits [1, T / CP, V / TP] and `data` with one row per sequence."""
+        """Return the loss and metrics of one pack. Logits are [1, T / CP, V / TP]; `data` has a row per sequence."""
         layout = self._layout(next_token_logits, data, context_parallel_group)
         counts = global_valid_seqs, global_valid_toks
         loss_fn: Any = self.loss_fn
@@ -124,10 +125,10 @@ class SequencePackingLossWrapper:
 def accepted_groups(
     loss_fn: Any, rank: int | None, vocab_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the arguments for parallel groups that `loss_fn` takes.
+    """Return those keyword arguments for parallel groups that `loss_fn` has parameters for.
 
     Raises:
-        ContractError: `loss_fn` does not take a group over which its logits are split.
+        ContractError: logits are split over a group for which `loss_fn` has no parameter.
     """
     parameters = inspect.signature(loss_fn).parameters.values()
     names = {parameter.name for parameter in parameters}
@@ -149,7 +150,7 @@ def accepted_groups(
 def _logits_of_row(
     logits: Tensor, layout: PackLayout, row: int, width: int, context_parallel_group: ProcessGroup | None
 ) -> Tensor:
-    """Return row `row` of a pack's logits [T / CP, Vp], as [width / CP, Vp] with zeros after its end."""
+    """Cut sequence number `row` out of a pack's logits [T / CP, Vp]; return [width / CP, Vp], padded with zeros."""
     cp_size, padded = layout.cp_size, layout.padded_lengths[row]
     start = int(layout.starts[row]) // cp_size
     cut = logits[start : start + padded // cp_size]
@@ -166,7 +167,7 @@ def _logits_of_row(
 
 
 def rows_of_width(data: BatchedDataDict[Any], lengths: list[int], width: int) -> BatchedDataDict[Any]:
-    """Cut the rows' [n, S, …] entries to their lengths and fill them with zeros to `width`, in place."""
+    """Change every [n, S, …] entry to [n, width, …], in place, with zeros after each row's length."""
     full_width = data["input_ids"].shape[1]
     for key, value in data.items():
         if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == full_width:

@@ -1,7 +1,7 @@
 """Policy-gradient losses, KL estimators and the critic's loss.
 
-Each policy-gradient loss is a short function from a batch to terms per token; `POLICY_LOSSES` lists them by name.
-`PolicyGradientLossFn` composes around these functions what several share: importance weights, the off-policy mask,
+Each policy-gradient loss is a short function that maps a batch to values per token; `POLICY_LOSSES` lists these
+functions by name. `PolicyGradientLossFn` adds what the losses share: importance weights, the off-policy mask,
 aggregation, the KL term, entropy and likelihoods.
 """
 
@@ -57,16 +57,16 @@ SMALLEST_LOG_WEIGHT = math.log(1e-8)
 
 
 def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp of a log-ratio that is clamped to ±20 nats; the gradient is 0 outside."""
+    """Return exp of `log_ratio` clamped to ±20 nats; the gradient is 0 outside of these bounds."""
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """The data of a microbatch at the predicted tokens: [B, S − 1] each, `sample_mask` [B].
+    """A microbatch's data for the predicted tokens: all [B, S − 1], except `sample_mask` [B].
 
-    Values of tokens that do not count are 0, because −inf or NaN would cause NaN gradients. Log-probabilities are in
-    nats. `importance_weights` are [B, S − 1], or [B, 1] with one weight per sequence; only vespo reads them.
+    Values of masked tokens are 0, because −inf or NaN would cause NaN gradients. Log-probabilities are in nats.
+    `importance_weights` are [B, S − 1], or [B, 1] with one weight per sequence; only vespo reads them.
     """
 
     current: Tensor
@@ -83,19 +83,20 @@ class PolicyBatch:
         return self.current - self.prev
 
     def sequence_means(self, values: Float[Tensor, "batch predicted"]) -> Float[Tensor, "batch predicted"]:
-        """Return each sequence's mean over its counted tokens, at all of its tokens."""
+        """Return [B, S − 1] in which all tokens of a sequence have the mean of `values` over its unmasked tokens."""
         return masked_mean(values, self.token_mask, dim=-1)[:, None].expand_as(values)
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Values of a loss per token, [B, S − 1] each.
+    """What a policy-gradient loss computes for each token, [B, S − 1] each.
 
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
-    clipped_ratio: the ratio inside its bounds; None for a loss without bounds.
-    clipped_low, clipped_high: whether a bound applies to the token; by default, whether the clipped ratio differs.
-    metrics: more values; the mean of each over tokens is a metric.
+    clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
+    clipped_low, clipped_high: whether the lower or the upper bound clips the token; if None, whether `clipped_ratio`
+        is above or below `ratio`.
+    metrics: further values by name; the mean of each over tokens becomes a metric.
     """
 
     loss: Tensor
@@ -107,7 +108,7 @@ class PolicyTerms:
 
 
 PolicyLoss = Callable[[PolicyBatch, Any], PolicyTerms]
-"""Function from a batch and the loss's own options to its terms."""
+"""Function that computes a loss's `PolicyTerms` from a batch and the loss's own options."""
 
 
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def clipped_pg(batch: PolicyBatch, options: ClippedPGOptions) -> PolicyTerms:
 
 
 def luspo(batch: PolicyBatch, options: LUSPOOptions) -> PolicyTerms:
-    """Return GSPO's loss; summing it over a sequence's tokens multiplies it by their number."""
+    """Return GSPO's loss at each token. LUSPO sums over tokens, which multiplies the loss by the sequence's length."""
     ratio = bounded_ratio(batch.sequence_means(batch.log_ratios))
     clipped = ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
     return PolicyTerms(clipped_surrogate(batch.advantages, ratio, clipped), ratio, clipped)
@@ -146,7 +147,10 @@ def dppo_tv(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 
 
 def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
-    """Return DPPO's loss with p·log(p / q) + (1 − p)·log((1 − p) / (1 − q)), p previous and q current."""
+    """Return DPPO's loss with the divergence p·log(p / q) + (1 − p)·log((1 − p) / (1 − q)).
+
+    p is the token's probability under the previous policy, q under the current policy.
+    """
     log_q, log_p = batch.current.detach(), batch.prev
     not_q, not_p = -torch.expm1(log_q), -torch.expm1(log_p)
     of_others = torch.xlogy(not_p, not_p) - torch.xlogy(not_p, not_q)  # 0 if p = 1; infinite if only q = 1
@@ -154,7 +158,7 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 
 
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
-    """Return −A·min(r, c)·log π, r without a gradient, for tokens that have not moved too far in A's direction."""
+    """Return −A·min(r, c)·log π, r without a gradient; 0 for tokens that have moved too far in A's direction."""
     advantages, log_ratio = batch.advantages, batch.log_ratios.detach()
     ratio = bounded_ratio(log_ratio)
     weight = ratio.clamp(max=options.ratio_clip_c)
@@ -165,7 +169,7 @@ def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> Polic
 
 
 def sapo(batch: PolicyBatch, options: SAPOOptions) -> PolicyTerms:
-    """Return −A·(4 / τ)·σ(τ·(r − 1)); τ depends on A's sign."""
+    """Return −A·(4 / τ)·σ(τ·(r − 1)); the temperature τ depends on A's sign."""
     ratio = bounded_ratio(batch.log_ratios)
     tau = _by_sign(batch.advantages > 0, options.tau_pos, options.tau_neg, ratio)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
@@ -192,7 +196,7 @@ def vespo(batch: PolicyBatch, options: VESPOOptions) -> PolicyTerms:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    """Return `if_positive` where `positive` is True, else `otherwise`, in the shape and precision of `like`."""
+    """Return `if_positive` where `positive` is True and `otherwise` elsewhere, in the shape and precision of `like`."""
     return torch.full_like(like, otherwise).masked_fill(positive, if_positive)
 
 
@@ -265,13 +269,14 @@ def truncate_importance_weights(
     Args:
         weights: [B, S − 1] or [B, 1].
         difference: prev − generation log-probabilities, [B, S − 1].
-        kind: tis: weights outside [lower, upper] become the nearer bound (truncated importance sampling,
-            https://fengyao.notion.site/off-policy-rl). icepop: they become 0 (IcePop, arXiv:2510.18855; masked
-            importance sampling). seq-mask-tis: all weights of a sequence become 0 if its geometric-mean ratio
-            exp(mean(difference)) is outside.
+        kind: what happens to weights outside of [lower, upper]. tis: they become the nearer bound (truncated importance
+            sampling, https://fengyao.notion.site/off-policy-rl). icepop: they become 0 (IcePop, arXiv:2510.18855;
+            masked importance sampling). seq-mask-tis: all weights of a sequence become 0 if its geometric-mean ratio
+            exp(mean(difference)) is outside of the bounds.
 
     Returns:
-        The weights, and a mask of weights inside the bounds, of their shape, or [B, 1] for seq-mask-tis.
+        The bounded weights, and a mask that is True for weights inside the bounds: in the shape of the weights, or
+        [B, 1] for seq-mask-tis.
     """
     judged = finite_exp(masked_mean(difference, mask, dim=-1))[:, None] if kind == "seq-mask-tis" else weights
     inside = (judged >= lower) & (judged <= upper)
@@ -295,9 +300,9 @@ def calculate_kl(
     the KL (k3 is never negative). k2 is biased, but its gradient is not (see `kl_weights`).
 
     Args:
-        clamp: bound on |x| against overflow; values of e²⁰ would be meaningless. None for the bare formula, as in the
-            documented version of the reference.
-        output_clamp: bound on the estimate's absolute value; None for none.
+        clamp: largest |x|, against overflow: values of e²⁰ would be meaningless. None computes the formula without a
+            bound, as the documented version of the reference does.
+        output_clamp: largest absolute value of the estimate; None for no bound.
     """
     x = logprobs_reference - logprobs
     if clamp is not None:
@@ -319,16 +324,17 @@ def kl_weights(
     generation_logprobs: Float[Tensor, "*shape"] | None,
     gradient: Literal["value", "unbiased"],
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor of a KL estimate: its importance weight, with or without a gradient.
+    """Return the importance weight by which a KL estimate is multiplied, with or without a gradient.
 
-    The weight's value is exp(current − generation) for samples of another policy (`generation_logprobs`), else 1.
+    If `generation_logprobs` are given, the samples are from another policy, and the weight's value is
+    exp(current − generation). Otherwise it is 1. The argument `gradient` has one of two values:
 
-    value: the weight has no gradient, so that the gradient is that of the estimate's formula. Its mean over samples
+    value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
         of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL
         and of the reference's documented version), and 0 for k1, which then has no regularising effect.
-    unbiased: the weight is exp(current − its own detached value), so that the probability of having been sampled
-        is differentiated too. The mean is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the reference's present
-        version), and ∇E[k2] for k2.
+    unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling
+        the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the
+        reference's present version), and ∇E[k2] for k2.
     """
     if generation_logprobs is None:
         if gradient == "value":
@@ -344,7 +350,8 @@ def soft_overlong_penalty(
     """Return the penalty to add to each reward, [B]: 0 up to max_length − cache_length tokens, −1 at max_length.
 
     Args:
-        response_lengths: tokens of each sample's longest response (the limit applies to each response separately).
+        response_lengths: number of tokens in each sample's longest response; the limit applies to each response of a
+            conversation separately.
 
     Raises:
         ContractError: `cache_length` is not between 1 and `max_length`.
@@ -355,12 +362,13 @@ def soft_overlong_penalty(
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """The entries that policy-gradient losses read; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+    """The entries that policy-gradient losses read: all [B, S] aligned with `input_ids`, except `sample_mask` [B].
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
-    With `positive_example_nll_weight`, also `rewards` [B] and `num_positive_tokens` [B] are needed; the latter is the
-    number of tokens of all samples with a positive reward in the global batch (the same number in each row). With
-    `observation_nll_weight`, `num_observation_tokens` [B] likewise counts the tokens of `observation_mask`.
+
+    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: the number of tokens, in
+    the global batch, of all samples with a positive reward. Every row has the same number. `observation_nll_weight`
+    requires `num_observation_tokens` [B]: the number of tokens of `observation_mask` in the global batch.
     """
 
     input_ids: Tensor
@@ -377,10 +385,11 @@ Mean = Callable[[Tensor], Tensor]
 
 
 class PolicyGradientLossFn(LogprobLoss):
-    """The loss that `name` chooses among `POLICY_LOSSES`, on importance-weighted samples, with its additional terms.
+    """A policy-gradient loss: the function that `name` chooses from `POLICY_LOSSES`, plus KL and other terms.
 
-    L = mean(w·ℓ) + β·mean(KL(π ‖ π_ref)) − entropy and likelihood terms, with ℓ the loss's value of each token, w its
-    importance weight, and one aggregation for ℓ, KL and entropy. Log-ratios are clamped to ±20 nats.
+    L = mean(w·ℓ) + β·mean(KL(π ‖ π_ref)) − entropy and likelihood terms. ℓ is the chosen function's value for a token,
+    and w the token's importance weight. ℓ, KL and entropy are aggregated in the same way. Log-ratios are clamped to ±20
+    nats.
 
     Raises:
         ContractError: no loss has this name, or the loss does not read one of the options.
@@ -470,7 +479,7 @@ class PolicyGradientLossFn(LogprobLoss):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _batch(self, current: Tensor, data: BatchedDataDict[Any]) -> PolicyBatch:
-        """Return the data of the predicted tokens; values of tokens that do not count are 0."""
+        """Return the microbatch's data for the predicted tokens, in which values of masked tokens are 0."""
         options, mask = self.options, token_mask_of(data, current)
 
         def counted(values: Tensor) -> Tensor:
@@ -492,7 +501,11 @@ class PolicyGradientLossFn(LogprobLoss):
         )
 
     def _means(self, batch: PolicyBatch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
-        """Return three functions: the loss's aggregation, the mean over tokens, and the mean over samples of [B, 1]."""
+        """Return three functions that aggregate values [B, S − 1] or [B, 1] over the global batch.
+
+        The first aggregates as the loss does, the second computes the mean over tokens, and the third computes the
+        mean over samples of [B, 1].
+        """
         tokens, reduction = require_count("global_valid_toks", toks, self), self.options.reduction
 
         def token_mean(values: Tensor) -> Tensor:
@@ -516,8 +529,10 @@ class PolicyGradientLossFn(LogprobLoss):
         return aggregations[reduction], token_mean, sample_mean
 
     def _on_policy(self, per_token: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Set `per_token` to 0 for tokens that the off-policy mask leaves out; return it and the mask, if there is
-        one."""
+        """Return `per_token` with 0 for tokens that the off-policy mask excludes, and this mask.
+
+        Without `off_policy_mask_threshold`, return `per_token` unchanged, and None.
+        """
         threshold = self.options.off_policy_mask_threshold
         if threshold is None:
             return per_token, None
@@ -526,7 +541,7 @@ class PolicyGradientLossFn(LogprobLoss):
         return torch.where(left_out, 0, per_token), left_out
 
     def _importance_weights(self, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Return weights [B, S − 1] or [B, 1], and a mask of weights inside their bounds, if there are bounds."""
+        """Return importance weights [B, S − 1] or [B, 1], and a mask of those inside the bounds (None: no bounds)."""
         options = self.options
         weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
         if options.truncated_importance_sampling_ratio is None:
@@ -541,8 +556,11 @@ class PolicyGradientLossFn(LogprobLoss):
         )
 
     def _likelihoods(self, logprobs: Tensor, batch: PolicyBatch, data: BatchedDataDict[Any]) -> dict[str, Tensor]:
-        """Return two means of −log π, each if its weight is not 0: over the tokens of all samples of the global batch
-        with a positive reward (VAPO, eq. 10), and over observations."""
+        """Return the likelihood terms whose weights are not 0, by the name of their metric.
+
+        Each is a mean of −log π: over the tokens of all samples of the global batch with a positive reward (VAPO,
+        eq. 10), or over the tokens of observations.
+        """
         found = {}
         if self.options.positive_example_nll_weight:
             positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask
@@ -570,10 +588,10 @@ class PolicyGradientLossFn(LogprobLoss):
         }
 
     def _mismatch(self, batch: PolicyBatch) -> dict[str, Tensor]:
-        """Return the mismatch between the sampler's and the trainer's log-probabilities, [B, S − 1] each.
+        """Return measures, by name, of how far sampler and trainer disagree on each token, [B, S − 1] each.
 
-        The first value is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖ generation),
-        and the Jensen–Shannon divergence, whose KLs to the mixture are estimated by k3.
+        `token_mult_prob_error` is a probability ratio. The others are in nats: KL(generation ‖ prev),
+        KL(prev ‖ generation), and the Jensen–Shannon divergence, whose KLs to the mixture are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)
@@ -619,9 +637,10 @@ LIKELIHOODS = {
 
 
 def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """Return 1 for predicted tokens between two responses of a conversation, in samples that count; otherwise 0.
+    """Return a mask that is 1 for tokens between two responses of a conversation, and 0 elsewhere.
 
-    Only responses have a `token_mask`, so that these are the tokens of the environment.
+    `token_mask` is 1 only for responses, so the tokens between responses are the environment's. Samples whose
+    `sample_mask` is 0 have 0 everywhere.
     """
     responses = data["token_mask"][:, 1:] > 0
     before = responses.cumsum(1) > 0
@@ -630,7 +649,7 @@ def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "ba
 
 
 def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the smallest and the largest counted value; ±inf if no value counts."""
+    """Return the metrics `name`_min and `name`_max: the extremes of `values` where `mask` is 1; ±inf if none is."""
     low, high = (
         F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
     )
@@ -638,9 +657,9 @@ def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 class ValueLossDataDict(TypedDict):
-    """The entries that `ValueLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+    """The entries that `ValueLossFn` reads: all [B, S] aligned with `input_ids`, except `sample_mask` [B].
 
-    `values` are the values before the update, needed only with `value_clip`.
+    `values` are the critic's values before the update; they are needed only with `value_clip`.
     """
 
     values: Tensor

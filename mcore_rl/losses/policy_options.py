@@ -1,7 +1,7 @@
-"""Options of the policy-gradient losses: what all of them share, and a class with each loss's own options.
+"""Options of the policy-gradient losses: a base class with the common options, and a class for each loss.
 
-`POLICY_LOSS_OPTIONS` lists the classes by the name of the loss. A class has only options that its loss reads, so that a
-configuration with any other option is refused. This module imports neither torch nor pydantic.
+`POLICY_LOSS_OPTIONS` lists the classes by the name of the loss. A class has only the options that its loss reads, so
+that a configuration with any other option is refused. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations

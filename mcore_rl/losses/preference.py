@@ -1,7 +1,7 @@
 """Preference losses: DPO and its variants on pairs, and KTO (arXiv:2402.01306) without pairs.
 
 In a batch of pairs, rows 2i are chosen and rows 2i + 1 rejected. Each loss on pairs is a short function of a pair's
-rewards; `PAIR_LOSSES` lists them by name. `DPOLossFn` composes around these functions what several share: rewards from
+rewards; `PAIR_LOSSES` lists these functions by name. `DPOLossFn` adds what several losses share: rewards from
 log-probabilities, weights of tokens and pairs, the f-divergence, weighted sums, and the mean over the global batch.
 """
 
@@ -43,13 +43,14 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs of the losses on pairs, in nats, without the factor β.
+    """The quantities of n pairs that the losses on pairs read, in nats, not multiplied by β.
 
-    chosen, rejected: rewards [n], relative to the reference if there is one.
-    margin: difference of the f-divergence's scores [n] of chosen and rejected (of the rewards, for the reverse KL).
-    mean_margin: the same for scores divided by the number of the response's tokens; for sigmoid_norm.
-    policy_margin: chosen − rejected under the policy alone, [n]; for aot.
-    partners: for each loss that sorts, the rows' values [2n] that `batch_partners` returns.
+    chosen, rejected: rewards [n] of the responses, relative to the reference if there is one.
+    margin: score of the chosen minus score of the rejected response, [n]. A score is the f-divergence's value (see
+        `f_divergence_scores`); for the reverse KL, it is the reward.
+    mean_margin: like `margin`, but each score is divided by its response's number of tokens; for sigmoid_norm.
+    policy_margin: chosen minus rejected log-probability under the policy, without the reference, [n]; for aot.
+    partners: for each loss that sorts, the values [2n] that `batch_partners` returns.
     """
 
     chosen: Float[Tensor, " n"]
@@ -66,7 +67,7 @@ PairLoss = Callable[[Pairs], Tensor]
 
 
 def logistic(logit: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return −log σ(x), or with smoothing ε its conservative form −(1 − ε)·log σ(x) − ε·log σ(−x)."""
+    """Return −log σ(x); with label smoothing ε, return −(1 − ε)·log σ(x) − ε·log σ(−x) (conservative DPO)."""
     right = -F.logsigmoid(logit)
     return right if smoothing == 0 else (1 - smoothing) * right + smoothing * -F.logsigmoid(-logit)
 
@@ -98,7 +99,7 @@ def robust(pairs: Pairs) -> Tensor:
 
 
 def exo_pair(pairs: Pairs) -> Tensor:
-    """Return KL(q ‖ p) with q = (σ(x), σ(−x)) and p = (1 − ε, ε)."""
+    """Return KL(q ‖ p) with q = (σ(x), σ(−x)), p = (1 − ε, ε), x = β·margin and ε the label smoothing."""
     logit, smoothing = pairs.beta * pairs.margin, pairs.options.label_smoothing
     log_right, log_wrong = F.logsigmoid(logit), F.logsigmoid(-logit)
     right = torch.sigmoid(logit) * (log_right - math.log1p(-smoothing))
@@ -106,9 +107,9 @@ def exo_pair(pairs: Pairs) -> Tensor:
 
 
 def discopop(pairs: Pairs) -> Tensor:
-    """Return (1 − m)·(−log σ(x)) + m·exp(−x) with m = σ(x / τ).
+    """Return (1 − m)·(−log σ(x)) + m·exp(−x) with x = β·margin and m = σ(x / τ).
 
-    The second term is one exponential: for very negative x, m is 0 and exp(−x) infinite.
+    The second term is computed as a single exponential, because m would be 0 and exp(−x) infinite for very negative x.
     """
     logit = pairs.beta * pairs.margin
     modulation = logit / pairs.options.discopop_tau
@@ -143,14 +144,14 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Compare each pair's margin under the policy with the reference's margin of equal rank among all pairs."""
+    """Compare each pair's margin under the policy with the reference's margin that has the same rank in the batch."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Compare each chosen reward with the rejected reward of equal rank in the global batch.
+    """Compare each chosen reward with the rejected reward that has the same rank in the global batch.
 
     That rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here. Therefore a
     second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
@@ -187,7 +188,7 @@ PAIR_LOSSES: Mapping[PreferenceLossType, PairLoss] = {**OF_MARGIN, **OF_BOTH_REW
 
 
 def weighted_sum(kinds: Mapping[PreferenceLossType, float], pairs: Pairs) -> Float[Tensor, " n"]:
-    """Return the weighted sum of the losses of each pair."""
+    """Return each pair's sum of the losses `kinds`, which maps each loss to its weight."""
     of_margin = [weight * OF_MARGIN[kind](pairs) for kind, weight in kinds.items() if kind in OF_MARGIN]
     parts = [_sum(of_margin)] if of_margin else []
     parts += [weight * OF_BOTH_REWARDS[kind](pairs) for kind, weight in kinds.items() if kind in OF_BOTH_REWARDS]
@@ -199,7 +200,10 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def f_divergence_scores(log_ratio: Float[Tensor, " rows"], options: DPOOptions) -> Float[Tensor, " rows"]:
-    """Return f′(u), u = exp(`log_ratio`), of the f-divergence (arXiv:2309.16240, table 1)."""
+    """Return f′(u) for u = exp(`log_ratio`) and the f-divergence of the options (arXiv:2309.16240, table 1).
+
+    Constants that cancel in differences are left out.
+    """
     kind = options.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + F.logsigmoid(log_ratio)
@@ -211,7 +215,7 @@ def f_divergence_scores(log_ratio: Float[Tensor, " rows"], options: DPOOptions) 
 
 
 def _alpha_scores(log_ratio: Tensor, alpha: float) -> Tensor:
-    """Return (u^(α − 1) − 1) / (α − 1), or log u for α = 1, its limit."""
+    """Return (u^(α − 1) − 1) / (α − 1) for u = exp(`log_ratio`); for α = 1 return its limit, log u."""
     power = alpha - 1
     if abs(power) < 1e-6:
         return log_ratio
@@ -219,7 +223,7 @@ def _alpha_scores(log_ratio: Tensor, alpha: float) -> Tensor:
 
 
 def shared_length_weights(mask: Float[Tensor, "rows predicted"], alpha: float) -> Float[Tensor, "rows predicted"]:
-    """Return LD-DPO's token weights: 1 for as many tokens as the pair's shorter response has, α for later tokens."""
+    """Return LD-DPO's token weights: 1 for the first n tokens, α for later ones; n is the pair's shorter length."""
     lengths = mask.sum(-1)
     shared = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2)
     return torch.where(mask.cumsum(-1) > shared[:, None], alpha, 1.0).to(mask)
@@ -231,15 +235,16 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """Return, for each loss that sorts, the value [2n] with which the loss compares the value of each row.
+    """Return, for each loss that sorts, the values [2n] of equal rank with which the rows are compared.
 
-    The gradient of such a loss is the gradient of the compared values, because sorting only permutes them. Equal values
-    are sorted in the order of the pairs.
+    Sorting only permutes values, so a loss's gradient is the gradient of the values that it compares. Equal values are
+    sorted in the order of the pairs.
 
     Args:
-        policy: sums of the policy's log-probabilities of all rows of the global batch.
-        reference: the same sums under the reference.
-        counted: whether each pair counts; the rows of other pairs get 0.
+        kinds: losses and their weights.
+        policy: each row's sum of log-probabilities under the policy, for all rows of the global batch.
+        reference: each row's sum of log-probabilities under the reference.
+        counted: whether each pair counts; rows of pairs that do not count get 0.
     """
     partners: dict[PreferenceLossType, Tensor] = {}
     if "aot" in kinds:
@@ -253,14 +258,17 @@ def batch_partners(
 
 
 def _of_equal_rank(own: Tensor, other: Tensor, counted: Tensor) -> Tensor:
-    """Return for each counted value of `own` the counted value of `other` of the same rank; 0 where not counted."""
+    """Return, for each value of `own`, the value of `other` that has the same rank; 0 where `counted` is False.
+
+    Only values with `counted` are ranked.
+    """
     found, (places,) = torch.zeros_like(own), counted.nonzero(as_tuple=True)
     found[places[own[places].argsort(stable=True)]] = other[places].sort().values
     return found
 
 
 def _log_odds(logprob: Tensor) -> Tensor:
-    """Return log(p / (1 − p)) for log p < 0. For log p = 0 (an empty response), use the largest p below 1."""
+    """Return log(p / (1 − p)), given log p. If log p is 0 (an empty response), use the largest p below 1."""
     logprob = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
     return logprob - torch.log(-torch.expm1(logprob))
 
@@ -282,7 +290,10 @@ class PreferenceLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(PreferenceLossDataDict):
-    """Column t of `reference_policy_logprobs` [B, S] scores token t + 1; its last column is not read."""
+    """The entries that `DPOLossFn` reads.
+
+    Column t of `reference_policy_logprobs` [B, S] scores token t + 1; the last column is not read.
+    """
 
     reference_policy_logprobs: Tensor
 
@@ -302,7 +313,10 @@ class PreferenceLoss(LossFunction):
         *,
         logits: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of rewards [2n] or [2n, 1], chosen and rejected interleaved; `logits` means the same."""
+        """Return the loss and metrics of `rewards` [2n] or [2n, 1], chosen and rejected rows interleaved.
+
+        `logits` is another name of the argument `rewards`.
+        """
         rewards = rewards if logits is None else logits
         if rewards is None or data is None:
             raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
@@ -317,13 +331,13 @@ class PreferenceLoss(LossFunction):
     def _loss_of_rewards(
         self, rewards: Tensor, data: Any, mask: Tensor, seqs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute `_preference_loss` from rewards [2n] in fp32 (fp64 for fp64) and a sample mask of the same type."""
+        """Return the result of `_preference_loss` for rewards [2n]; rewards and `mask` are fp32 (or both fp64)."""
         return self._preference_loss(rewards, mask, seqs)
 
     def split_output_tensor(
         self, tensor: Shaped[Tensor, rows * rest]
     ) -> tuple[Shaped[Tensor, pairs * rest], Shaped[Tensor, pairs * rest]]:
-        """Return the rows of the chosen and the rows of the rejected responses.
+        """Split the rows of `tensor` into those of the chosen and those of the rejected responses.
 
         Raises:
             ContractError: the number of rows is odd.
@@ -340,7 +354,10 @@ class PreferenceLoss(LossFunction):
         beta: float = 1.0,
         margin: Float[Tensor, " pairs"] | float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return loss, accuracy and mean rewards of chosen and rejected; `margin` is the required difference."""
+        """Return loss, accuracy, and mean rewards of chosen and rejected responses.
+
+        `margin` is subtracted from the difference of a pair's rewards.
+        """
         chosen, rejected = self.split_output_tensor(rewards)
         per_pair = self._of_rewards(chosen, rejected, margin, beta)
         return self._means_over_pairs(per_pair, rewards, sample_mask, global_valid_seqs)
@@ -373,14 +390,14 @@ class PreferenceLoss(LossFunction):
 
 
 class BradleyTerryLoss(PreferenceLoss):
-    """The reward model's loss: `PreferenceLoss` on its rewards, with an optional margin and centring.
+    """The loss that trains reward models: `PreferenceLoss` with an optional margin and centring of rewards.
+
+    If the data have an entry `margin` [2n] (equal for both rows of a pair), it is subtracted from r_chosen −
+    r_rejected (Llama 2, arXiv:2307.09288, eq. 2).
 
     Args:
         center_rewards_coefficient: weight of the mean of (r_chosen + r_rejected)², which keeps rewards
             near zero (arXiv:2312.09244).
-
-    If `data["margin"]` [2n] (equal for both rows of a pair) is given, it is subtracted from r_chosen − r_rejected
-    (Llama 2, arXiv:2307.09288, eq. 2).
     """
 
     def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
@@ -467,7 +484,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def _parts(
         self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor, weights: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return each preference loss without its weight, if there are several."""
+        """Return a metric for each preference loss, not multiplied by the loss's weight; {} for a single loss."""
         if len(self.kinds) == 1:
             return {}
         _, pairs = self._pairs(logprobs, data)
@@ -488,9 +505,9 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the preference term: its loss, accuracy, and the mean rewards of chosen and rejected.
+        """Compute the preference term: its loss, accuracy, and the mean rewards of chosen and rejected responses.
 
-        It exists for ported callers; `from_logprobs` does not use it.
+        This method exists for code ported from the reference library; `from_logprobs` does not use it.
         """
         logprobs, _ = self.next_token_logprobs(
             next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -505,7 +522,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return self._means_over_pairs(per_pair, rewards, sample_mask_of(data, logprobs), seqs)
 
     def _logprobs_of_sides(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
-        """Return the mean log-probabilities of whole responses, chosen and rejected, in nats."""
+        """Return two metrics: the mean log-probability (nats) of the chosen and of the rejected responses."""
         sums = masked_sum(logprobs, token_mask_of(data, logprobs), dim=-1)
         mask = sample_mask_of(data, logprobs)
         means = (masked_mean(side, m, global_normalization_factor=seqs / 2) for side, m in zip(
@@ -519,11 +536,11 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         margin: Float[Tensor, " pairs"] | float,
         beta: float,
     ) -> Float[Tensor, " pairs"]:
-        """Return the weighted sum of the preference losses of given rewards; for ported callers."""
+        """Return each pair's weighted sum of preference losses, given rewards instead of log-probabilities."""
         return weighted_sum(self.kinds, Pairs(chosen, rejected, chosen - rejected - margin, beta, self.options))
 
     def _pairs(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> tuple[Float[Tensor, " rows"], Pairs]:
-        """Return the rewards of all rows, and the inputs of the losses on pairs."""
+        """Return the rewards of all rows, and the `Pairs` that the losses on pairs read."""
         mask, options = token_mask_of(data, logprobs), self.options
         log_ratios = self._log_ratios(logprobs, data, mask)
         rewards = scores = _divided(log_ratios, mask) if self.averages else log_ratios
@@ -551,7 +568,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return chosen - rejected
 
     def _log_ratios(self, logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return each row's log-probability in nats, minus the reference's if the loss has a reference."""
+        """Return each row's weighted sum of log-probabilities (nats), minus the reference's if there is a reference."""
         if self.needs_reference:
             logprobs = logprobs - self._reference(data, logprobs)
         return masked_sum(logprobs, self._token_weights(mask), dim=-1)
@@ -574,11 +591,11 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def batch_columns(
         self, next_token_logprobs: Float[Tensor, "batch predicted"], data: BatchedDataDict[Any]
     ) -> dict[str, Tensor]:
-        """Return the columns [B] of losses that sort quantities of all pairs; {} for other losses. Collective.
+        """Return the columns [B] that losses read if they sort values of all pairs; {} for other losses. Collective.
 
         Args:
-            next_token_logprobs: the log-probabilities under the policy's current weights of all of this replica's rows.
-            data: the whole global batch, or a replica's `LocalBatch` of it, with `reference_policy_logprobs`.
+            next_token_logprobs: log-probabilities of this replica's rows under the policy's current weights.
+            data: the whole global batch, or this replica's `LocalBatch`, with `reference_policy_logprobs`.
         """
         if not self.needs_batch:
             return {}
@@ -591,11 +608,10 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
 
 class WeightedDPOLossFn(DPOLossFn):
-    """`DPOLossFn` with a weight for each pair: how likely the policy is to produce both responses (WPO,
-    arXiv:2406.11827, eq. 2).
+    """`DPOLossFn` with pairs weighted by how likely the policy is to produce both responses.
 
-    A token's weight is p / Σ p². It is computed from two log-probabilities: with all logits doubled, the token's
-    probability is p² / Σ p². A policy calls `from_hidden_states`.
+    This is WPO (arXiv:2406.11827, eq. 2). A token's weight is p / Σ p². It is computed from two log-probabilities: with all logits doubled, the
+    token's probability is p² / Σ p². A policy calls `from_hidden_states`.
     """
 
     takes_hidden_states = True
@@ -615,7 +631,7 @@ class WeightedDPOLossFn(DPOLossFn):
         next_token_logprobs: Tensor | None = None,
         **named_groups: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the loss from logits; `groups` are the arguments for parallel groups, as in `LogprobLoss`."""
+        """Compute the loss from logits. `groups` are the parallel groups, in the order of `LogprobLoss.__call__`."""
         if data is None or next_token_logits is None or next_token_logprobs is not None:
             raise ContractError(f"{type(self).__name__}: give data and next_token_logits, not log-probabilities")
         logprobs, _ = self.next_token_logprobs(next_token_logits, data, *groups, **named_groups)
@@ -633,7 +649,7 @@ class WeightedDPOLossFn(DPOLossFn):
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss from hidden states and the LM head."""
+        """Return the loss and metrics, computed from the policy's hidden states and LM head."""
         require_keys(data, self.required_keys, self)
         targets = data["input_ids"].roll(-1, dims=1)[..., None]
         logprobs = states.logprobs_of(targets, 1.0, with_entropy=False)[0][..., 0]
@@ -642,7 +658,7 @@ class WeightedDPOLossFn(DPOLossFn):
         return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
 
     def _weights(self, logprobs: Tensor, doubled: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " pairs"]:
-        """Return for each pair the product of its rows' weights: exp of the mean over tokens of log p − log Σ p²."""
+        """Return each pair's weight: the product of exp(mean over tokens of log p − log Σ p²) of its two rows."""
         mask = token_mask_of(data, logprobs)
         means = _divided(masked_sum(doubled - logprobs.detach(), mask, dim=-1), mask)
         chosen, rejected = self.split_output_tensor(means.exp())
@@ -655,7 +671,7 @@ def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
 
 
 def _divided(sums: Float[Tensor, " rows"], mask: Float[Tensor, "rows predicted"]) -> Float[Tensor, " rows"]:
-    """Return sums divided by the number of counted tokens of each row, or by 1 if there are none."""
+    """Return each row's sum divided by its number of tokens where `mask` is 1; divided by 1 if there are none."""
     return sums / mask.sum(-1).clamp(min=1)
 
 
@@ -674,9 +690,10 @@ def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tens
 
 
 class KTOLossDataDict(TypedDict):
-    """`desirable` [B] (bool) and `kl_reference_point` [B] (z₀, see `kto_reference_point`; not for apo_zero_unpaired).
+    """The entries that `KTOLossFn` reads.
 
-    Column t of `reference_policy_logprobs` [B, S] scores token t + 1, as for DPO.
+    desirable: [B], bool. kl_reference_point: [B], z₀ from `kto_reference_point`; apo_zero_unpaired does not read it.
+    reference_policy_logprobs: [B, S], column t scores token t + 1, as for DPO.
     """
 
     input_ids: Tensor
@@ -690,19 +707,20 @@ class KTOLossDataDict(TypedDict):
 def kto_reference_point(
     sequence_logprobs: Float[Tensor, " sequences"], reference_sequence_logprobs: Float[Tensor, " sequences"]
 ) -> Float[Tensor, ""]:
-    """Return z₀ = max(0, mean(log π − log π_ref)) over mismatched prompts and completions; no gradient.
+    """Return KTO's reference point z₀ = max(0, mean(log π − log π_ref)), without gradient.
 
-    The result is one number for the whole global batch: pass sums of the whole batch [n], then expand it to every row.
+    The mean is over prompts that are combined with the completions of other prompts. z₀ is a single number for the
+    global batch: pass the log-probabilities [n] of all sequences of the batch, and expand the result to every row.
     """
     return (sequence_logprobs.detach() - reference_sequence_logprobs).mean().clamp(min=0)
 
 
 @reads_options(KTOOptions)
 class KTOLossFn(LogprobLoss):
-    """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for undesirable rows.
+    """KTO: λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for undesirable rows.
 
-    r = Σ (logprob − reference logprob); averaged over the sequences of the global batch. For
-    `loss=apo_zero_unpaired`, z₀ is 0.
+    r = Σ (logprob − reference logprob) over a row's tokens. The loss is the mean over the sequences of the global
+    batch. For `loss=apo_zero_unpaired`, z₀ is 0.
     """
 
     reads_counted_tokens_only = True
