@@ -22,7 +22,7 @@ from mcore_rl.distributed.topology import ParallelDimension
 
 
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return a batch with a right-padded row for each sequence; the rows of a unit are adjacent.
+    """Return a batch with a right-padded row for each sequence of `units`; the rows of a unit are adjacent.
 
     The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
     """
@@ -35,7 +35,7 @@ def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDic
 
 
 def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
-    """Return `input_ids` [B, S], right-padded, and `input_lengths` [B]; B may be 0."""
+    """Pad `sequences` on the right; return them as `input_ids` [B, S], with `input_lengths` [B]. B may be 0."""
     input_ids = torch.full((len(sequences), max(map(len, sequences), default=1)), pad_token_id, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         input_ids[row, : len(sequence)] = torch.tensor(sequence)
@@ -43,8 +43,10 @@ def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> di
 
 
 def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
-    """Return the numbers of counted sequences and of counted tokens in a global batch (global_valid_seqs,
-    global_valid_toks), as fp32 scalars. Collective for a `LocalBatch`."""
+    """Return global_valid_seqs and global_valid_toks: the numbers of unmasked sequences and tokens in a global batch.
+
+    They are fp32 scalars. Collective if `data` is a `LocalBatch`.
+    """
     sample_mask = data["sample_mask"].double()
     tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
     sequences, total = torch.tensor(batch_share(data).sum(float(sample_mask.sum()), float(tokens.sum())))
@@ -55,11 +57,12 @@ def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
 class Microbatch:
     """Rows that go through the model together. A microbatch is equal only to itself.
 
-    rows: indices into the batch that was divided: the global batch, or a replica's own rows.
-    data: these rows, with all of their tokens, cut to the length of the longest row.
-    layout: positions of the rows in the pack.
-    packed: False if all rows are padded to one length.
-    counts: False for a filler that keeps the data-parallel ranks in step; its samples are masked.
+    rows: indices of the rows in the batch that was divided: the global batch, or a replica's `LocalBatch`.
+    data: the data of these rows, cut to the length of the longest row.
+    layout: positions of the rows' tokens in the pack.
+    packed: whether the rows are packed; otherwise, they are all padded to one length.
+    counts: False for a filler, which gives all data-parallel ranks the same number of microbatches; its samples are
+        masked.
     """
 
     rows: list[int]
@@ -71,21 +74,21 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class MicrobatchPlanner:
-    """A plan for dividing global batches into microbatches.
+    """Divides global batches into microbatches.
 
     Args:
         packing: pack sequences instead of padding them to one length.
-        tokens_per_pack: capacity of a pack in padded tokens.
-        micro_batch_size: units per microbatch without packing.
-        rows_per_unit: number of rows that stay together: 2 for pairs.
+        tokens_per_pack: capacity of a pack, in padded tokens.
+        micro_batch_size: number of units in a microbatch without packing.
+        rows_per_unit: number of rows that stay together in a microbatch: 2 for pairs.
         dp_size, cp_size: sizes of data and context parallelism.
-        multiple: length multiple to which each sequence is padded (`ParallelConfig.sequence_multiple`).
+        multiple: each sequence is padded to a multiple of this length (`ParallelConfig.sequence_multiple`).
         one_width: pad all microbatches of a step to the same number of tokens, so that pipeline stages need not
             exchange shapes.
         attention_length: sequence length at which attention costs as much as all other operations.
-        count_multiple: every rank's number of microbatches is a multiple of this.
-        rows_per_group: number of neighbouring rows that may have a common prefix, which a pack then contains once;
-            0: prefixes are never shared.
+        count_multiple: the number of microbatches on every rank is a multiple of this.
+        rows_per_group: number of neighbouring rows that may have a common prefix; a pack then contains the prefix
+            once. 0: prefixes are never shared.
         min_shared: minimum number of tokens in a shared prefix.
     """
 
@@ -103,14 +106,14 @@ class MicrobatchPlanner:
     min_shared: int = 32
 
     def plan(self, lengths: Sequence[int], input_ids: torch.Tensor | None = None) -> list[list[list[int]]]:
-        """Return the rows of each microbatch, as [data-parallel rank][microbatch] → rows. An empty microbatch is a
-        filler.
+        """Return the row numbers of each microbatch of each data-parallel rank, as plan[rank][microbatch].
 
-        Every rank gets the same number of microbatches and an even share of the work, which grows with a sequence's
-        length and with its square.
+        Every rank gets the same number of microbatches; an empty microbatch is a filler. Every rank gets an even share
+        of the work. The work for a sequence has a part proportional to its length and one proportional to the square.
 
         Args:
-            input_ids: [B, S] tokens, for shared prefixes (`rows_per_group`).
+            lengths: number of tokens of each row.
+            input_ids: [B, S] tokens, needed to find shared prefixes (`rows_per_group`).
 
         Raises:
             ValueError: the rows do not make whole units, or a unit is longer than a pack.
@@ -122,11 +125,12 @@ class MicrobatchPlanner:
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
     ) -> list[PackUnit]:
-        """Return units, whose rows stay together: pairs or single rows; with shared prefixes, as many rows of a group
-        as fit a pack.
+        """Divide rows into units; the rows of a unit stay in one pack.
+
+        A unit is a pair or a single row. With shared prefixes, it consists of as many rows of a group as fit a pack.
 
         Args:
-            indices: the rows' indices in the global batch, which determine their groups.
+            indices: index of each row in the global batch, which determines the row's group.
         """
         step = self._whole_units(lengths)
         if not self.rows_per_group or input_ids is None:
@@ -137,14 +141,16 @@ class MicrobatchPlanner:
         return [unit for _, rows in groups for unit in self._sharing(list(rows), lengths, input_ids)]
 
     def _whole_units(self, lengths: Sequence[int]) -> int:
-        """Return the number of rows per unit; raise ValueError if the rows do not make whole units."""
+        """Return `rows_per_unit`; raise ValueError if it does not divide the number of rows."""
         if len(lengths) % self.rows_per_unit:
             raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
         return self.rows_per_unit
 
     def _work(self, before: int, length: int) -> float:
-        """Return the work for `length` tokens that follow `before` tokens, linear part plus attention, in units of a
-        token's linear part."""
+        """Return the work that the model has with `length` tokens that follow `before` tokens of the same row.
+
+        The unit is the work for a token without attention.
+        """
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
 
@@ -153,8 +159,7 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return one unit with all `rows` of a group, or, if they do not fit a pack together, the units of each
-        half."""
+        """Return a unit with all `rows` of a group. If it does not fit a pack, divide each half of the rows instead."""
         # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -173,7 +178,7 @@ class MicrobatchPlanner:
         return PackUnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
     def _shards(self, units: Sequence[PackUnitSize]) -> list[list[list[int]]]:
-        """Return the units of each microbatch, as [data-parallel rank][microbatch] → indices of `units`."""
+        """Return the indices of the units in each microbatch of each rank, as shards[data-parallel rank][microbatch]."""
         size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
         if self.packing:
             return pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
@@ -185,10 +190,10 @@ class MicrobatchPlanner:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
 
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
-        """Return this data-parallel rank's microbatches of a global batch with `input_lengths`.
+        """Return the microbatches of data-parallel rank `dp_rank` for the global batch `data`, with `input_lengths`.
 
-        If `data` is a `LocalBatch`, it has only this replica's rows; return the microbatches of all of them. The call
-        is then collective, because every rank must have the same number of microbatches.
+        If `data` is a `LocalBatch`, it has only this replica's rows, and all of them are divided into microbatches. The
+        call is then collective, because every rank must have the same number of microbatches.
         """
         if isinstance(data, LocalBatch):
             return self._own_microbatches(data)
@@ -210,8 +215,11 @@ class MicrobatchPlanner:
         return self._microbatches(blank, boxes, units, width)
 
     def plan_of_replica(self, data: LocalBatch[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
-        """Return this replica's packs, its units, and the width of its widest pack; other replicas are not
-        considered."""
+        """Plan this replica's packs, without regard to other replicas.
+
+        Returns:
+            The units in each pack, all units, and the width of the widest pack.
+        """
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
         return boxes, units, max(map(self._width, boxes), default=0)
@@ -219,7 +227,9 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each box of units; an empty box gets the smallest unit as a filler.
+        """Return a microbatch for each of the `boxes`, which are lists of units; an empty box becomes a filler.
+
+        A filler contains the smallest unit, masked.
 
         Args:
             width: largest width of a microbatch on any rank.
@@ -253,7 +263,7 @@ class MicrobatchPlanner:
         return Microbatch(rows, selected, layout, self.packing, counts)
 
     def _width(self, units: list[PackUnit]) -> int:
-        """Return the padded tokens of a microbatch of these units; 0 for a filler, which has no units of its own."""
+        """Return the number of padded tokens in a microbatch with these units; 0 if there are none (a filler)."""
         if self.packing:
             return sum(unit.tree.padded_size(self.multiple) for unit in units)
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
@@ -262,12 +272,12 @@ class MicrobatchPlanner:
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
     ) -> list[PackUnitSize]:
-        """Return the sizes of the units into which some rows of a global batch are combined.
+        """Return the size of each unit into which b rows of a global batch are divided.
 
         Args:
-            lengths: [b] lengths of these rows.
-            input_ids: [b, S] their tokens; not read unless prefixes are shared.
-            indices: [b] their indices in the global batch.
+            lengths: [b] lengths of the rows.
+            input_ids: [b, S] tokens of the rows; not read unless prefixes are shared.
+            indices: [b] indices of the rows in the global batch.
         """
         if not self.rows_per_group or input_ids is None:
             return self._sizes_apart(lengths, indices)
@@ -275,7 +285,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Return the result of `unit_sizes` without shared prefixes; no object is created for each sequence."""
+        """Compute `unit_sizes` without shared prefixes, faster: no object is created for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]
@@ -288,18 +298,25 @@ class MicrobatchPlanner:
         ]
 
     def divide(self, units: Sequence[PackUnitSize]) -> list[list[int]]:
-        """Return each data-parallel rank's rows of the global batch, in order, with the same division as `plan`."""
+        """Return, for each data-parallel rank, the row numbers that `plan` gives to it, in ascending order.
+
+        Args:
+            units: size of each unit of the global batch.
+        """
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 
     def relative_work(self, units: Sequence[PackUnitSize]) -> list[float]:
-        """Return each data-parallel rank's work relative to the mean of all ranks."""
+        """Return each data-parallel rank's work, divided by the mean over all ranks."""
         work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """For each piece of a batch that the model computes, return its number of tokens, and the number of tokens of
-        the prefix that it continues."""
+        """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their ends.
+
+        Returns:
+            For each segment, its number of tokens. For each segment, the number of tokens of its row that precede it.
+        """
         if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
         else:
@@ -317,9 +334,10 @@ class PackUnit:
 
 @dataclass(frozen=True)
 class PackUnitSize:
-    """The size of a unit, without its tokens.
+    """The size of a `PackUnit`.
 
-    rows: indices in the global batch. tokens: padded tokens in a pack. cost: work, in tokens.
+    rows: indices of its rows in the global batch. tokens: number of padded tokens that it takes in a pack.
+    cost: work that the model has with it; the unit is the work for a token without attention.
     """
 
     rows: Sequence[int]
@@ -328,7 +346,7 @@ class PackUnitSize:
 
 
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """Return a batch of `rows` one-token rows of zeros, with the columns of `data`, which has no rows."""
+    """Return a batch with the columns of `data`, which has no rows, and with `rows` rows of one token and zeros."""
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -344,7 +362,7 @@ def _rows(units: Sequence[PackUnit]) -> list[int]:
 
 
 def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:
-    """Cut every [B, S, …] entry of `data` to the first `width` columns, in place."""
+    """Cut every entry [B, S, …] of `data`, where S is `full_width`, to its first `width` columns, in place."""
     for key, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == full_width:
             data[key] = value[:, :width]
@@ -380,14 +398,16 @@ def divide(
     replicas: ParallelDimension,
     known: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the rows of the global batch for each replica, in order, with even work. Collective over the replicas.
+    """Divide a global batch among the replicas, with even work; return each replica's row numbers, ascending.
 
-    With shared prefixes, each replica contributes the unit sizes of the rows whose tokens it has.
+    Collective over the replicas. With shared prefixes, each replica computes unit sizes of rows whose tokens it has,
+    and the sizes are gathered.
 
     Args:
         lengths: lengths of all rows.
-        tokens_of: function that returns [b, S] right-padded tokens of some rows; called only if prefixes are shared.
-        known: rows whose tokens this replica has; each row must be in one replica's list. None: it has all tokens.
+        tokens_of: function that returns [b, S] right-padded tokens of b given rows; called only if prefixes are shared.
+        known: numbers of the rows whose tokens this replica has; every row must be known to exactly one replica. None:
+            every replica has all tokens.
     """
     if not batching.rows_per_group:
         return batching.divide(batching.unit_sizes(lengths, torch.empty(0), range(len(lengths))))
@@ -407,10 +427,15 @@ def assign_records(
     units: TokenStore,
     indices: Sequence[int],
 ) -> tuple[BatchShare, list[int]]:
-    """Return this replica's share of the records' rows, and its records' positions in `indices`. Collective.
+    """Divide the rows of a batch of records among the replicas. Collective.
 
     Args:
         divide: a model's `divide` method.
+        units: the store that contains the records.
+        indices: indices of the batch's records in `units`.
+
+    Returns:
+        This replica's share of the rows, and the positions in `indices` of its records.
     """
     lengths = [units.lengths_of(index) for index in indices]
     size = len(lengths[0])
@@ -428,7 +453,7 @@ def assign_records(
 
 
 def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
-    """Gather the units of all replicas; a unit's rows are neighbours."""
+    """Gather the unit sizes of all replicas. The rows of each unit must be neighbours in the global batch."""
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
     (most,) = BatchShare((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)

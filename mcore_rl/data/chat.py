@@ -1,4 +1,4 @@
-"""Conversations: message checks, chat templates, and the mask of the assistant's tokens in a rendered conversation."""
+"""Conversations: checks of messages, chat templates, and the mask of the assistant's tokens in the rendered text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ Messages = list[Message]
 
 
 def check_messages(value: Any, what: str) -> Messages:
-    """Return messages with `role` and text `content`; the template reads their other keys.
+    """Check that `value` is a list of messages with `role` and `content`; return it in a uniform format.
 
-    Parts of text are joined to one text, tool calls' arguments become objects, and keys without a value are removed,
-    except in arguments, where null is a value.
+    A content in parts becomes a single text, and a tool call's arguments become an object. Keys with null values are
+    removed, except in arguments, where null is a value. Other keys are kept for the template.
+
+    Args:
+        what: name of the list in errors.
 
     Raises:
-        ValueError: `what` is not a list of such messages. The error contains the message's number and the reason.
+        ValueError: a message is invalid. The error contains its number and the reason.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{what} must be a list of messages, found {_kind(value)}")
@@ -90,10 +93,10 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def check_tools(value: Any) -> list[Any] | None:
-    """Return the tools of a record, given as a list of descriptions or as JSON.
+    """Return a record's tools as a list of descriptions; `value` is such a list, or its JSON. None if it is empty.
 
     Raises:
-        ValueError: the value is neither.
+        ValueError: `value` is neither.
     """
     if isinstance(value, str):
         try:
@@ -106,12 +109,12 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys with null values from a tool's function; in the schema of its parameters, null is a value."""
+    """Remove keys with null values from a tool's function, but not inside of `parameters`: null is a value there."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
 def _with_values(value: Any) -> Any:
-    """Return an object without its null values."""
+    """Return a JSON object without its keys that have null values; return any other value unchanged."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -150,7 +153,7 @@ LONG = 30
 
 @dataclass(frozen=True)
 class Span:
-    """A response in a rendered conversation: characters start … end − 1."""
+    """The characters `start` … `end` − 1 of a rendered conversation, which are a response."""
 
     start: int
     end: int
@@ -158,22 +161,24 @@ class Span:
 
 
 def set_chat_day(tokenizer: Any, day: date) -> None:
-    """Set the day that the tokenizer's chat template uses, if it asks for one. Otherwise the tokens of a run would
-    change at midnight."""
+    """Set the date that the chat template inserts if it calls `strftime_now`.
+
+    With the current date, the tokens of a run would change at midnight.
+    """
     if "strftime_now" in str(tokenizer.chat_template):
         tokenizer.chat_day = day
 
 
 def chat_day(tokenizer: Any) -> date | None:
-    """Return the date that `set_chat_day` has set; None if it has set none."""
+    """Return the date that `set_chat_day` has set for the chat template, or None if it has set none."""
     return getattr(tokenizer, "chat_day", None)
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return the argument `chat_template`: a template with a `strftime_now` for the day of `set_chat_day`; {} without a
-    day.
+    """Return the keyword argument `chat_template` with which a template uses the date of `set_chat_day`; {} without it.
 
-    `strftime_now` is a macro, since transformers does not accept functions. The template may compute its format.
+    The template gets a macro `strftime_now`, because transformers does not accept a function. The macro works even if
+    the template computes the format.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
@@ -181,7 +186,7 @@ def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
 
 @lru_cache
 def _date_macro(day: date) -> str:
-    """Return a Jinja macro `strftime_now(format)` that replaces each code by its text for midnight of `day`."""
+    """Return a Jinja macro `strftime_now(format)` that formats midnight of `day`."""
     midnight, percent = datetime.combine(day, time()), "\0"  # placeholder of "%%"
     codes = {"%%": percent, **{code: midnight.strftime(code) for code in DATE_CODES}, percent: "%"}
     return (
@@ -193,7 +198,7 @@ def _date_macro(day: date) -> str:
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
-    """Return the text of a conversation.
+    """Return the text that the chat template makes from a conversation.
 
     Raises:
         ValueError: the tokenizer has no template, or the template fails.
@@ -220,13 +225,15 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
 def tokenize_conversation(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation up to its last wanted response, and the mask of wanted responses.
+    """Return the token ids of a conversation, up to the end of its last trained response, and the mask of these tokens.
+
+    The mask is True for the tokens of the messages to train on.
 
     Args:
         wanted: indices of the assistant's messages to train on.
 
     Raises:
-        ValueError: the template fails, omits a message, or its output cannot be matched. The error names the place.
+        ValueError: the template fails or omits a message, or a response cannot be found in its output.
     """
     text = render(tokenizer, messages, tools)
     _check_shown(tokenizer, messages, tools, text)
@@ -242,7 +249,7 @@ def tokenize_conversation(
 
 
 def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
-    """Return the text of a conversation that awaits a response.
+    """Return the text of a conversation, followed by the text with which the template requests a response.
 
     Raises:
         ValueError: the template fails, or omits a part of the conversation.
@@ -258,7 +265,10 @@ def _template(tokenizer: Any, tools: Any) -> str:
 
 
 def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
-    """Find responses by the template's own `{% generation %}` markers; consecutive marked tokens are one response."""
+    """Return the conversation's token ids and the mask of `wanted` responses, for a template with generation markers.
+
+    `{% generation %}` markers surround each response; consecutive marked tokens are one response.
+    """
     messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
         messages,
@@ -287,8 +297,10 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 def _by_marks(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
-    """Find each response by rendering the conversation with a mark in its place. Also return whether the last wanted
-    response has an end token."""
+    """Return token ids, the mask of `wanted` responses, and whether the template ends the last one with an end token.
+
+    Each response is found by rendering the conversation again with a mark in place of the response's content.
+    """
     if not tokenizer.is_fast:
         raise ValueError(
             "the tokenizer does not return the positions of its tokens in a text; messages need a fast tokenizer"
@@ -311,7 +323,7 @@ def _by_marks(
 
 @dataclass(frozen=True)
 class _Marked:
-    """Message `index` of a conversation that renders as `text`."""
+    """Finds message `index` in `text`, the rendered conversation, with the help of further renderings."""
 
     tokenizer: Any
     messages: Messages
@@ -324,7 +336,7 @@ class _Marked:
         return f"message {self.index + 1} ({self.messages[self.index]['role']})"
 
     def around(self, index: int) -> tuple[str, str]:
-        """Return the text that the template writes before and after the content of message `index`."""
+        """Return the text before and after the content of message `index`, as the template writes them."""
         mark = unused_character(self.text)
         marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)
@@ -333,11 +345,14 @@ class _Marked:
         return before, after
 
     def start(self, before: str) -> int:
-        """Return the position where the response starts, after its header.
+        """Return the position in `text` where the response starts, after its header.
 
-        The header is the text with which the template requests a response. If the whole conversation does not contain
-        all of it (for example a thought that the template opens for the model), the common part is the header.
-        If there is no common part, the response starts with its content.
+        The header is the text with which the template requests a response. If `text` contains only the beginning of it
+        (for example, because the request also opens a thought for the model), this beginning is the header. If `text`
+        contains nothing of it, the response starts with its content.
+
+        Args:
+            before: text before the message's content.
         """
         content = len(before) if self.text.startswith(before) else None
         earlier = self.messages[: self.index]
@@ -354,7 +369,7 @@ class _Marked:
         return content
 
     def limit(self) -> int:
-        """Return the position where the next message's content starts, or the end of the text if it is unknown."""
+        """Return the position in `text` where the next message's content starts; the end of `text` if it is unknown."""
         if self.index + 1 == len(self.messages):
             return len(self.text)
         before, _ = self.around(self.index + 1)
@@ -362,8 +377,13 @@ class _Marked:
 
 
 def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
-    """Return the span of a message: from its header to the first end token after its content, or to the content's
-    end."""
+    """Return the span of a message: from the end of its header through the first end token after its content.
+
+    If there is no end token, the span ends with the content.
+
+    Args:
+        end_tokens: start and end of each end token in the text.
+    """
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
         raise ValueError(f"the text that the chat template writes after {marked.name} depends on the message's content")
@@ -386,13 +406,16 @@ def _without(message: Message, key: str) -> Message:
 
 
 def unused_character(text: str) -> str:
-    """Return a character of Unicode's private area that is not in `text`."""
+    """Return a character from Unicode's private use area that does not occur in `text`."""
     return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
 
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a response: the tokenizer's end token, the end tokens of the model's
-    generation_config.json, and the first special token that the chat template writes after a response."""
+    """Return the ids of all tokens that end a response.
+
+    These are the tokenizer's end token, the end tokens in the model's generation_config.json, and the first special
+    token that the chat template writes after a response.
+    """
     return _end_token_ids(tokenizer, str(tokenizer.chat_template))
 
 
@@ -411,7 +434,7 @@ def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
 
 
 def _declared_ends(directory: Path) -> list[int]:
-    """Return the end tokens of the model directory's generation_config.json, if the tokenizer comes from one."""
+    """Return the end tokens in the `directory`'s generation_config.json; [] if there is no such file."""
     try:
         ends = json.loads((directory / "generation_config.json").read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError):
@@ -420,10 +443,10 @@ def _declared_ends(directory: Path) -> list[int]:
 
 
 def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> None:
-    """Raise ValueError if the template omits a part of the record from the conversation's `text`.
+    """Check that `text`, the rendered conversation, contains all parts of the record.
 
     Raises:
-        ValueError: the message names the omitted part.
+        ValueError: the template omits a part; the message names it.
     """
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template does not show the record's tools")
@@ -440,7 +463,11 @@ def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> N
 
 
 def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int, key: str) -> bool:
-    """Return whether the value of message `index` under `key`, if any, is in the conversation's `text`."""
+    """Return whether the template writes the value of `key` of message `index`; True if there is no value.
+
+    Args:
+        text: the rendered conversation.
+    """
     said = messages[index].get(key, "").strip()
     if not said or (len(said) > LONG and said in text):  # too long to be there by chance
         return True
@@ -451,11 +478,11 @@ def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int
 
 
 def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:
-    """Return the tokens that the template writes from the end of a response to the next request for an answer.
+    """Return the tokens that follow a response: the end of its turn, `observation`, and the request for a new response.
 
     Args:
-        conversation: messages that the response answered.
-        response: sampled tokens of the response, which stay unchanged; a missing end token is added first.
+        conversation: messages that the response answers.
+        response: sampled tokens of the response. If they do not end with the end token, the result begins with it.
 
     Raises:
         ValueError: the template fails.
@@ -471,10 +498,10 @@ def tokens_between(tokenizer: Any, conversation: Messages, observation: str, res
 
 
 def check_keeps_turns(tokenizer: Any) -> None:
-    """Raise ValueError for a template that would change the sampled text of earlier turns.
+    """Check that the chat template does not change the text of earlier turns in a longer conversation.
 
     Raises:
-        ValueError: the message describes the change to earlier turns.
+        UserError: it changes this text; the message describes the change.
     """
     ask, more = {"role": "user", "content": "A question."}, {"role": "user", "content": "And now?"}
     try:

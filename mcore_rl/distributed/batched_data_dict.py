@@ -404,7 +404,7 @@ class BatchShare:
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """Return the maximum over the replicas of `packs`, the number of packs, and of `width`, their widest pack."""
+        """Return two maxima over the replicas: of `packs`, the number of packs, and of `width`, the widest pack."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 

@@ -1,7 +1,7 @@
 """Collectives: with gradients, of Python objects, and between replicas.
 
-`torch.distributed` operations are invisible to autograd: inside a differentiable path they give right values and wrong
-gradients. Each differentiable function here is named by its forward and its backward operation.
+Autograd does not see the operations of `torch.distributed`: in a differentiable computation, their values are right and
+their gradients wrong. Each differentiable function here is named after its forward and its backward operation.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_objects_on_rank_zero(value: Any) -> list[Any]:
-    """Gather every process's `value` (picklable) on the first process; return [] elsewhere."""
+    """Gather every process's `value` (picklable) on rank 0; return [] on all other ranks. Collective."""
     values: list[Any] = [None] * torch.distributed.get_world_size() if torch.distributed.get_rank() == 0 else []
     torch.distributed.gather_object(value, values or None)
     return values
 
 
 class InternedObjects:
-    """An all-gather of small objects that sends each distinct object only once.
+    """An all-gather of small objects for repeated calls: a value that was gathered before is not sent again.
 
     All ranks must create this object and call `gather` equally often: each call is collective over all processes.
     """
@@ -58,7 +58,10 @@ class InternedObjects:
         self._known: dict[int, Any] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather every rank's `value`, identified by its `repr`; known values cost only eight bytes per rank."""
+        """Gather every rank's `value`. If all values were gathered before, each rank sends only eight bytes.
+
+        Values with the same `repr` are regarded as equal.
+        """
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
         own = platform.to_device([digest])
         digests: list[int] = all_gather(own, torch.distributed.group.WORLD)[:, 0].tolist()
@@ -69,7 +72,7 @@ class InternedObjects:
 
 
 def gather_objects_along(value: T, *dimensions: ParallelDimension) -> list[T]:
-    """Gather the `value` (picklable) of every rank along these parallel dimensions, on each of these ranks."""
+    """Gather `value` (picklable) from all ranks of the group that `dimensions` span; every rank gets the list."""
     values = [value]
     for dimension in dimensions:
         if dimension.size > 1:
@@ -85,20 +88,22 @@ def broadcast_object(value: Any) -> Any:
 
 
 def all_ranks_true(*flags: bool) -> list[bool]:
-    """Return for each flag whether every process has set it."""
+    """Return, for each of the `flags`, whether it is True on every process. Collective."""
     own = torch.tensor(flags, dtype=torch.int32, device=platform.device())
     return list(map(bool, all_reduce(own, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()))
 
 
 def broadcast_result(work: Future[T] | None, seconds: float) -> T:
-    """Return the result of `work`, which only rank 0 has, on every process; raise its exception on all of them.
+    """Return the result of rank 0's `work` on every process. If the work raises an exception, every process raises it.
 
-    However long the work takes, the processes communicate every `seconds`, which must be well below the timeout of
-    collectives.
+    Args:
+        work: the future, on rank 0; None on other ranks.
+        seconds: the processes communicate at this interval until the work is done; it must be well below the timeout
+            of collectives.
 
     Raises:
-        WorkerError: the work raised an exception that is not a class of Python or this package or cannot be sent, or
-            it was cancelled, or its result cannot be sent.
+        WorkerError: the work was cancelled, its result or exception cannot be sent, or its exception is neither of a
+            built-in class nor of a class of this package.
     """
     while True:
         if work is not None:
@@ -116,12 +121,13 @@ def broadcast_result(work: Future[T] | None, seconds: float) -> T:
 
 
 def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseException | None:
-    """Return the exception of `work` in a form that every process can read; None if the work has not failed.
+    """Return the exception of `work` in a form that every process can unpickle; None if the work has not failed.
 
-    Classes of other modules may not exist on another node, so their name and text are sent.
+    An exception of another package, whose class may not exist on another node, becomes a WorkerError with its name and
+    text.
 
     Args:
-        sends_result: whether an unsendable result is a failure too.
+        sends_result: whether a result that cannot be pickled is a failure too.
     """
     if work is None:
         return None
@@ -141,10 +147,10 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 
 
 def settle(work: Future[T] | None, seconds: float) -> T | None:
-    """Return the result of this rank's `work` after the work of all ranks is done; None on ranks without work.
+    """Wait until the work of all ranks is done; return the result of this rank's `work`, or None if it has no work.
 
-    The processes communicate every `seconds`. If there are exceptions, the lowest failing rank's is raised on all
-    ranks, as in `broadcast_result`.
+    The processes communicate every `seconds`. If the work of several ranks fails, the exception of the lowest of these
+    ranks is raised on all ranks, as in `broadcast_result`.
     """
     while True:
         if work is not None:
@@ -160,7 +166,7 @@ def settle(work: Future[T] | None, seconds: float) -> T | None:
 
 
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:
-    """Gather [n, …] of each of P ranks into [P, n, …] in rank order on all ranks. No gradient."""
+    """Stack the tensors [n, …] of the P ranks of a group in rank order; every rank gets [P, n, …]. No gradient."""
     if group_size(group) == 1:
         return x.unsqueeze(0)
     out = x.new_empty((group_size(group), *x.shape))
@@ -169,8 +175,11 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 
 
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
-    """Gather the rows of every rank along these parallel dimensions; ranks may have different numbers of rows. The
-    rows are in rank order with the last dimension's ranks outermost, on `x`'s device. Collective, no gradient."""
+    """Gather the rows of all ranks along `dimensions`; ranks may have different numbers of rows. No gradient.
+
+    The rows are in rank order; the ranks of the last dimension are the outermost. The result is on the device of `x`.
+    Collective.
+    """
     rows = x
     for dimension in dimensions:
         if dimension.size > 1:
@@ -185,7 +194,7 @@ def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) 
 
 
 def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tensor, "*shape"]:
-    """Return, on every process, the tensor of the first process that holds one. Collective over all processes."""
+    """Broadcast a tensor to all processes from the lowest rank on which `held` is not None. Collective."""
     described = gather_objects(None if held is None else (tuple(held.shape), held.dtype))
     source = next(rank for rank, one in enumerate(described) if one is not None)
     shape, dtype = described[source]
@@ -196,14 +205,14 @@ def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tenso
 
 
 def fetch_rows(held: Mapping[str, Tensor], numbers: Sequence[int], wanted: Sequence[int]) -> dict[str, Tensor]:
-    """Return rows, by their numbers, of tensors whose rows are distributed over all processes. Collective over them.
+    """Return the rows `wanted` of tensors whose rows are distributed over all processes. Collective.
 
-    A row is sent only to processes that want it and do not hold it. No gradient.
+    Rows are identified by numbers. A row is sent only to processes that want it and do not hold it. No gradient.
 
     Args:
-        held: this process's rows of each tensor, of which other processes may hold some too.
-        numbers: numbers of the rows that this process holds.
-        wanted: numbers of the rows that this process gets; each is held by some process.
+        held: by name, the rows of each tensor that this process holds. Other processes may hold some of them too.
+        numbers: number of each row in `held`.
+        wanted: numbers of the rows to return, in their order. At least one process must hold each of them.
     """
     rank, everyone = torch.distributed.get_rank(), gather_objects((list(numbers), list(wanted)))
     holders: dict[int, list[int]] = {}
@@ -299,9 +308,9 @@ def all_reduce_forward_all_reduce_backward(
 def copy_forward_all_reduce_backward(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
 ) -> Shaped[Tensor, "*shape"]:
-    """Return `x`; its gradient is summed over the group.
+    """Return `x` unchanged; in the backward pass, sum its gradient over the group.
 
-    Use it for an input that is replicated on every rank and multiplied with the rank's own shard of a weight.
+    Use it for an input that is the same on every rank, and that each rank multiplies with its own shard of a weight.
     """
     return x if group_size(group) == 1 else _CopyForwardAllReduceBackward.apply(x, group)
 
@@ -309,9 +318,10 @@ def copy_forward_all_reduce_backward(
 def all_gather_forward_reduce_scatter_backward(
     x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
 ) -> Shaped[Tensor, all_rows * rest]:
-    """Gather [n, …] of each rank into [P·n, …]; each rank's gradient is the sum of all ranks' gradients for its rows.
+    """Concatenate the tensors [n, …] of all ranks to [P·n, …]; the gradient of a row is summed over all ranks.
 
-    Use it for rows that every rank then uses differently (with its weight shard, with other queries).
+    Use it if every rank then computes something different from the rows (with its shard of a weight, with its own
+    queries).
     """
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
 
@@ -319,24 +329,24 @@ def all_gather_forward_reduce_scatter_backward(
 def all_gather_forward_split_backward(
     x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
 ) -> Shaped[Tensor, all_rows * rest]:
-    """Gather [n, …] of each rank into [P·n, …]; each rank's gradient is its own rows' part of the local gradient.
+    """Concatenate the tensors [n, …] of all ranks to [P·n, …]; gradients are not summed over the ranks.
 
-    Use it for rows from which every rank then computes the *same* scalar: summing the P equal gradients would count
-    the loss P times.
+    In the backward pass, each rank keeps its own gradient of its own rows. Use it if every rank then computes the
+    *same* scalar from the rows: a sum of the P equal gradients would count the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
 
 
 def broadcast_object_in_replica(value: Any, topology: Topology) -> Any:
-    """Broadcast the `value` (picklable) of a replica's first rank to all of the replica's ranks. Collective."""
+    """Broadcast `value` (picklable) from the first rank of this replica to all ranks of the replica. Collective."""
     return _first_to_all(value, topology, _broadcast_object)
 
 
 def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
-    """Broadcast a replica's first rank's values to all of the replica's ranks, in place. Collective.
+    """Broadcast `values` from the first rank of this replica to all ranks of the replica. Collective.
 
     Args:
-        values: same shape and precision on all ranks; overwritten on all but the first.
+        values: a tensor with the same shape and precision on all ranks; it may be overwritten on all but the first.
     """
     if not values.numel():
         return values
@@ -344,10 +354,10 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
 
 
 def broadcast_lists_in_replica(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
-    """Broadcast `count` lists of whole numbers from a replica's first rank to all of the replica's ranks. Collective.
+    """Broadcast `count` lists of integers from the first rank of this replica to all its ranks. Collective.
 
     Args:
-        lists: the lists; ignored on other ranks.
+        lists: the lists, on the replica's first rank; ignored on the other ranks.
     """
     sizes = torch.zeros(count, dtype=torch.long)
     if topology.leads_replica:
@@ -360,17 +370,18 @@ def broadcast_lists_in_replica(lists: Sequence[Sequence[int]], count: int, topol
 
 
 def gather_from_replicas(value: T, topology: Topology) -> list[T]:
-    """Gather `value` (small, picklable) of each replica's first rank on every rank. Collective."""
+    """Gather `value` (small, picklable) from the first rank of each replica; every rank gets the list. Collective."""
     found = gather_objects_along(value, topology.data) if topology.leads_replica else None
     gathered: list[T] = broadcast_object_in_replica(found, topology)
     return gathered
 
 
 def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
-    """Gather the items with the numbers `wanted`, in this order, on rank 0; return [] on other ranks. Collective.
+    """Gather the items `wanted` on rank 0, in this order; return [] on other ranks. Collective.
 
     Args:
-        own: items by number, on the first rank of each replica.
+        own: items by number, given on the first rank of each replica; ignored on other ranks.
+        wanted: numbers of the items.
     """
     if not topology.leads_replica:
         return []
@@ -385,7 +396,7 @@ def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topol
 
 
 def _first_to_all(value: T, topology: Topology, broadcast: Callable[[T, ParallelDimension], T]) -> T:
-    """Call `broadcast` from the first rank of a dimension to the others, along each dimension in a replica."""
+    """Send `value` from a replica's first rank to all its ranks, by `broadcast` along each dimension in turn."""
     pipeline, context, tensor = topology.pipeline, topology.context, topology.tensor
     if tensor.rank == context.rank == 0:
         value = broadcast(value, pipeline)

@@ -31,15 +31,16 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class FinalHiddenStates:
-    """A microbatch's hidden states that predict counted tokens, with the LM head.
+    """The hidden states of a microbatch that predict counted tokens, and the LM head.
 
-    Returned values [N, S − 1, …] are of whole rows, the same on every rank, and 0 at positions that do not count.
+    The methods return values [N, S − 1, …] of whole rows, the same on every rank, with 0 for tokens that are not
+    counted.
 
-    microbatch: the microbatch object, as a key for callers' data.
-    logits: n rows of hidden states of this context-parallel rank; the head's rows of this tensor-parallel rank.
-    inputs: indices of these rows' input positions in the flattened rows [N·S].
+    microbatch: the microbatch, so that callers can use it as a key of their own data.
+    logits: n hidden states of this context-parallel rank, and the LM head's rows of this tensor-parallel rank.
+    inputs: for each of the n hidden states, the index of its input token in the flattened rows [N·S].
     vocab_size: size of the vocabulary without its padding.
-    temperature: divides all logits, in addition to a loss's own temperature.
+    temperature: divides all logits, in addition to the temperature of a loss.
     """
 
     microbatch: Hashable
@@ -54,9 +55,10 @@ class FinalHiddenStates:
     def logprobs_of(
         self, tokens: Int[Tensor, "rows seq k"], temperature: float, with_entropy: bool, normalize: bool = True
     ) -> tuple[Float[Tensor, "rows predicted k"], Float[Tensor, "rows predicted"] | None]:
-        """Return log-probabilities of the K tokens given for each *input* position, and the distributions' entropies.
+        """Return the log-probabilities of `tokens`, and the entropies of the next-token distributions (or None).
 
-        With `normalize=False`, return logits divided by the temperature instead (see `linear_logprobs`).
+        `tokens` has K tokens for each *input* position. With `normalize=False`, return the tokens' logits divided by
+        the temperature, in place of log-probabilities (see `linear_logprobs`).
         """
         logprobs, entropy = linear_logprobs(
             self.logits.hidden,
@@ -73,7 +75,7 @@ class FinalHiddenStates:
     def divergences(
         self, teacher: HiddenAndHead, vocab_size: int, temperature: float, js_beta: float | None
     ) -> Divergences:
-        """Return divergences from a teacher's distributions at these positions, over the first `vocab_size` tokens."""
+        """Return the divergences between `teacher` and this model over the first `vocab_size` tokens."""
         forward_kl, reverse_kl, js = linear_divergences(
             self.logits, teacher, self.tensor_parallel_group, vocab_size, temperature * self.temperature, js_beta
         )
@@ -87,7 +89,7 @@ class FinalHiddenStates:
 class HiddenAndHead:
     """Logits as an unevaluated product: hidden [T, H] × weight [Vp, H]ᵀ.
 
-    hidden: the same on all ranks of the vocabulary's group. weight: this rank's rows of the LM head.
+    hidden: hidden states, the same on all ranks that share the vocabulary. weight: this rank's rows of the LM head.
     """
 
     hidden: Tensor
@@ -115,14 +117,15 @@ def linear_divergences(
 ) -> Divergences:
     """Compute divergences between softmax(student / temperature) and softmax(teacher / temperature) for each token.
 
-    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. Dense equivalent: `log_softmax` of both
-    products, and the sums over the vocabulary, with fp32 accumulation (fp64 for fp64 hidden states). Forward: an
-    all-gather and an all-reduce of a few numbers per token. Backward: no communication. Only the student has a
-    gradient; the gradient of its hidden states is this shard's part (`gather_hidden_states` sums it). The weight's
-    gradient is added directly to a Megatron `weight.main_grad`.
+    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. The result is the same as with `log_softmax`
+    of both products and sums over the vocabulary, accumulated in fp32 (fp64 for fp64 hidden states). The forward pass
+    communicates a few numbers per token by an all-gather and an all-reduce; the backward pass does not communicate.
+    Only the student has a gradient. The gradient of its hidden states covers only this shard of the vocabulary
+    (`gather_hidden_states` sums it over the ranks). The weight's gradient is added directly to a Megatron
+    `weight.main_grad`.
 
     Args:
-        vocab_size: number of compared tokens, from the start of the vocabulary; later rows of the heads are ignored.
+        vocab_size: number of tokens to compare, from the start of the vocabulary; later rows of the heads are ignored.
         js_beta: β, between 0 and 1; if None, `js` is None.
 
     Raises:
@@ -211,7 +214,7 @@ class _LinearDivergences(torch.autograd.Function):
 
 
 class _Pair:
-    """Tiles of the student and of the teacher over the same tokens and columns."""
+    """The student's and the teacher's logits, computed in tiles of the same tokens and columns."""
 
     def __init__(self, student: Tiles, teacher: Tiles) -> None:
         self.student, self.teacher, self.dtype = student, teacher, student.dtype

@@ -1,8 +1,8 @@
 """Log-probabilities, entropy and top-k over a sharded vocabulary, from logits or from hidden states and LM head.
 
-Everything is computed in fp32 (fp64 for fp64 inputs). From logits, chunks of a few tokens are reduced and combined
-across the group. From hidden states, the product hidden × weightᵀ is computed in tiles of tokens × vocabulary, reduced
-to a few numbers per token, and computed again in the backward pass. The logits [tokens, vocabulary] are never stored.
+Everything is computed in fp32 (fp64 for fp64 inputs). Logits are reduced in chunks of a few tokens, and the results are
+combined over the group. From hidden states, the product hidden × weightᵀ is computed in tiles of tokens × vocabulary.
+Each tile is reduced to a few numbers per token, and computed again in the backward pass; logits are never stored.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def combine_over_vocabulary(
     entropy: Float[Tensor, " tokens"],
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
-    """Combine a shard's statistics into statistics of the whole vocabulary, with one all-gather.
+    """Combine the statistics of all vocabulary shards into those of the whole vocabulary, with one all-gather.
 
-    With w a shard's probability and H its entropy, the whole entropy is Σ w·(H − log w). No term is negative, so
-    nothing cancels.
+    If a shard has the probability w and the entropy H, the entropy of the whole is Σ w·(H − log w). No term is
+    negative, so no digits cancel.
 
     Args:
         lse: log Σ exp x over the shard, [T].
-        sums: quantities that are non-zero on only one rank, [K, T].
+        sums: quantities to sum over the shards, [K, T].
         entropy: H of the softmax over the shard, [T]; 0 for a shard that is all −inf.
     """
     if group_size(group) == 1:
@@ -74,10 +74,10 @@ def combine_over_vocabulary(
 
 
 def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """Return the entropy log Σ z − Σ z·log z / Σ z of weights z = exp(x − peak); 0 if there are none.
+    """Return the entropy log Σ z − Σ z·log z / Σ z of the weights z = exp(x − peak); 0 if `total` is 0.
 
-    log Σ exp x − E[x] is the same number, but would have the rounding errors of the logits. For logits of 20, they are
-    ten times the rounding errors of an entropy of 1.
+    log Σ exp x − E[x] is the same number, but it would have the rounding errors of the logits x: for logits of 20, ten
+    times the rounding errors of an entropy of 1.
 
     Args:
         total: Σ z.
@@ -87,7 +87,7 @@ def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tok
 
 
 class _LogprobsFromLogits(torch.autograd.Function):
-    """Autograd function of logits [T, Vp] and targets [T, K] → logprobs [T, K], entropy [T] (only if with_entropy)."""
+    """Autograd function (logits [T, Vp], targets [T, K]) → (logprobs [T, K], entropy [T]; 0 unless with_entropy)."""
 
     @staticmethod
     def forward(
@@ -146,13 +146,13 @@ class _LogprobsFromLogits(torch.autograd.Function):
 
 
 def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
-    """Return the largest logit of each row, to be subtracted before exp; 0 if all are −inf (a masked shard)."""
+    """Return each row's largest logit, which is subtracted before exp; 0 if all logits are −inf (a masked shard)."""
     peak = x.amax(dim=1)
     return torch.where(peak == -torch.inf, 0, peak)
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
-    """Yield slices of 0 … total of length `step`; the last one may be shorter."""
+    """Yield consecutive slices of length `step` that cover 0 … `total` − 1; the last one may be shorter."""
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
@@ -170,11 +170,10 @@ def logprob_gradient(
     h: Float[Tensor, " tokens"] | None,
     out: Float[Tensor, "tokens columns"],
 ) -> Float[Tensor, "tokens columns"]:
-    """Return the gradient with respect to logits x of g·(−log Z) + h·entropy: −p·(g + h·(log p + entropy)).
+    """Return −p·(g + h·(log p + entropy)): the gradient of g·(−log Z) + h·entropy with respect to the logits x.
 
-    log p = x − lse.
-
-    The caller adds the target's own +g. `out` may be x.
+    p = exp(x − lse) are the probabilities. The caller adds g at the targets, for the gradient of the targets' logits.
+    The result is written to `out`, which may be x.
     """
     logp = torch.sub(x, lse[:, None], out=out)
     if h is None:
@@ -187,7 +186,7 @@ def logprob_gradient(
 def local_targets(
     targets: Int[Tensor, "tokens *k"], start: int, columns: int
 ) -> tuple[Int[Tensor, "tokens *k"], Bool[Tensor, "tokens *k"]]:
-    """Return the targets' columns in the shard (clamped into it), and whether the shard owns them."""
+    """Return the targets' columns in the shard, clamped to valid columns, and whether each target is in the shard."""
     owned = (targets >= start) & (targets < start + columns)
     return (targets - start).clamp(0, max(columns - 1, 0)), owned
 
@@ -203,16 +202,16 @@ def vocab_parallel_logprobs(
     chunk_size: int | None = None,
     normalize: bool = True,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
-    """Compute log-probabilities of given tokens and, if requested, the entropy of each distribution, in nats.
+    """Compute log-probabilities of the tokens `targets` and, if requested, the entropy of each distribution, in nats.
 
-    Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. Forward: one all-gather of
-    K + 2 numbers per token. Backward: no communication. Every rank of `group` must compute the same loss from the
-    result, and gets the whole gradient of its shard. Logits may be −inf.
+    The result equals `log_softmax(logits / temperature)` at `targets`. The forward pass needs one all-gather of K + 2
+    numbers per token, the backward pass no communication. Every rank of `group` must compute the same loss from the
+    result; it then gets the whole gradient of its shard. Logits may be −inf.
 
     Args:
         logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).
         targets: [T] or [T, K] token ids in the whole vocabulary, the same on all ranks of `group`.
-        rank: index of the shard; the rank in `group` if None.
+        rank: index of the shard; None means the rank in `group`.
         vocab_size: number of real tokens in the vocabulary; later columns are padding and ignored.
         temperature: divides the logits.
         chunk_size: number of tokens processed together; None for as many as `CHUNK_BYTES` allows.
@@ -220,10 +219,10 @@ def vocab_parallel_logprobs(
             of exactly 0.
 
     Returns:
-        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
+        Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 logits).
 
     Raises:
-        ContractError: shapes do not fit, or `rank` is not this process's rank in the group.
+        ContractError: a shape is wrong, or `rank` is not this process's rank in the group.
     """
     rank = group_rank(group) if rank is None else rank
     _check(logits, targets, group, rank, temperature)
@@ -269,7 +268,7 @@ def vocab_parallel_topk(
 
 
 def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
-    """Check k against the size of the vocabulary.
+    """Check that the vocabulary has at least `k` tokens.
 
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
@@ -282,7 +281,7 @@ def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: 
 def shard_topk(
     logits: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the k largest logits of a shard and their columns; −inf and column 0 fill up a shard of fewer columns."""
+    """Return the k largest logits of a shard and their columns; if there are fewer, add logits of −inf at column 0."""
     values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
     short = k - values.shape[1]
     return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
@@ -318,14 +317,14 @@ def next_token_logprobs_from_logits(
     """Return next-token log-probabilities (and entropies) of a pack, as rows.
 
     Args:
-        logits: [T / CP, Vp], this rank's zigzag share of the pack and shard of the vocabulary.
+        logits: [T / CP, Vp], for this rank's zigzag share of the pack's tokens and its shard of the vocabulary.
         input_ids: [N, S], whole right-padded rows.
         layout: positions of the rows in the pack (for unpacked rows, `PackLayout.rows`).
 
     Returns:
-        logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies in the same form or None;
-        0 where a row has no token. The result is the same on every context-parallel rank, and gradients are summed
-        over these ranks. If every rank computes the whole loss, divide it by CP (see `gather_context_parallel`).
+        logprobs [N, S − 1], whose entry (b, t) scores `input_ids[b, t + 1]`, and entropies [N, S − 1] or None; 0 where
+        a row has no token. The result is the same on every context-parallel rank, and gradients are summed over these
+        ranks. If every rank computes the whole loss, divide it by CP (see `gather_context_parallel`).
     """
     targets = slice_context_parallel(
         layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
@@ -343,7 +342,7 @@ def unpack_next_token_values(
     width: int,
     context_parallel_group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
-    """Convert local per-position values [T / CP] to whole rows [N, width − 1], with one all-gather."""
+    """Convert next-token values of this rank's positions, [T / CP], to whole rows [N, width − 1]; one all-gather."""
     local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
     packed = gather_context_parallel(local, layout, context_parallel_group)
     rows = [layout.unpack_next_token(values, width) for values in packed.unbind(1)]
@@ -383,13 +382,13 @@ def linear_logprobs(
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Compute log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
-    Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
-    fp32 accumulation. Forward: one all-gather of K + 2 numbers per token. Backward: no communication; the
-    gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). The weight's gradient is added
-    directly to a Megatron `weight.main_grad`, in that tensor's precision.
+    The result equals `log_softmax(hidden @ weight.T / temperature)` at `targets`, accumulated in fp32. The forward pass
+    needs one all-gather of K + 2 numbers per token, the backward pass no communication: the gradient of `hidden` covers
+    only this shard (`gather_hidden_states` sums it over the ranks). The weight's gradient is added directly to a
+    Megatron `weight.main_grad`, in that tensor's precision.
 
     Args:
-        hidden: [T, H], the same on all ranks of `group`; only rows that the loss uses.
+        hidden: [T, H], the same on all ranks of `group`. Pass only the rows that the loss uses.
         weight: [Vp, H], this rank's rows of the LM head.
         targets: [T] or [T, K] token ids in the whole vocabulary.
         vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
@@ -400,10 +399,10 @@ def linear_logprobs(
             over these tokens; no other rows of the weight are read.
 
     Returns:
-        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
+        Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 hidden states).
 
     Raises:
-        ContractError: shapes do not fit.
+        ContractError: a shape is wrong.
     """
     fits = hidden.ndim == 2 == weight.ndim and hidden.shape[1] == weight.shape[1]
     if not fits or targets.ndim not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
@@ -432,7 +431,7 @@ def linear_topk(
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
 
-    Dense equivalent: `(hidden @ weight.T).topk(k)`, accumulated in fp32. Two all-gathers of k numbers per token.
+    The result equals `(hidden @ weight.T).topk(k)`, accumulated in fp32. Two all-gathers send k numbers per token each.
 
     Args:
         hidden: [T, H], the same on all ranks of `group`.
@@ -494,11 +493,11 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class SoftmaxSums(NamedTuple):
-    """Running sums over the columns of a shard, from which its softmax statistics follow.
+    """Running sums over a shard's columns, from which the statistics of its softmax are computed.
 
     peak: the largest logit x so far, [T]; −inf if there was none.
     total: Σ exp(x − peak), [T].
-    moment: Σ exp(x − peak)·(x − peak), [T]; 0 if the entropy is not wanted.
+    moment: Σ exp(x − peak)·(x − peak), [T]; 0 if the entropy is not computed.
     picked: the targets' logits, [T, K]; 0 if another shard has the target.
     """
 
@@ -512,9 +511,9 @@ class SoftmaxSums(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Values of each token from which the gradient of a tile of logits is computed.
+    """Values per token from which the gradient of a tile of logits is computed.
 
-    lse, entropy: of the whole vocabulary, [T].
+    lse, entropy: log Σ exp and entropy over the whole vocabulary, [T].
     local: the targets' columns in this shard, [T, K]; outside of 0 … Vp − 1 if another shard has the target.
     of_targets: gradients of the targets' logits, [T, K].
     of_lse: gradient of −log Z, [T].
@@ -537,9 +536,9 @@ class TokenGradients(NamedTuple):
 class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
-    columns: columns of the product, which are rows of the weight; none occurs twice.
-    targets: [rows, K]; minus `first_column`, they are the targets' columns in the tile, or lie outside of it.
-    kept: indices in the flattened tile of the logits that count; None for all.
+    columns: columns of the product, which are rows of the weight; no column occurs twice.
+    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile, or are outside of the tile.
+    kept: indices, in the flattened tile, of the logits that belong to the softmax; None if all logits do.
     """
 
     rows: slice
@@ -550,11 +549,11 @@ class Tile(NamedTuple):
 
 
 class TileSteps(NamedTuple):
-    """The two computations on a tile of products [rows, columns], between matrix products.
+    """The two functions that compute on a tile of products [rows, columns]; `tile_steps` chooses an implementation.
 
-    Both divide by the temperature of the `Tiles`, may overwrite the products, and get the tile's first column.
+    Both divide the products by the temperature of the `Tiles`, and may overwrite them.
 
-    add: adds the tile to the sums of its rows, in place; with the last argument, also to their moments.
+    add: adds the tile to the sums of its rows, in place; if its last argument is True, also to the sums' moments.
     gradient: returns the gradient of the products, in the accumulation type or in `Tiles.factor_dtype`.
     """
 
@@ -564,7 +563,7 @@ class TileSteps(NamedTuple):
 
 @functools.cache
 def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
-    """Return the Triton kernels for fp32 sums on a GPU if Triton is installed, and otherwise the torch operations."""
+    """Return the Triton kernels for fp32 on a GPU with Triton, and otherwise the torch operations."""
     if device_type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
         from mcore_rl.distributed import triton_logprobs
 
@@ -573,13 +572,13 @@ def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
 
 
 WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
-"""Whether this torch can return a product of half-precision factors in fp32 (since 2.8)."""
+"""Whether the installed PyTorch can return a product of half-precision factors in fp32 (since 2.8)."""
 
 
 @functools.cache
 def adds_widened(device: torch.device) -> bool:
-    """Return whether this torch can add products of half-precision factors to an fp32 sum in place. The operator is
-    tried, because its first versions accept only a sum in the factors' precision. For a simulated device: True."""
+    """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place. This is
+    tried, because first versions of the operator refuse it. Return True for a simulated device if WIDENING_PRODUCTS."""
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -591,11 +590,11 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Tiles:
-    """The product hidden × weightᵀ, computed in tiles in the accumulation type, and the temperature that divides it.
+    """Computes the product hidden × weightᵀ tile by tile, in the accumulation type; it has the logits' temperature too.
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 
-    kept: the tiles of the tokens that the softmax is over; None for the whole vocabulary.
+    kept: tiles of the tokens to which the softmax is restricted; None for the whole vocabulary.
     """
 
     def __init__(
@@ -621,7 +620,7 @@ class Tiles:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
     def all(self, local: Tensor) -> Iterator[Tile]:
-        """Yield all tiles of the shard. `local` [T, K] are the targets' columns, counted from the shard's start."""
+        """Yield all tiles of the shard. `local` [T, K]: the targets' columns, counted from the shard's start."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -630,7 +629,7 @@ class Tiles:
                 yield Tile(rows, columns, local[rows], columns.start)
 
     def products(self, tile: Tile) -> Tensor:
-        """Return hidden × weightᵀ of a tile; −inf for logits that do not count."""
+        """Return hidden × weightᵀ for a tile, with −inf for logits that are not in `tile.kept`."""
         x = self.product(tile.rows, tile.columns)
         if tile.kept is None:
             return x
@@ -656,11 +655,11 @@ class Tiles:
         return self.factor(self._weight[columns])
 
     def product(self, rows: slice, columns: slice | Tensor) -> Tensor:
-        """Return a tile of hidden × weightᵀ, not divided by the temperature."""
+        """Return these rows and columns of hidden × weightᵀ, not divided by the temperature."""
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
     def all_columns(self, rows: slice) -> Tensor:
-        """Return rows of hidden × weightᵀ. A weight that is multiplied in another type is converted in tiles."""
+        """Return these rows of hidden × weightᵀ; a weight that must be converted for it is converted in tiles."""
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)
@@ -669,15 +668,15 @@ class Tiles:
         return self.tempered(self.product(rows, columns))
 
     def tempered(self, x: Tensor) -> Tensor:
-        """Divide `x` (products, or gradients of logits) by the temperature, in place."""
+        """Divide `x` (products, or gradients of logits) by the temperature, in place; return it."""
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a · b, for two factors."""
+        """Return a · b in the accumulation type, for two results of `factor`."""
         return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a · b."""
+        """Compute total += a · b, for two results of `factor`."""
         if total.is_cpu:
             total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
         elif total.dtype == a.dtype:
@@ -689,7 +688,7 @@ class Tiles:
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shard's log Σ exp x [T], its targets' logits (0 if on another rank) [T, K], and its entropy [T] or 0.
+    """Return the shard's log Σ exp x [T], the targets' logits [T, K] (0 if in another shard), and the entropy [T] or 0.
 
     Args:
         local: the targets' columns in the shard, [T, K], contiguous.
@@ -704,7 +703,7 @@ def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[T
 
 
 def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add a tile of products to running sums, by torch operations."""
+    """Add a tile `x` of products to the running sums `sums`, by torch operations."""
     tiles.tempered(x)
     sums.picked.add_(_at_targets(x, local - first_column))
     peak = torch.maximum(sums.peak, x.amax(dim=1))
@@ -724,7 +723,7 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient of a tile of products, by torch operations."""
+    """Return the gradient of a tile `x` of products, by torch operations."""
     tiles.tempered(x)
     logprob_gradient(x, tokens.lse, tokens.entropy, tokens.of_lse, tokens.of_entropy, out=x)
     _add_at_targets(x, tokens.local - first_column, tokens.of_targets)
@@ -735,21 +734,21 @@ TORCH_STEPS = TileSteps(add_tile, tile_gradient)
 
 
 def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
-    """Return x[t, columns[t, k]], [T, K]; 0 for columns outside of the tile."""
+    """Return x[t, columns[t, k]] for all t and k, [T, K]; 0 for columns outside of the tile `x`."""
     inside = (columns >= 0) & (columns < x.shape[1])
     return torch.where(inside, x.gather(1, columns.clamp(0, x.shape[1] - 1)), 0)
 
 
 def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Compute x[t, columns[t, k]] += values[t, k] for columns in the tile."""
+    """Compute x[t, columns[t, k]] += values[t, k] for all columns inside the tile `x`."""
     inside = (columns >= 0) & (columns < x.shape[1])
     x.scatter_add_(1, columns.clamp(0, x.shape[1] - 1), torch.where(inside, values, 0))
 
 
 class HeadGradients:
-    """Gradients of hidden states and LM head, accumulated from gradients of tiles of logits.
+    """Accumulates the gradients of hidden states and LM head from gradients of tiles of logits.
 
-    The LM head's gradient is added to Megatron's `main_grad`, in that tensor's precision, if it exists.
+    If the LM head has a `main_grad` of Megatron's, its gradient is added to it, in the precision of `main_grad`.
     """
 
     def __init__(self, tiles: Tiles, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> None:
@@ -760,10 +759,10 @@ class HeadGradients:
         self._own = torch.zeros_like(weight, dtype=tiles.dtype) if own else None
 
     def add(self, rows: slice, columns: slice | Tensor, grad: Tensor) -> None:
-        """Add the gradient of a tile.
+        """Add the contribution of a tile of logits.
 
         Args:
-            grad: gradient of this tile of hidden × weightᵀ.
+            grad: gradient of these rows and columns of hidden × weightᵀ.
         """
         tiles = self.tiles
         grad = tiles.factor(grad)
@@ -785,11 +784,11 @@ class HeadGradients:
         return hidden, None if self._own is None else self._own.to(self.weight.dtype)
 
     def _stand_in(self) -> Tensor:
-        """Return a gradient without new memory for a parameter whose `main_grad` already holds the gradient.
+        """Return a gradient that takes no memory, for a weight whose real gradient is already in its `main_grad`.
 
-        Megatron's hook must fire. It discards the gradient, so the weight itself is returned as its gradient. If the
-        weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses: zeros are returned.
-        Zeros are returned too if there is no such hook, because other code could write to the gradient.
+        Autograd needs a gradient to call Megatron's hook, which then discards it: the weight itself is returned as its
+        gradient. If the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so
+        zeros are returned. Without a hook, zeros are returned too, because other code could add to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

@@ -1,4 +1,4 @@
-"""Functions with the reference library's names for log-probabilities of sharded logits.
+"""Log-probabilities of sharded logits, by functions that have the reference library's names.
 
 They call this package's own functions. Gradients follow `gather_context_parallel`: they are summed over
 context-parallel ranks. If every rank computes the whole loss, divide it by the number of ranks.
@@ -35,12 +35,12 @@ def from_parallel_logits_to_logprobs(
     Args:
         vocab_parallel_logits: [B, S' / CP, V / TP], zigzag tokens over `cp_group`; S' ≥ S.
         target: the unshifted tokens.
-        vocab_start_index: first of this rank's columns of the vocabulary.
-        vocab_end_index: end of these columns.
+        vocab_start_index: first token id of this rank's shard of the vocabulary.
+        vocab_end_index: token id after the shard's last one.
         inference_only: compute no gradient.
 
     Raises:
-        ContractError: shapes or columns do not fit the groups.
+        ContractError: a shape, or the shard's token ids, do not fit the sizes of the groups.
     """
     rank = _rank_of_columns(vocab_parallel_logits, vocab_start_index, vocab_end_index)
     rows, width = target.shape
@@ -70,10 +70,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     Args:
         vocab_parallel_logits: [1, T / CP, V / TP].
         target: [1, T] the unshifted tokens of the whole pack.
-        cu_seqlens_padded: cumulative lengths [N + 1] in the pack.
+        cu_seqlens_padded: cumulative lengths [N + 1] of the padded sequences.
 
     Raises:
-        ContractError: the columns do not fit the group.
+        ContractError: the shard's token ids do not fit the size of the group.
     """
     rank = _rank_of_columns(vocab_parallel_logits, vocab_start_index, vocab_end_index)
     layout = PackLayout.from_cu_seqlens(cu_seqlens_padded, None, target.shape[1], group_size(cp_group))
@@ -86,7 +86,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 def allgather_cp_sharded_tensor(
     tensor: Shaped[Tensor, "*local"], cp_group: ProcessGroup | None, seq_dim: int = 1
 ) -> Shaped[Tensor, "*whole"]:
-    """Join zigzag shares of one sequence (dimension `seq_dim`); the result is the same on every rank."""
+    """Gather the zigzag shares of a sequence from all ranks and join them along `seq_dim`, in the sequence's order."""
     if group_size(cp_group) == 1:
         return tensor
     if tensor.shape[seq_dim] % 2:
@@ -111,7 +111,7 @@ def _get_tokens_on_this_cp_rank(
 
 
 def _rank_of_columns(logits: Tensor, start: int, end: int) -> int:
-    """Return the index of the vocabulary shard with these columns."""
+    """Return the index of the vocabulary shard that has the token ids from `start` to `end` − 1."""
     size = logits.shape[-1]
     if end - start != size or start % size:
         raise ContractError(f"columns {start} … {end} are not a shard of {size} logits")

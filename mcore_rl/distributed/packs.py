@@ -1,7 +1,7 @@
 """Packs of sequences: the position of every token, shared prefixes, zigzag context parallelism, positions with loss.
 
-A pack is one row of T tokens with N sequences. Each sequence is right-padded to a multiple that the parallel layout
-needs. Packing, labels, log-probabilities and losses all index through the layout.
+A pack is one row of T tokens that contains N sequences. Each sequence is right-padded to a multiple that the parallel
+layout requires. Packing, labels, log-probabilities and losses all get their indices from the `PackLayout`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Lengths of a pack and the index tensors derived from them (all on the CPU, int64).
+    """The lengths of a pack's sequences, and index tensors derived from them (all on the CPU, int64).
+
+    A pack consists of segments: the padded sequences and, if T is larger than their sum, a tail of padding.
 
     Args:
         lengths: lengths of the N sequences without padding, in tokens.
@@ -60,7 +62,7 @@ class PackLayout:
 
     @classmethod
     def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
-        """Return a layout of consecutive sequences, each padded to a multiple of `multiple`; T is `total` if given."""
+        """Return the layout of sequences that are each padded to a multiple of `multiple`; T is `total` if given."""
         padded = tuple(round_up(n, multiple) for n in lengths)
         return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
 
@@ -77,9 +79,10 @@ class PackLayout:
         total: int,
         cp_size: int = 1,
     ) -> PackLayout:
-        """Return the layout that has these cumulative lengths [N + 1], which are copied to the host once.
+        """Return the layout of a pack of `total` tokens with these cumulative lengths [N + 1] of its sequences.
 
-        `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may include the pack's tail.
+        The lengths are copied to the host once. `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may
+        include the pack's tail.
         """
         true = cu_seqlens.diff().tolist()
         padded = true if cu_seqlens_padded is None else cu_seqlens_padded.diff().tolist()
@@ -99,12 +102,12 @@ class PackLayout:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each row, without padding, including a prefix that it shares with other rows."""
+        """Number of tokens of each row without padding; a prefix that the row shares with other rows is included."""
         return self.lengths
 
     @cached_property
     def starts(self) -> Int[Tensor, " rows"]:
-        """First pack position of each sequence, [N]."""
+        """Pack position of the first token of each sequence, [N]."""
         return _exclusive_cumsum(self.padded_lengths)
 
     @cached_property
@@ -114,7 +117,7 @@ class PackLayout:
 
     @cached_property
     def cu_seqlens_padded(self) -> Int[Tensor, " boundaries"]:
-        """Cumulative lengths of all segments, including the tail, int32; the last is T."""
+        """Cumulative lengths of all segments, including the tail, int32; the last entry is T."""
         return torch.tensor((0, *self.segment_lengths)).cumsum(0).int()
 
     @cached_property
@@ -143,26 +146,29 @@ class PackLayout:
 
     @cached_property
     def gather_order(self) -> Int[Tensor, " tokens"]:
-        """Index [T] that converts the ranks' concatenated local tokens to pack order."""
+        """Index [T] that puts the local tokens of all context-parallel ranks, concatenated by rank, into pack order."""
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
 
     @cached_property
     def predictor(self) -> Int[Tensor, " tokens"]:
-        """Pack position whose hidden state predicts each token, [T]; −1 for first tokens and padding."""
+        """For each token, the pack position whose hidden state predicts it, [T]; −1 for first tokens and padding."""
         return torch.where(self._is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
 
     def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
-        """Return the pack position of token (row, column), 0 if it does not exist, and a mask of existing tokens."""
+        """Return [N, width] pack positions of the tokens of all rows, and a mask of the tokens that exist.
+
+        Entry (row, column) is the position of the row's token number `column`; 0 if the row has fewer tokens.
+        """
         column = torch.arange(width)
         valid = column[None] < torch.tensor(self.lengths, dtype=torch.long)[:, None]
         return torch.where(valid, self.starts[:, None] + column[None], 0), valid
 
     def visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Int[Tensor, " keys"]]:
-        """Return the keys that the queries of context-parallel rank `cp_rank` see, computed once for all layers.
+        """Return which keys the queries of context-parallel rank `cp_rank` attend to; computed once for all layers.
 
         Returns:
-            The number of queries in each of the rank's chunks. The number of keys that each chunk may see; the last of
-            them are the keys of the chunk's own tokens. The pack positions of all these keys, chunk after chunk.
+            The number of queries in each chunk of this rank. The number of keys that each chunk attends to; the last of
+            these are the keys of the chunk's own tokens. The pack positions of these keys, chunk after chunk.
         """
         made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
         if cp_rank not in made:
@@ -189,7 +195,7 @@ class PackLayout:
         return torch.zeros(0, dtype=torch.long)
 
     def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
-        """Convert [N, S] right-padded rows to [T]; padding of the pack gets the value `fill`."""
+        """Convert right-padded rows [N, S] to a pack [T], whose padding gets the value `fill`."""
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
         values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
@@ -212,19 +218,20 @@ class PackLayout:
         return self.offsets + 1 < lengths[self._segment_of]
 
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
-        """Return `packed` [T] shifted left inside each sequence: entry p is the value of the token that p predicts.
+        """Return `packed` [T] shifted left by one inside each sequence.
 
-        Positions without a target have the value of position 0; see `has_target`.
+        Entry p is then the value of the token that position p predicts. Positions that predict no token (see
+        `has_target`) have the value of position 0.
         """
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
         return packed[platform.sent(index, packed.device)]
 
     def next_token_index(self, width: int) -> tuple[Int[Tensor, "rows predicted"], Bool[Tensor, "rows predicted"]]:
-        """Return the positions of the predictions of each row's tokens 1 … width − 1.
+        """Return the pack positions that predict tokens 1 … width − 1 of each row.
 
         Returns:
-            index [N, width − 1]: pack position that predicts token (row, column + 1), 0 if there is none.
-            valid [N, width − 1]: True where the row has that token.
+            index [N, width − 1]: pack position that predicts token `column + 1` of the row; 0 if there is no token.
+            valid [N, width − 1]: True where the row has this token.
         """
         column = torch.arange(max(width - 1, 0))
         valid = column[None] + 1 < torch.tensor(self.lengths, dtype=torch.long)[:, None]
@@ -233,7 +240,10 @@ class PackLayout:
     def unpack_next_token(
         self, packed: Shaped[Tensor, " tokens"], width: int, fill: float | int = 0.0
     ) -> Shaped[Tensor, "rows predicted"]:
-        """Convert per-position values [T] (entry p scores the token after p) to [N, width − 1] rows."""
+        """Convert next-token values [T], whose entry p scores the token after position p, to rows [N, width − 1].
+
+        Entries without a token get the value `fill`.
+        """
         index, valid = self.next_token_index(width)
         rows = packed[platform.sent(index, packed.device)]
         return torch.where(platform.sent(valid, packed.device), rows, torch.as_tensor(fill, dtype=packed.dtype))
@@ -246,11 +256,11 @@ def _exclusive_cumsum(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """A tree of the rows' shared prefixes.
+    """One or more trees of segments of tokens. A path from a root is a row; rows share the segments of equal prefixes.
 
     lengths: number of tokens in each segment, depth first: a segment is followed by all its descendants.
-    parents: index of the segment that each segment continues, −1 for none.
-    ends: each row's last segment.
+    parents: for each segment, the index of the segment before it on the path; −1 for a root.
+    ends: for each row, the index of the last segment on its path.
     """
 
     lengths: tuple[int, ...]
@@ -259,14 +269,18 @@ class PrefixTree:
 
     @classmethod
     def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
-        """Build the tree of rows [N, S] of these lengths; prefixes of fewer than `min_shared` tokens are not shared."""
+        """Build the tree of the rows `input_ids` [N, S]; segments of fewer than `min_shared` tokens are not shared.
+
+        Args:
+            lengths: number of tokens of each row without padding.
+        """
         tree = _Growing(input_ids, list(lengths), min_shared)
         tree.grow(list(range(len(lengths))), 0, -1)
         return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))
 
     @classmethod
     def forest(cls, trees: Sequence[PrefixTree]) -> PrefixTree:
-        """Return the concatenation of several trees and their rows."""
+        """Return one object with the segments and rows of all `trees`, one tree after the other."""
         lengths: list[int] = []
         parents: list[int] = []
         ends: list[int] = []
@@ -282,7 +296,7 @@ class PrefixTree:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each segment, the number of tokens in all of its ancestors."""
+        """For each segment, the number of tokens that precede it on the path from the root."""
         counts: list[int] = []
         for parent in self.parents:
             counts.append(counts[parent] + self.lengths[parent] if parent >= 0 else 0)
@@ -297,7 +311,7 @@ class PrefixTree:
 
 
 class _Growing:
-    """A radix tree of rows that grows segment by segment."""
+    """Builder of a `PrefixTree`, which adds segment after segment."""
 
     def __init__(self, input_ids: Tensor, lengths: list[int], min_shared: int) -> None:
         self.input_ids, self.row_lengths, self.min_shared = input_ids, lengths, max(min_shared, 1)
@@ -306,7 +320,10 @@ class _Growing:
         self.ends = [-1] * len(lengths)
 
     def grow(self, rows: list[int], depth: int, parent: int) -> None:
-        """Add segments for the tokens of `rows` from column `depth` on; the rows' tokens before it are equal."""
+        """Add segments below segment `parent` for the tokens of `rows` from column `depth` on.
+
+        The tokens of all `rows` before that column are equal.
+        """
         common = self._common(rows, depth)
         ended = [row for row in rows if self.row_lengths[row] == common]
         branches: dict[int, list[int]] = {}
@@ -325,7 +342,7 @@ class _Growing:
             self.grow(group, common, segment)
 
     def _common(self, rows: list[int], depth: int) -> int:
-        """Return the length up to which all rows are equal."""
+        """Return the number of leading tokens in which all `rows` are equal; it is at least `depth`."""
         limit = min(self.row_lengths[row] for row in rows)
         same = (self.input_ids[rows, depth:limit] == self.input_ids[rows[0], depth:limit]).all(0)
         return depth + int(same.long().cumprod(0).sum())
@@ -342,13 +359,16 @@ class _Growing:
 
 @dataclass(frozen=True)
 class PrefixLayout(PackLayout):
-    """A pack whose segments are the segments of `tree`, in the tree's order; its N rows are the tree's rows."""
+    """Layout of a pack with shared prefixes: its segments are the segments of `tree`, in the tree's order.
+
+    The N rows are the rows of the tree; a prefix that several rows share is only once in the pack.
+    """
 
     tree: PrefixTree = PrefixTree((), (), ())
 
     @classmethod
     def of(cls, tree: PrefixTree, cp_size: int, multiple: int, total: int | None = None) -> PrefixLayout:
-        """Return the layout of `tree` with each segment padded to a multiple of `multiple`; T is `total` if given."""
+        """Return the layout of `tree`, each segment padded to a multiple of `multiple`; T is `total` if given."""
         padded = tuple(round_up(n, multiple) for n in tree.lengths)
         return cls(tree.lengths, padded, sum(padded) if total is None else total, cp_size, tree)
 
@@ -366,7 +386,7 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        """For each token, a row that contains it and its column; of rows that share the token, any one is right."""
+        """For each token, its column and a row that contains it; if several rows share the token, any of them."""
         row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
         for row, end in enumerate(self.tree.ends):
             row_of[self.tree.path(end)] = row
@@ -400,7 +420,7 @@ class PrefixLayout(PackLayout):
 def slice_context_parallel(
     packed: Shaped[Tensor, tokens * rest], layout: PackLayout, cp_rank: int
 ) -> Shaped[Tensor, local_tokens * rest]:
-    """Convert [T, …] in pack order to [T / CP, …], this rank's zigzag share."""
+    """Return rank `cp_rank`'s zigzag share [T / CP, …] of `packed` [T, …], which is in pack order."""
     if layout.cp_size == 1:
         return packed
     return packed[platform.sent(layout.local_positions(cp_rank), packed.device)]
@@ -409,12 +429,12 @@ def slice_context_parallel(
 def gather_context_parallel(
     local: Shaped[Tensor, local_tokens * rest], layout: PackLayout, group: ProcessGroup | None
 ) -> Shaped[Tensor, tokens * rest]:
-    """Gather [T / CP, …] zigzag shares into [T, …] in pack order on every rank.
+    """Gather the zigzag shares [T / CP, …] of all ranks; every rank gets [T, …] in pack order.
 
-    The forward pass all-gathers. The backward pass sums all ranks' gradients of each rank's own rows (reduce-scatter),
-    because every rank computes with a copy of them. If all ranks compute the same loss from the gathered rows and
-    gradients of parameters are then summed over the ranks, the loss counts CP times: the caller must divide it by CP,
-    once. Every public function with a `context_parallel_group` follows this rule.
+    The forward pass is an all-gather. The backward pass is a reduce-scatter: every rank computes with a copy of each
+    row, so the row's gradients are summed over all ranks. If all ranks compute the same loss from the gathered rows,
+    and gradients of parameters are then summed over the ranks, the loss counts CP times: the caller must divide it by
+    CP, once. Every public function with a `context_parallel_group` follows this rule.
     """
     if group_size(group) == 1:
         return local
@@ -424,15 +444,15 @@ def gather_context_parallel(
 
 @dataclass(frozen=True)
 class LossPositions:
-    """The positions of one context-parallel rank that the loss counts.
+    """The positions of a pack on one context-parallel rank that predict a token that the loss counts (mask 1).
 
-    There are n ≥ 1 positions, so that collectives match: a rank without such positions has a dummy position. All
-    tensors are on the host until `on` moves them.
+    There are n ≥ 1 positions: a rank without such positions has a dummy position, so that all ranks call the same
+    collectives. All tensors are on the host until `on` moves them.
 
     layout: layout of the pack.
-    index, counted: [N, S − 1]; pack positions of the tokens that rows predict, and whether they count.
-    tokens: [n] pack positions of counted tokens whose predictor is on this rank.
-    predictors: [n] indices of these predictors in this rank's hidden states.
+    index, counted: [N, S − 1]; the pack position of each row's tokens 1 … S − 1, and whether the loss counts the token.
+    tokens: [n] pack positions of the counted tokens that this rank predicts.
+    predictors: [n] index, in this rank's hidden states, of the position that predicts each of these tokens.
     is_dummy: whether the only position is a dummy.
     """
 
@@ -445,7 +465,7 @@ class LossPositions:
 
     @classmethod
     def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> LossPositions:
-        """Return the positions that `mask` [N, S − 1] counts."""
+        """Return the positions of rank `cp_rank` that predict a token where `mask` [N, S − 1] is positive."""
         index, there = layout.token_table(mask.shape[1] + 1)
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
         wanted = torch.zeros(layout.total, dtype=torch.bool)  # the pack positions of predicted tokens
@@ -459,26 +479,35 @@ class LossPositions:
         return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
 
     def on(self, device: torch.device, *others: Tensor) -> tuple[LossPositions, list[Tensor]]:
-        """Return the positions with tensors on `device`, and `others` moved there too, all with one copy."""
+        """Return a copy of this object with its tensors on `device`, and the tensors `others` on `device`.
+
+        All tensors are copied together.
+        """
         own = self.index, self.counted, self.tokens, self.predictors
         index, counted, tokens, predictors, *there = platform.sent_together((*own, *others), device)
         return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
-        """Return the predictors' hidden states; zeros with a gradient for a dummy, even if `hidden` has NaN."""
+        """Return the hidden states that predict the tokens. For a dummy position: zeros, even if `hidden` has NaN."""
         picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 
     def targets(self, input_ids: Int[Tensor, "rows seq"]) -> Int[Tensor, " n"]:
-        """Return the tokens that are predicted; all tensors are on the host."""
+        """Return the ids of the predicted tokens. Call it while all tensors are on the host."""
         return self.layout.pack_rows(input_ids)[self.tokens]
 
     def inputs(self) -> Int[Tensor, " n"]:
-        """Return the predictors' indices in the flattened rows [N·S]; all tensors are on the host."""
+        """Return, for each predicted token, the index in the flattened rows [N·S] of the token that predicts it.
+
+        Call it while all tensors are on the host.
+        """
         return self._in_rows(self.layout.predictor[self.tokens].clamp(min=0))
 
     def outputs(self) -> Int[Tensor, " n"]:
-        """Return the predicted tokens' indices in the flattened rows [N·S]; all tensors are on the host."""
+        """Return the index of each predicted token in the flattened rows [N·S].
+
+        Call it while all tensors are on the host.
+        """
         return self._in_rows(self.tokens)
 
     def _in_rows(self, positions: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
@@ -491,9 +520,10 @@ class LossPositions:
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
     ) -> Float[Tensor, rows * predicted_and_rest]:
-        """Convert [n, …] to [N, S − 1, …], complete on every context-parallel rank; 0 where no token counts.
+        """Convert values [n, …] of this rank's positions to [N, S − 1, …] with the values of all ranks' positions.
 
-        Forward and backward are an all-reduce (see `gather_context_parallel` for the consequence for the loss).
+        Tokens that do not count get 0. The forward and the backward pass are an all-reduce over the context-parallel
+        ranks (see `gather_context_parallel` for the consequence for the loss).
         """
         values = values * 0 if self.is_dummy else values
         packed = values.new_zeros(self.layout.total, *values.shape[1:])

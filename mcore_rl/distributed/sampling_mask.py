@@ -21,7 +21,7 @@ from mcore_rl.distributed.logprobs import Tile
 class KeptTokens:
     """The tokens that the sampler kept at each position of a sequence, on the host.
 
-    counts: number of kept tokens of each position; 0 for tokens that were not sampled.
+    counts: number of kept tokens at each position; 0 at positions whose token was not sampled.
     ids: the kept tokens, position after position.
     """
 
@@ -30,18 +30,18 @@ class KeptTokens:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return the kept tokens in `lists`, one list for each position."""
+        """Return an object with the kept tokens that `lists` has, one list for each position."""
         counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
         return cls(counts, torch.tensor([token for ids in lists for token in ids], dtype=torch.int32))
 
     @classmethod
     def of_table(cls, table: Int[Tensor, "positions most"]) -> KeptTokens:
-        """Return the kept tokens in the rows of `table`, one row for each position; −1 means no token."""
+        """Return an object with the kept tokens that `table` has, one row for each position; −1 means no token."""
         return cls((table >= 0).sum(1, dtype=torch.int32), table[table >= 0].int())
 
     @classmethod
     def none(cls, positions: int) -> KeptTokens:
-        """Return an object for this number of positions, all without kept tokens."""
+        """Return an object with this number of positions, none of which has kept tokens."""
         return cls(torch.zeros(positions, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class KeptTokens:
         return KeptTokens(torch.cat((self.counts, other.counts)), torch.cat((self.ids, other.ids)))
 
     def split(self, lengths: Sequence[int]) -> list[KeptTokens]:
-        """Return the kept tokens of consecutive sequences with these numbers of positions."""
+        """Split into consecutive sequences with these numbers of positions."""
         counts = self.counts.split(list(lengths))
         ids = self.ids.split([int(part.sum()) for part in counts])
         return [KeptTokens(*part) for part in zip(counts, ids, strict=True)]
@@ -79,12 +79,12 @@ class KeptTokens:
 def kept_tiles(
     kept: KeptTokens, targets: Int[Tensor, " positions"], first_column: int, columns: int, shape: tuple[int, int]
 ) -> Iterator[Tile]:
-    """Yield the tiles of this shard's part of the kept tokens, on the host.
+    """Yield tiles, on the host, that cover the kept tokens in this rank's shard of the vocabulary.
 
     Args:
-        targets: the sampled tokens.
+        targets: the sampled token of each position.
         first_column, columns: first token id of the shard, and number of its token ids.
-        shape: the largest number of rows and columns of a tile.
+        shape: maximum numbers of rows and columns of a tile.
     """
     rows = torch.arange(len(kept)).repeat_interleave(kept.counts.long())
     ids = kept.ids.long() - first_column

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ParallelDimension:
-    """A dimension of parallelism. `group` is None if it was never built (size 1)."""
+    """A dimension of parallelism, as this process sees it. `group` is None if no process group was created (size 1)."""
 
     rank: int = 0
     size: int = 1
@@ -21,14 +21,14 @@ class ParallelDimension:
         return cls(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
 
     def part_of(self, items: range) -> range:
-        """Return this rank's part of consecutive items that are divided evenly; it may be empty."""
+        """Divide `items` evenly among the ranks; return this rank's consecutive items, of which there may be none."""
         first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
         return items[first:end]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks, sizes and groups of this process."""
+    """This process's rank in each dimension of parallelism, with the dimension's size and process group."""
 
     tensor: ParallelDimension = ParallelDimension()
     pipeline: ParallelDimension = ParallelDimension()

@@ -1,7 +1,8 @@
 """The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels: one pass over a tile each.
 
-Matrix products stay those of torch. A program computes one row, or a part of one. It uses no atomics and no autotuning,
-which would change the order of sums: the same inputs give the same bits. No gradient is left out for being small.
+Matrix products are computed by torch. A program of a kernel computes a row or a part of a row. The kernels use neither
+atomics nor autotuning, which would change the order of sums: the same inputs give the same bits. Small gradients are
+computed too.
 """
 
 # mypy: disallow_untyped_defs=False
@@ -59,7 +60,7 @@ def gradient_kernel(
     products, out, local, of_targets, of_lse, of_entropy, lses, entropies, columns, first_column, K,
     inverse_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a part of one row (see `logprob_gradient`); exactly 0 in rows that the loss does not use.
+    """Write the gradient of a part of a row (see `logprob_gradient`). It is exactly 0 if the loss does not use the row.
 
     `out` may be `products`.
     """
@@ -84,7 +85,7 @@ def gradient_kernel(
 
 
 def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add a tile of products to running sums."""
+    """Add a tile `x` of products to the running sums `sums`, by `add_kernel`."""
     add_kernel[(len(x),)](
         x, local, *sums, x.shape[1], first_column, local.shape[1], 1 / tiles.temperature,
         ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
@@ -92,7 +93,7 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient of a tile of products, in `Tiles.factor_dtype`."""
+    """Return the gradient of a tile `x` of products, in `Tiles.factor_dtype`, by `gradient_kernel`."""
     out = x if tiles.factor_dtype == x.dtype else torch.empty_like(x, dtype=tiles.factor_dtype)
     with_entropy = tokens.of_entropy is not None
     gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](

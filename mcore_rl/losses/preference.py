@@ -610,8 +610,8 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 class WeightedDPOLossFn(DPOLossFn):
     """`DPOLossFn` with pairs weighted by how likely the policy is to produce both responses.
 
-    This is WPO (arXiv:2406.11827, eq. 2). A token's weight is p / Σ p². It is computed from two log-probabilities: with all logits doubled, the
-    token's probability is p² / Σ p². A policy calls `from_hidden_states`.
+    This is WPO (arXiv:2406.11827, eq. 2). A token's weight is p / Σ p². It is computed from two log-probabilities:
+    with all logits doubled, the token's probability is p² / Σ p². A policy calls `from_hidden_states`.
     """
 
     takes_hidden_states = True

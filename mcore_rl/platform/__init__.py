@@ -1,9 +1,9 @@
 """The device under Megatron: CUDA with NCCL, the CPU with gloo, or a simulated device with shapes and no memory.
 
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
-program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU the call
-only selects the device. Without a GPU it installs the functions of `cpu.py`, which serve those calls. No other file of
-the package uses `torch.cuda`.
+program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, this only
+selects the device. Without a GPU, it replaces the functions of `torch.cuda` that Megatron-Core calls by those of
+`cpu.py`. No other file of the package uses `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _simulates = False
 
 
 def has_gpu() -> bool:
-    """Return whether a CUDA device is used."""
+    """Return whether this process uses a GPU (a CUDA device)."""
     return torch.cuda.is_available() and not _simulates
 
 
@@ -42,14 +42,14 @@ def simulates() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of model and data."""
+    """Return the device on which the model and its data are: CUDA, CPU, or meta in a simulation."""
     if _simulates:
         return torch.device("meta")
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
 class DeviceConfig(Protocol):
-    """A configuration, or section of one, with values that depend on the device."""
+    """A configuration, or a section of one, in which some values (`auto`) depend on the device."""
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self: ...
 
@@ -63,7 +63,7 @@ TE_VERSIONS = (2, 9), (2, 12)
 
 @cache
 def te_problem() -> str | None:
-    """Return why Transformer Engine cannot be used, as a predicate such as "is not installed"; None if it can."""
+    """Return why Transformer Engine cannot be used, in words such as "is not installed"; None if it can be used."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:
@@ -81,17 +81,19 @@ def te_problem() -> str | None:
 
 
 def resolve(config: ConfigT) -> ConfigT:
-    """Return a configuration with each `auto` replaced by the choice for this device.
+    """Return `config` with each `auto` replaced by the value that is chosen for this device.
 
     Raises:
-        UserError: the configuration requires Transformer Engine, which cannot be used.
+        UserError: the configuration requires Transformer Engine, but it cannot be used.
     """
     return config.for_device(on_gpu=has_gpu() or _simulates, te_problem=te_problem(), simulates=_simulates)
 
 
 def fuses_weight_gradients() -> bool:
-    """Return whether Megatron's own linear layers can add weight gradients to the fp32 buffer in the matrix product
-    itself. This needs a kernel of apex."""
+    """Return whether Megatron's linear layers can fuse the product for a weight gradient with its sum in fp32.
+
+    The fused product adds directly to the fp32 buffer. This needs a kernel of apex.
+    """
     return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
@@ -101,13 +103,13 @@ def _has_triton() -> bool:
 
 
 def compiles(x: Tensor) -> bool:
-    """Return whether functions of this tensor's elements are compiled into kernels: on a GPU, with Triton."""
+    """Return whether elementwise functions of tensors like `x` are compiled: on a GPU, if Triton is installed."""
     return x.is_cuda and _has_triton()
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, an operation on tensors' elements, compiled into one kernel for all sizes.
+    """Return the elementwise `function` compiled into a single kernel for tensors of any size.
 
     The kernel does not round intermediate results to the inputs' precision.
     """
@@ -115,7 +117,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def device_id(of: torch.device | None = None) -> str:
-    """Return a name of the device that is the same in all processes: a GPU's UUID, or "cpu".
+    """Return a name that identifies the device in all processes: the UUID of a GPU, or "cpu".
 
     Args:
         of: the device; `device()` if None.
@@ -125,7 +127,7 @@ def device_id(of: torch.device | None = None) -> str:
 
 
 def device_index(of: torch.device) -> int:
-    """Return this process's index of a GPU; for a device without index, the index of the current GPU."""
+    """Return the index of the GPU `of` in this process; if `of` has no index, the index of the current GPU."""
     return torch.cuda.current_device() if of.index is None else of.index
 
 
@@ -136,26 +138,26 @@ def describe_gpus() -> list[str]:
 
 
 def synchronize(of: torch.device | None = None) -> None:
-    """Wait for all submitted work of a GPU (the current one if None); without a GPU, do nothing."""
+    """Wait until a GPU (the current one if `of` is None) has done all submitted work; without a GPU, do nothing."""
     if has_gpu():
         torch.cuda.synchronize(of)
 
 
 def synchronize_stream() -> None:
-    """Wait for the work of the current stream."""
+    """Wait until the GPU has done the work of the current stream; without a GPU, do nothing."""
     if has_gpu():
         torch.cuda.current_stream().synchronize()
 
 
 class Event(Protocol):
-    """A point in the sequence of the device's work."""
+    """A mark in the sequence of work that was submitted to the device."""
 
     def query(self) -> bool:
-        """Return whether the device has reached this point."""
+        """Return whether the device has done all work before the mark."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has reached this point."""
+        """Wait until the device has done all work before the mark."""
         ...
 
 
@@ -168,7 +170,7 @@ def record_event() -> Event:
 
 
 def random_state() -> torch.Tensor | None:
-    """Return the state of the GPU's generator; None without a GPU."""
+    """Return the state of the GPU's random number generator; None without a GPU."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
@@ -178,18 +180,20 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 def release_cached_memory() -> None:
-    """Return the allocator's unused memory to the device, for other processes."""
+    """Free the unused device memory that the allocator keeps, so that other processes can use it."""
     torch.cuda.empty_cache()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage, valid during its lifetime. An emptied or simulated storage has no
-    address that could serve as one."""
+    """Return a number that identifies a tensor's storage while the storage exists.
+
+    The storage's address cannot be used for this, because an emptied or simulated storage has none.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def page_lock(block: torch.Tensor) -> None:
-    """Page-lock a host tensor if there is a GPU. If that fails, copies are slower."""
+    """Page-lock the host tensor `block` if there is a GPU. If this fails, warn that copies are slower."""
     if not (has_gpu() and block.numel()):
         return
     cudart = torch.cuda.cudart()
@@ -213,18 +217,18 @@ def is_asynchronous() -> bool:
 
 
 def to_device(values: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """Copy numbers of the host (equally long lists, an array, a tensor) to the device without waiting."""
+    """Copy numbers (a list, lists of equal length, an array, a host tensor) to the device without waiting."""
     return sent(torch.as_tensor(values, dtype=dtype), device())
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to `device` without waiting, by way of page-locked memory."""
+    """Copy a host tensor to `device` without waiting for the device; on a GPU, through page-locked memory."""
     leaves_host = values.device.type == "cpu" and device.type == "cuda"
     return (values.pin_memory() if leaves_host else values).to(device, non_blocking=True)
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy host tensors to `device` as one block, because many small copies take longer than a large one."""
+    """Copy host tensors to `device` as one block, because many small copies take longer than a single large copy."""
     if device.type == "cpu":
         return list(tensors)
     block = torch.empty(bytes_for(tensors), dtype=torch.uint8, device="cpu")
@@ -234,7 +238,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 class HostCopy:
-    """A copy on the host of a tensor that no longer changes. The host does not wait for the device to start it."""
+    """A copy on the host of a tensor that does not change any more. The host waits only when the copy is read."""
 
     def __init__(self, of: torch.Tensor) -> None:
         self._event: Event | None = None
@@ -245,7 +249,7 @@ class HostCopy:
             self._host = torch.zeros(of.shape, dtype=of.dtype, device="cpu") if of.is_meta else of
 
     def read(self) -> torch.Tensor:
-        """Return the values (0 in a simulation); wait only for work that was submitted before the copy."""
+        """Return the copied tensor (zeros in a simulation). Wait for the copy, but not for work submitted after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
@@ -264,12 +268,13 @@ def is_initialized() -> bool:
 
 
 def initialize_platform(simulate: bool = False) -> None:
-    """Select the GPU of this process, or install the functions for the CPU or a simulated device. Idempotent.
+    """Select the GPU of this process, or install the functions for the CPU or a simulated device.
 
-    Call it at the start of a program; `mcore_rl.cli.entry_point.run_script` and the `mcore-rl` command do.
+    Call it at the start of a program, as `mcore_rl.cli.entry_point.run_script` and the `mcore-rl` command do. Further
+    calls do nothing.
 
     Raises:
-        RuntimeError: `megatron.core` was imported first (it binds some names at import).
+        RuntimeError: `megatron.core` has already been imported, and has bound some of the functions to replace.
     """
     global _installed, _simulates
     if _installed:
@@ -288,7 +293,7 @@ def initialize_platform(simulate: bool = False) -> None:
 
 
 def _hide(package: str) -> None:
-    """Make every later import of a package and of its modules fail."""
+    """Make every later import of `package`, or of one of its modules, fail."""
     hidden: Any = None
     for name in [package, *sys.modules]:
         if name.partition(".")[0] == package:
@@ -297,10 +302,10 @@ def _hide(package: str) -> None:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Context in which Megatron is imported. Without a GPU, Megatron's functions are not compiled.
+    """Context in which to import Megatron. Without a GPU, it prevents Megatron from compiling its functions.
 
-    Megatron marks functions for compilation when it is imported. Importing torch's compiler takes a third of a
-    program's starting time, and the compiled kernels would be for GPUs.
+    Megatron wraps functions in `torch.compile` when it is imported. The import of torch's compiler takes a third of a
+    program's starting time, and the compiled kernels are meant for GPUs.
     """
     if has_gpu():
         yield
@@ -324,10 +329,10 @@ DETERMINISTIC_ENVIRONMENT = {
 def make_deterministic() -> None:
     """Use only deterministic kernels from now on. Call it before anything runs on the device.
 
-    An operation without a deterministic kernel raises RuntimeError with its name when it is called.
+    A call of an operation that has no deterministic kernel then raises RuntimeError with the operation's name.
 
     Raises:
-        UserError: an environment variable contradicts the setting.
+        UserError: an environment variable has a value that allows kernels that are not deterministic.
     """
     for name, right in DETERMINISTIC_ENVIRONMENT.items():
         value = os.environ.setdefault(name, right[0])
@@ -337,9 +342,9 @@ def make_deterministic() -> None:
 
 
 def initialize_process_group(timeout: timedelta) -> None:
-    """Join the process group that torchrun described, or a group of one without torchrun.
+    """Join the process group that torchrun describes; without torchrun, create a group of this process alone.
 
-    `timeout` bounds every collective: a stuck one raises instead of hanging.
+    A collective that takes longer than `timeout` raises an error instead of hanging.
 
     Raises:
         UserError: some processes did not join within `timeout`, or another program listens on MASTER_PORT.
@@ -361,7 +366,7 @@ def initialize_process_group(timeout: timedelta) -> None:
 
 
 def _group_options(timeout: timedelta) -> dict[str, Any]:
-    """Return the arguments of `init_process_group`."""
+    """Return the arguments to pass to `torch.distributed.init_process_group`."""
     kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
     if has_gpu():
         kwargs["device_id"] = device()
@@ -386,17 +391,21 @@ ALIGNMENT = 64
 
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:
-    """Return the size in bytes of a block that holds the tensors."""
+    """Return the size, in bytes, of a block that can contain all `tensors`, each aligned to `ALIGNMENT`."""
     return sum(map(_room, tensors))
 
 
 def offsets_of(tensors: Sequence[Tensor], start: int = 0) -> list[int]:
-    """Return the byte offset of each tensor in a block that contains the tensors from byte `start` on."""
+    """Return each tensor's offset, in bytes, in a block in which `tensors` follow one another from byte `start` on."""
     return list(accumulate(map(_room, tensors[:-1]), initial=start))[: len(tensors)]
 
 
 def views_of(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a block (uint8, at least `bytes_for` long) with the shapes and dtypes of `tensors`."""
+    """Return a view of `block` for each of the `tensors`, with its shape and dtype.
+
+    Args:
+        block: uint8, at least `bytes_for(tensors)` long.
+    """
     parts = block[: bytes_for(tensors)].split([_room(tensor) for tensor in tensors])
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)

@@ -1,10 +1,10 @@
-"""What processes without a GPU use: replacements for functions of `torch.cuda`, and products by oneDNN.
+"""For processes without a GPU: replacements for functions of `torch.cuda`, and matrix products by oneDNN.
 
-Megatron-Core calls the functions of `torch.cuda`, on the CPU and on a simulated device.
+Megatron-Core calls functions of `torch.cuda` even on the CPU and on a simulated device.
 
-torch computes products of float32 matrices by MKL, which does not use AVX-512 on AMD's processors. oneDNN does, and
-takes 0.4 to 0.6 of the time there (docs/benchmarks.md). torch has no setting for it, so this module replaces the kernel
-of `aten::mm`, through which the linear layers, the LM head and their gradients go, for the whole process.
+torch computes products of float32 matrices with MKL, which does not use AVX-512 on AMD's processors. oneDNN uses it,
+and takes only 0.4 to 0.6 of the time there (docs/benchmarks.md). torch has no setting that selects oneDNN. This module
+therefore replaces the kernel of `aten::mm` for the whole process; linear layers, LM head and their gradients use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Generators:
 
 
 class Inert:
-    """A stream or event without effect: CPU work is synchronous, so there is nothing to order or wait for."""
+    """Replacement for a CUDA stream or event that does nothing: work on the CPU is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -56,7 +56,7 @@ def _is_cuda(value: object) -> bool:
 
 
 def _on(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `factory` with device="cuda" replaced by `device` and without page-locking."""
+    """Wrap `factory`, which creates tensors: replace the argument device="cuda" by `device`, and drop `pin_memory`."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
@@ -70,7 +70,7 @@ def _on(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., T
 
 
 def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an all-gather for parts of unequal sizes, which gloo's all-gather rejects."""
+    """Wrap `all_gather` so that it accepts parts of unequal sizes, which gloo rejects."""
 
     @functools.wraps(all_gather)
     def wrapper(outputs: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -87,7 +87,10 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reduce-scatter (sum) for parts of unequal sizes, which gloo rejects; Megatron uses only sums."""
+    """Return a replacement of `reduce_scatter` that accepts parts of unequal sizes, which gloo rejects.
+
+    It only sums, because Megatron uses no other operation.
+    """
 
     @functools.wraps(reduce_scatter)
     def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
@@ -99,7 +102,7 @@ def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an all-to-all that accepts tensors as split sizes: Megatron converts them to lists only on a GPU."""
+    """Wrap `all_to_all_single` so that split sizes may be tensors; Megatron converts them to lists only on a GPU."""
 
     @functools.wraps(all_to_all_single)
     def wrapper(output: Tensor, input: Tensor, **kwargs: Any) -> Any:
@@ -112,7 +115,10 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 
 def install_stand_ins(device: torch.device) -> None:
-    """Replace the CUDA functions that Megatron-Core uses by functions on `device`. A comment explains each group."""
+    """Replace the CUDA functions that Megatron-Core calls by functions that work on `device`.
+
+    A comment explains each group of functions.
+    """
     cuda: Any = torch.cuda
 
     # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
@@ -165,16 +171,16 @@ def install_stand_ins(device: torch.device) -> None:
 
 
 SMALLEST = 2**22
-"""The fewest multiplications for which oneDNN is called; below, the call itself takes longer than the product."""
+"""Least number of multiplications for which oneDNN is called; for fewer, the call takes longer than the product."""
 BLOCKS = (512, 256)
-"""Numbers of tokens that are multiplied at a time; a rest is filled up to the next power of 2. oneDNN compiles code for
-each shape and keeps it (0.3 to 0.6 MB), and packs have any number of tokens."""
+"""Numbers of tokens that are multiplied at a time; a smaller rest is padded to the next power of 2. oneDNN compiles
+code for each shape and keeps it (0.3 to 0.6 MB), and the number of tokens in a pack varies."""
 
 _kernels: list[torch.library.Library] = []
 
 
 def install_products() -> None:
-    """Use oneDNN for float32 products of this process, if torch has it. Idempotent."""
+    """From now on, compute this process's float32 products with oneDNN, if torch has it. Further calls do nothing."""
     if _kernels or not torch.backends.mkldnn.is_available():
         return
     _kernels.append(torch.library.Library("aten", "IMPL"))
@@ -185,7 +191,7 @@ def install_products() -> None:
 
 @contextlib.contextmanager
 def kernel_of_torch() -> Iterator[None]:
-    """Compute products inside the context with torch's own kernel, as without this package; for comparisons."""
+    """Context in which products are computed by torch's own kernel instead of oneDNN, for comparisons."""
     while _kernels:
         _kernels.pop()._destroy()
     try:
@@ -195,7 +201,7 @@ def kernel_of_torch() -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` of float32 tensors by oneDNN, for any number of tokens, without gradient."""
+    """Compute `F.linear` of float32 tensors with oneDNN, for any number of tokens, without gradient."""
     y = _rows_times(x.flatten(0, -2), weight, bias)
     return y.unflatten(0, x.shape[:-1])
 
@@ -209,7 +215,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weightᵀ + bias for the rows x of tokens."""
+    """Return x · weightᵀ + bias, computed in blocks of the rows of `x` (tokens)."""
     blocks = list(_blocks(len(x)))
     parts = (_onednn(_filled(x[rows], size), weight, bias)[: rows.stop - rows.start] for rows, size in blocks)
     if len(blocks) == 1:
@@ -221,7 +227,7 @@ def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _sum_over_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Return xᵀ · y for rows x and y of the same tokens."""
+    """Return xᵀ · y, computed in blocks of rows; the rows of `x` and `y` are the same tokens."""
     if x.shape[1] > y.shape[1]:  # oneDNN copies the left factor, because it is transposed: let it be the smaller one
         return _sum_over_rows(y, x).t().contiguous()
     parts = (_onednn(_filled(x[rows], size).t(), _filled(y[rows], size).t()) for rows, size in _blocks(len(x)))
@@ -232,7 +238,7 @@ def _sum_over_rows(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _blocks(count: int) -> Iterator[tuple[slice, int]]:
-    """Yield the range of each block of tokens, and the number of rows that it is filled up to."""
+    """Divide `count` tokens into blocks; yield each block's range, and the number of rows to which it is padded."""
     start = 0
     while start < count:
         rest = count - start
@@ -242,7 +248,7 @@ def _blocks(count: int) -> Iterator[tuple[slice, int]]:
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
-    """Return the rows of `x`, followed by rows of zeros."""
+    """Return `x` padded with rows of zeros to `rows` rows."""
     if len(x) == rows:
         return x
     filled = x.new_zeros(rows, x.shape[1])
@@ -251,6 +257,6 @@ def _filled(x: Tensor, rows: int) -> Tensor:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weightᵀ + bias."""
+    """Return x · weightᵀ + bias, computed by oneDNN."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
