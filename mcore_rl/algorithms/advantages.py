@@ -1,8 +1,8 @@
 """Advantages from the rewards of a step's groups (P prompts, G responses each) and, with a critic, from values.
 
-Everything is computed in fp64, and equal rewards give exactly 0. In floating point, r − mean may differ from 0 for
-equal rewards such as 0.7; the division by an equally small standard deviation, and then Adam, would amplify this to a
-full step.
+Everything is computed in fp64, and equal rewards give an advantage of exactly 0. In floating point, r − mean may differ
+slightly from 0 if all rewards are, for example, 0.7. The division by a standard deviation that is as small, and then
+Adam, would amplify this difference to a full step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def group_advantages(
     epsilon: float = 1e-4,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """Compute (r − baseline) / (standard deviation + ε) in each group, fp32 (fp64 for fp64 rewards).
+    """Compute (r − baseline) / (standard deviation + ε) within each group; return fp32 (fp64 for fp64 rewards).
 
-    The defaults are GRPO (arXiv:2402.03300, section 4.1.2). Without `normalize` it is Dr.GRPO (arXiv:2503.20783): easy
-    and hard prompts have the same weight. With `leave_one_out` and without `normalize` it is RLOO (arXiv:2402.14740).
+    The defaults are GRPO (arXiv:2402.03300, section 4.1.2). normalize=False is Dr.GRPO (arXiv:2503.20783), in which
+    easy and hard prompts have the same weight. With `leave_one_out` too, it is RLOO (arXiv:2402.14740).
 
     Args:
-        leave_one_out: compute baseline and standard deviation of each response from the other responses of its group.
-        population: divide by n in the standard deviation, not by n − 1.
+        leave_one_out: compute a response's baseline and standard deviation from the other responses of its group.
+        normalize: divide by the standard deviation.
+        population: divide by n, not by n − 1, in the standard deviation.
         judged: False for responses without a reward. Their advantage is 0, and they do not affect other advantages.
             None if all responses have a reward.
     """
@@ -90,12 +91,14 @@ def gdpo_advantages(
     epsilon: float = 1e-4,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """Compute GDPO (arXiv:2601.05242): GRPO's advantages of each reward, their weighted sum, whitened over all samples.
+    """Compute GDPO (arXiv:2601.05242): the weighted sum of GRPO's advantages of each named reward, whitened.
 
-    Thus a reward that rarely differs within a group counts as much as one that always differs.
+    Each named reward is normalised within its groups, so a reward with small differences counts as much as one with
+    large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards of each name; NaN where a reward does not apply to a sample, whose advantage of it is then 0.
+        rewards: rewards by name; NaN where a reward does not apply to a sample. Its advantage is then 0.
+        weights: weight of each name.
         judged: see `group_advantages`.
     """
     judged = torch.ones_like(rewards[0], dtype=torch.bool) if judged is None else judged
@@ -115,21 +118,21 @@ def optimal_token_baseline_advantages(
     groups: int,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute G_t − b_t; of all baselines, b_t = Σ_i G_it·W_it / Σ_i W_it over a group's samples i has least variance.
+    """Compute the advantages G_t − b_t, in which b_t is the baseline of least variance (verl's optimal_token_baseline).
 
-    t counts a sample's response tokens, G_t is the sum of their rewards from t on, and W_t is the sum up to t of
-    ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π² (verl's optimal_token_baseline). b_t is 0 where only one sample of the group
-    has a response token t.
+    t counts the response tokens of a sample, and G_t is the sum of the token rewards from t on. The baseline is
+    b_t = Σ_i G_it·W_it / Σ_i W_it over the samples i of the group. W_t is the sum, up to t, of
+    ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π². b_t is 0 if only one sample of the group has a response token t.
 
     Args:
         token_rewards: reward of each token.
         score_norms: 1 − 2π + Σ π² of each token.
         token_mask: 1 for the tokens of responses of judged samples.
         group_of: number of each sample's group, from 0 to `groups` − 1.
-        share: which samples of the batch are given; by default, all samples. Collective.
+        share: which samples of the batch the arguments have; by default, all samples. If given, the call is collective.
 
     Returns:
-        fp32, 0 outside of responses.
+        The advantage of each token, fp32; 0 outside of responses.
     """
     share = share or BatchShare.whole(len(token_mask))
     own = token_mask > 0
@@ -148,10 +151,10 @@ def optimal_token_baseline_advantages(
 
 
 def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
-    """Return each token's reward [B, S]: `token_rewards`, plus `beyond` at the last response token, minus `penalty`.
+    """Return each token's reward [B, S]: `token_rewards` of `data`, with shaping and penalty.
 
     Args:
-        beyond: [B], the amount that shaping has added to each sample's reward.
+        beyond: [B], the amount that shaping has added to each sample's reward; added at the last response token.
         penalty: [B, S], subtracted from each token's reward (nats).
     """
     earned = data["token_rewards"].clone()
@@ -168,18 +171,18 @@ def reinforce_plus_plus_advantages(
     share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens.
+    """Compute REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, whitened over all response tokens.
 
     Args:
         rewards: rewards of all samples.
         token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
-        penalty: β·KL of each token (nats), part of the reward of that token; None for no penalty.
+        penalty: β·KL of each token (nats), which is subtracted from the reward of that token; None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
-        share: which samples token_mask and penalty have; by default, all samples. Collective.
+        share: which samples `token_mask` and `penalty` have; by default, all samples. If given, the call is collective.
         judged: see `group_advantages`.
 
     Returns:
-        fp32 (fp64 for fp64 rewards), 0 outside of responses.
+        The advantage of each token, fp32 (fp64 for fp64 rewards); 0 outside of responses.
     """
     judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
     r, mask = torch.where(judged, rewards.double(), 0), token_mask.double() * _select_rows(judged, share)
@@ -200,19 +203,19 @@ def gae_advantages(
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
 ) -> tuple[Float[Tensor, "samples seq"], Float[Tensor, "samples seq"]]:
-    """Compute advantages and returns by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
+    """Compute advantages A and returns R by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
 
-    t runs over a sample's response tokens in their order; tokens between responses are skipped:
-    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. V and A are 0 after the last token, even if
-    the response was truncated: the token limit is part of the task.
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. t runs over a sample's response tokens in
+    their order; tokens between responses are skipped. V and A are 0 after the last token, even if the response was
+    truncated: the token limit is part of the task.
 
     Args:
         token_rewards: reward of each token.
         values: value of the state in which each token is chosen.
-        token_mask: 1 for the tokens of responses; entries of other tokens are not read.
+        token_mask: 1 for the tokens of responses; the rewards and values of other tokens are not read.
 
     Returns:
-        0 outside of responses.
+        Advantages and returns; 0 outside of responses.
     """
     own = token_mask > 0
     rewards, values = (torch.where(own, x.double(), 0) for x in (token_rewards, values))
@@ -237,8 +240,8 @@ def whiten(
     The result is 0 where `mask` is 0, and everywhere if all values are equal.
 
     Args:
-        share: which samples `values` has; by default, all. Mean and standard deviation are over all samples of the
-            batch. Collective.
+        share: which samples `values` has; by default, all samples. If given, the call is collective, and the mean and
+            the standard deviation are over all samples of the batch.
     """
     share = share or BatchShare.whole(len(values))
     mask = mask.double()
@@ -254,11 +257,11 @@ def whiten(
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """Inputs that only some estimators read, in addition to the rewards of samples.
+    """What some advantage estimators read in addition to the rewards of the samples.
 
-    named_rewards: rewards by name [N, P, G], for gdpo; NaN where a reward does not apply.
-    reward_weights: weights of these rewards [N], for gdpo.
-    token_rewards, score_norms: [B, S] each, of the samples that `share` has, for optimal_token_baseline.
+    named_rewards: [N, P, G], N named rewards of each sample, for gdpo; NaN where a reward does not apply.
+    reward_weights: [N], weights of the named rewards, for gdpo.
+    token_rewards, score_norms: [B, S] each, for optimal_token_baseline; only of the samples in `share`.
     """
 
     named_rewards: Tensor | None = None
@@ -276,11 +279,12 @@ def advantages_of(
     judged: Bool[Tensor, "prompts group"] | None = None,
     more: EstimatorInputs = EstimatorInputs(),
 ) -> Float[Tensor, "own seq"]:
-    """Compute the advantage of each token of some samples, by the configured estimator.
+    """Compute the advantage of each token by the configured estimator.
 
     Args:
         rewards: rewards of all samples.
-        share: which samples token_mask, penalty and the columns of `more` have; by default, all samples. Collective.
+        share: the samples for which advantages are computed, and which `token_mask`, `penalty` and the columns of
+            `more` have; by default, all samples. If given, the call is collective.
         judged: see `group_advantages`.
     """
     name, epsilon = config.advantage_estimator, config.advantage_epsilon
@@ -309,7 +313,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """Return, as a column, the values of the samples that `share` has, or of all samples if `share` is None."""
+    """Return a column [own, 1] with the values of the samples in `share`, or of all samples if `share` is None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

@@ -1,4 +1,4 @@
-"""Construction of losses from configurations."""
+"""Construction of the loss that a configuration describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_rl.losses.preference import BradleyTerryLoss, KTOLossFn, build_dpo_lo
 
 
 def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
-    """Return the loss of a configuration. Distillation over the whole vocabulary needs `teacher`."""
+    """Return the loss that `config` describes. `teacher` is needed for distillation over the whole vocabulary."""
     if isinstance(config, DPOConfig):
         return build_dpo_loss(config.dpo)
     if isinstance(config, RMConfig):

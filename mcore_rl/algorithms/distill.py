@@ -26,8 +26,7 @@ from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
-    """Train the student's next-token distributions towards those of its teachers, over the teachers' top-k tokens or
-    all tokens."""
+    """Train the student's next-token distributions towards those of its teachers, over top-k or all tokens."""
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
@@ -53,10 +52,13 @@ def train_distill(config: DistillationConfig) -> Path | None:
 
 
 class DistillationObjective(Objective):
-    """A divergence from the teachers, on the records' responses or on the student's answers to the records' prompts.
+    """Trains the student to minimise its divergence from the teachers.
+
+    The divergence is computed on the records' responses, or on the student's own answers to the records' prompts.
 
     Args:
-        loaded: the teachers that are other models, by name. All other teachers are the student itself.
+        loaded: the teachers that are models other than the student, by name. A teacher that is not in it is the student
+            itself (with another prompt).
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' top-k tokens, or log-probabilities of the rows' tokens. Top-k
-        tokens take k times the memory of the batch's tokens, so they are computed in each step and not stored."""
+        """Return the teachers' top-k logits and tokens; for form=sampled, their log-probabilities of the rows' tokens.
+
+        Top-k tokens take k times the memory of the rows' tokens, so they are not stored, but computed in each step.
+        """
         rows = batch.rows
         only = next(iter(self.teachers.items()))
         if self.options.topk is None:
@@ -102,8 +106,10 @@ class DistillationObjective(Objective):
         return {"teacher_topk_logits": scored["values"], "teacher_topk_indices": scored["indices"]}
 
     def _scored(self, name: str, teacher: ScoringModel, rows: LocalBatch[Any]) -> Columns:
-        """Return the teacher's top-k logits as `values` and `indices` [B, S, k]; for form=sampled, return the
-        log-probabilities of the rows' tokens as `values` [B, S]."""
+        """Return the teacher's top-k logits as `values` and their tokens as `indices`, [B, S, k] each.
+
+        For form=sampled, return only `values` [B, S], the teacher's log-probabilities of the rows' tokens.
+        """
         teacher.check_tokens(rows, f"{TEACHER}.{name}" if name else TEACHER)
         options = self.options
         if options.form == "sampled":
@@ -114,7 +120,7 @@ class DistillationObjective(Objective):
         return {"values": best["topk_logits"], "indices": best["topk_indices"]}
 
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' columns where each record chooses its teachers, or has another prompt for them."""
+        """Return the columns of `current_columns` if records name their teachers, or have another prompt for them."""
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
         have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
         chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
@@ -144,8 +150,10 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows `own` with the teacher's prompts, and the number of positions by which each response is
-        shifted."""
+        """Return the rows `own` as the teacher reads them, with its prompts in place of the student's.
+
+        Also return, for each row, the number of positions by which this shifts the response.
+        """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:
             return LocalBatch(rows.data, share), [0] * len(own)

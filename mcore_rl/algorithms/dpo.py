@@ -49,7 +49,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 
 
 class DPOObjective(Objective):
-    """The DPO loss and, if the loss needs a reference, the reference's log-probabilities."""
+    """The loss of DPO or a variant; if it needs a reference, the rows get the reference's log-probabilities."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
         super().__init__(build_dpo_loss(config.dpo))
@@ -63,8 +63,10 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns of losses that sort scores over the whole batch; for these losses, score the batch once
-        more."""
+        """Return the columns that losses read if they sort values of all pairs of the batch; {} for other losses.
+
+        These losses need an additional pass that scores the batch.
+        """
         assert isinstance(self.loss_fn, DPOLossFn)
         if not self.loss_fn.needs_batch:
             return {}
@@ -86,8 +88,7 @@ class DPOObjective(Objective):
             )
 
     def _check_is_of_this_run(self) -> None:
-        """Raise UserError if the stored log-probabilities belong to other weights than the initial weights of the
-        run."""
+        """Raise UserError if the stored log-probabilities are not those of the run's initial weights."""
         started_from = self.policy.checkpoint.started_from
         stored = isinstance(self.reference, StoredLogprobs) and self.config.dpo.reference_model is None
         if stored and started_from is not None:
@@ -101,10 +102,10 @@ class DPOObjective(Objective):
 def build_reference(
     config: DPOConfig, inputs: RunInputs[Dataset], policy: MegatronPolicy, stored: bool
 ) -> ReferenceLogprobs | None:
-    """Return the reference of the policy; None if the loss needs none.
+    """Return the source of the reference's log-probabilities; None if the loss needs no reference.
 
     Args:
-        stored: compute the reference's log-probabilities of all data sets now, and store them on disk.
+        stored: compute the log-probabilities of all data sets now, and store them on disk.
     """
     if not config.dpo.needs_reference:
         return None
@@ -117,12 +118,12 @@ def build_reference(
 def _store(
     config: DPOConfig, inputs: RunInputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
 ) -> StoredLogprobs:
-    """Load the reference's log-probabilities of all data sets, and compute those that are not on disk.
+    """Load the reference's log-probabilities of all data sets; compute and store those that are not on disk.
 
     Args:
-        reference: configuration from which the reference is built.
-        policy: model that computes the log-probabilities. If None, a second model computes them; it is built only if
-            some are missing.
+        reference: configuration of the reference.
+        policy: the policy, if its initial weights are the reference. If None, a second model computes the
+            log-probabilities; it is built only if some are missing.
     """
     built: list[ScoringModel] = []
 
@@ -154,7 +155,7 @@ def _second_model(config: DPOConfig, speaks: bool) -> ScoringModel:
 
 
 def precomputes_reference(config: DPOConfig, inputs: RunInputs[Dataset]) -> bool:
-    """Return whether the reference's log-probabilities are computed before training."""
+    """Return whether the reference's log-probabilities are all computed before training, and stored."""
     if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
         return False  # the checkpoint determines the initial weights
     steps = config.total_steps(len(inputs.train))
@@ -162,5 +163,5 @@ def precomputes_reference(config: DPOConfig, inputs: RunInputs[Dataset]) -> bool
 
 
 def _directory(config: DPOConfig) -> Path:
-    """Return the directory of the log-probabilities that are computed before training."""
+    """Return the directory that contains log-probabilities computed before training."""
     return config.output_dir / "reference_logprobs"

@@ -84,7 +84,7 @@ def check_inputs(
         replay: recorded file to train from instead of generating.
 
     Returns:
-        The run's inputs, and the recorded rollouts of each step.
+        The run's inputs, and the recorded rollouts of each step, or None without `replay`.
 
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
@@ -110,7 +110,7 @@ def check_inputs(
 def prepare(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Return the result of `check_inputs` after claiming the output directory for this run."""
+    """Call `check_inputs`, then claim the output directory for this run; return the result of `check_inputs`."""
     inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
     return claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
@@ -120,7 +120,7 @@ def prepare(
 def rollout_worker(
     config: RLConfig, inputs: RunInputs[PromptDataset], policy: MegatronPolicy
 ) -> Iterator[RolloutWorker]:
-    """Start generation with the policy's weights and start the environment; close both at the end."""
+    """Context with a `RolloutWorker`: starts the generation engine and the environment, and closes both at its end."""
     with contextlib.ExitStack() as started:
         environment = build_environment(config, policy, inputs)
         if environment is not None:
@@ -136,7 +136,7 @@ def rollout_worker(
 def build_environment(
     config: RLConfig, policy: MegatronPolicy, inputs: RunInputs[PromptDataset]
 ) -> Environment | CollectiveEnvironment | None:
-    """Return the environment on the ranks that take part in it, and None on the other ranks. Collective."""
+    """Return the environment on the ranks that judge, and None on all other ranks. Collective."""
     if config.environment.name == "reward_model":
         day = broadcast_object(inputs.day)  # the ranks may have started on both sides of midnight
         judge = RewardModelEnvironment(config, day, policy.topology.data)
@@ -148,7 +148,7 @@ def build_environment(
 
 
 def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLine = silent) -> GenerationInterface:
-    """Return the engine that continues prompts with the weights of `policy`, a `MegatronPolicy`.
+    """Return the engine that generates responses with the weights of `policy`, a `MegatronPolicy`.
 
     Args:
         say: prints the events of vLLM's servers.
@@ -159,7 +159,7 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
 
 
 def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> MegatronPolicy:
-    """Return the policy with a learning-rate schedule over all updates of the run."""
+    """Return the policy; its learning-rate schedule covers all updates of the run."""
     steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.updates_per_step
     return MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
@@ -198,11 +198,11 @@ SLOW_JUDGING = 0.25
 class GRPOTrainer(TrainingLoop[PromptDataset]):
     """Trains a policy on rollouts: GRPO and its variants, or PPO with a critic.
 
-    `consumed_samples` counts prompts.
+    The attribute `consumed_samples` counts prompts.
 
     Args:
-        critic: critic that computes PPO's advantages; without it, the samples of a group are compared.
-        recording: log that receives every step's rollouts.
+        critic: model that computes PPO's advantages; without it, advantages compare the samples of a group.
+        recording: log to which every step's rollouts are written; None for no recording.
         recorded: recorded rollouts of each step, to train on instead of generating.
     """
 
@@ -237,11 +237,12 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """Number of steps of the run before this process resumed it."""
 
     def train_step(self, step: int) -> dict[str, Any]:
-        """Sample, judge, compute log-probabilities and advantages, and update; returns the step's metrics.
+        """Sample and judge responses, compute log-probabilities and advantages, and update; return the step's metrics.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
-            TrainingError: too many samples could not be judged, or sampler and trainer disagree.
+            FloatingPointError: loss or gradient norm is not finite. Raised on every rank; the weights are unchanged.
+            TrainingError: too many samples could not be judged, or sampler and trainer compute too different
+                log-probabilities.
         """
         started, config, policy, critic = time.perf_counter(), self.config, self.policy, self.critic
         phases = self.phases = PhaseTimes(step)
@@ -318,11 +319,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Return metrics of the rewards of responses to the prompts of a validation set. A batch is as large as a
-        step's rollouts.
+        """Generate and judge responses to the prompts of a validation set; return metrics of their rewards.
 
-        A single response to each prompt is greedy. Several are sampled, with the same random numbers in each
-        validation.
+        If there is one response per prompt, it is generated greedily. Several responses are sampled, with the same
+        random numbers in each validation. A batch has as many responses as a training step.
         """
         prompts, options, phases = dataset.prompts, self.config.rollouts, PhaseTimes(step)
         count = options.num_validation_generations
@@ -357,7 +357,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     # ------------------------------------------------------------ the parts of a step
 
     def _share_out(self, step: int, rollouts: RolloutBatch) -> LocalBatch[Any]:
-        """Return the rows that this replica trains on. Their tokens are sent to this replica only. Collective."""
+        """Divide the step's samples among the replicas; return the rows that this replica trains on. Collective.
+
+        The tokens of a row are sent only to the replica that trains on it.
+        """
         topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
         pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
@@ -393,8 +396,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _estimator_inputs(
         self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
     ) -> EstimatorInputs:
-        """Return what the configured estimator reads in addition to the samples' rewards [P, G]. Columns that only the
-        estimator reads are removed from `rows`."""
+        """Return what the configured advantage estimator reads in addition to the rewards [P, G] of the samples.
+
+        Columns of `rows` that only the estimator reads are removed.
+        """
         options = self.config.rollouts
         if options.compares_named_rewards:
             judges = self.config.environment.rewards
@@ -408,7 +413,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return EstimatorInputs()
 
     def _replayed_experts(self) -> tuple[int, int] | None:
-        """Return (layers, topk) of the experts to replay; None without `moe_router_replay`."""
+        """Return the numbers of MoE layers and of experts per token, or None without `moe_router_replay`."""
         if not self.config.model.moe_router_replay:
             return None
         family = self.policy.model.family
@@ -437,14 +442,17 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return over_steps(updates, reductions_of(self.loss_fn)) | of_each
 
     def _skip_updates(self, step: int) -> None:
-        """Advance the learning-rate schedules by the updates of a step that is skipped."""
+        """Advance the learning-rate schedules by as many updates as a step has, for a step that makes none."""
         if step >= self.config.first_update_step:
             self.policy.advance_schedule(self.updates_per_step)
         if self.critic is not None:
             self.critic.model.advance_schedule(self.updates_per_step)
 
     def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
-        """Return the rows of each minibatch of a step: whole groups, in an order that depends only on seed and step."""
+        """Return the row numbers of each minibatch of a step.
+
+        A minibatch consists of whole groups, which are shuffled in a way that depends only on seed and step.
+        """
         size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
         if size is None:
             return [list(range(count))]
@@ -462,7 +470,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
     def _log_samples(self, step: int, rollouts: RolloutBatch, rows: LocalBatch[Any] | None) -> None:
-        """Write some samples to samples.jsonl and the trackers, with their mean advantages if the step has any."""
+        """Write some of the step's samples to samples.jsonl and the trackers, with each sample's mean advantage.
+
+        Without `rows`, there are no advantages.
+        """
         means = None
         if rows is not None:
             mask = rows["token_mask"]
@@ -470,7 +481,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
-        """Raise TrainingError after too many consecutive steps in which too few samples could be judged."""
+        """Raise TrainingError if too few samples could be judged in too many consecutive steps."""
         errors = [outcome.error for outcome in generated if outcome.error is not None]
         judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction
         if not _too_many_failed(len(errors), len(generated), fraction):
@@ -487,7 +498,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             )
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
-        """Raise TrainingError if sampler and trainer disagree too much on the same weights."""
+        """Raise TrainingError if sampler and trainer compute too different log-probabilities with the same weights."""
         if step == self.config.first_update_step and not self.config.model.begins_with_dropout:
             self._check_first(metrics)
         bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
@@ -526,7 +537,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
 
     def _advise_on_judging(self, seconds: float, total: float) -> None:
-        """If judging takes much of a step, print the keys that shorten it, once per run."""
+        """If judging takes a large part of a step, print (once per run) which keys of the configuration shorten it."""
         environment = self.config.environment
         is_slow = seconds > max(SLOW_JUDGING * total, 1.0)
         if self.is_advised or not is_slow or environment.name == "reward_model" or environment.batch_size > 1:
@@ -557,7 +568,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
 
 class PhaseTimes:
-    """Measures the phases of a step and reports each to the watchdog: `with phases("logprobs"): …`."""
+    """Measures the seconds of each phase of a step, and tells the watchdog the phase: `with phases("logprobs"): …`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -574,7 +585,7 @@ class PhaseTimes:
 
 
 def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
-    """Return the rewards [P, G] of a step's samples, minus the optional penalty on responses near the length limit."""
+    """Return the rewards [P, G] of a step's samples; if configured, responses near the length limit are penalised."""
     rewards = torch.tensor([o.reward for o in outcomes]).view(-1, options.num_generations_per_prompt)
     if options.overlong_cache_length is None:
         return rewards
@@ -584,8 +595,10 @@ def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) 
 
 
 def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
-    """Return a mask that is 1 for samples to train on: those that were judged and, with `mask_truncated`, were not
-    truncated."""
+    """Return a mask that is 1 for the samples to train on.
+
+    These are the samples that were judged; with `mask_truncated`, truncated samples are excluded.
+    """
     counted = are_judged(outcomes)
     if options.mask_truncated:
         counted &= ~torch.tensor([o.truncated for o in outcomes])
@@ -598,10 +611,12 @@ def nothing_to_learn(
     outcomes: Sequence[RolloutSummary],
     dropped: Sequence[RolloutSummary] = (),
 ) -> str | None:
-    """Return why an update on these samples would learn nothing; None if it would learn.
+    """Return the reason why no update on these samples should be made; None if an update would learn something.
 
     Args:
-        dropped: samples that were generated in the same step and are not trained on.
+        rewards: shaped rewards [P, G] of the samples.
+        outcomes: summaries of the samples.
+        dropped: summaries of samples that were generated in the same step and are not trained on.
     """
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
@@ -626,7 +641,7 @@ def nothing_to_learn(
 
 
 def _too_many_failed(failed: int, total: int, limit: float) -> bool:
-    """Return whether a step makes no update: more than the fraction `limit` of its samples, or all, have failed."""
+    """Return whether too many samples of a step have failed for an update: more than `limit` · `total`, or all."""
     return failed > limit * total or failed == total
 
 
@@ -639,13 +654,13 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of the rows `asked`; `row_of` maps each number to its row in `batch`."""
+    """Return the tokens of the rows with the numbers `asked`; `row_of` maps a number to the row's index in `batch`."""
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add to `data` what the loss's likelihood terms read: rewards, and numbers of tokens in the global batch.
+    """Add the columns to `data` that the loss's likelihood terms read: rewards, and token counts of the global batch.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.
@@ -659,7 +674,7 @@ def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rew
 
 
 def _count_tokens(data: BatchedDataDict[Any]) -> None:
-    """Set those entries of the batch that are numbers of tokens in the global batch. Collective."""
+    """Recompute the columns of `data` that contain token counts of the global batch. Collective."""
     share = batch_share(data)
     if "num_positive_tokens" in data:
         positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
@@ -670,10 +685,10 @@ def _count_tokens(data: BatchedDataDict[Any]) -> None:
 
 
 def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
-    """Return some rows of a global batch as a new global batch. Each row stays on its replica.
+    """Return a new global batch that consists of some rows of the global batch `data`. Each row stays on its replica.
 
     Args:
-        rows: rows of the global batch, in ascending order.
+        rows: numbers of the rows in the global batch, in ascending order.
     """
     place_of = {row: place for place, row in enumerate(rows)}
     own = [n for n, row in enumerate(data.share.indices) if row in place_of]

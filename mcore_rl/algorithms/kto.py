@@ -34,8 +34,10 @@ def train_kto(config: KTOConfig) -> Path | None:
 
 
 class KTOObjective(Objective):
-    """The KTO loss, the reference's log-probabilities, and the reference point from mismatched prompts and
-    responses."""
+    """The KTO loss; the rows get the reference's log-probabilities and the reference point z₀.
+
+    z₀ is computed from prompts that are combined with the responses of other records.
+    """
 
     def __init__(self, config: KTOConfig, policy: MegatronPolicy, pad_token_id: int) -> None:
         super().__init__(KTOLossFn(config.kto))
@@ -72,7 +74,7 @@ class KTOObjective(Objective):
             )
 
     def _mismatched(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        """Return each record's prompt with another record's response, as rows."""
+        """Return a row for each record of the batch: its prompt with the response of another record."""
         dataset, limit = cast("UnpairedDataset", batch.dataset), self.config.data.max_sequence_length
         others = batch.previous if self.config.kto.mismatched == "batch" else [None] * len(batch.indices)
         units = [(dataset.mismatched(i, j).truncate(limit),) for i, j in zip(batch.indices, others, strict=True)]
@@ -84,5 +86,5 @@ class KTOObjective(Objective):
 
 
 def _sums(logprobs: Tensor, data: LocalBatch[Any]) -> Tensor:
-    """Return the log-probability of each row's whole response, [B]; column t of `logprobs` scores token t."""
+    """Return the sum of log-probabilities of each row's response, [B]; column t of `logprobs` scores token t."""
     return (logprobs * data["token_mask"])[:, 1:].sum(1)

@@ -1,4 +1,4 @@
-"""Proximal policy optimization: GRPO's training step, with advantages from the values of a critic."""
+"""Proximal policy optimization: the training step of GRPO, but with advantages from a critic's values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", 
 
 
 class Critic:
-    """The critic of PPO: a value model and its optimizer. Every method is collective.
+    """PPO's critic: a model that predicts values, with its optimizer. Every method is collective.
 
     Args:
         total_updates: number of optimizer steps of the whole run.
@@ -43,7 +43,7 @@ class Critic:
             self.model.offload_after_refit()
 
     def values(self, data: LocalBatch[Any]) -> Tensor:
-        """Return the values [B, S] of the states in which the tokens of this replica's rows are chosen.
+        """Return a value [B, S] for each token of this replica's rows: the value of the state before the token.
 
         Raises:
             TrainingError: a token has no embedding in the critic.
@@ -56,12 +56,12 @@ class Critic:
     def add_advantages(
         self, rows: LocalBatch[Any], rewards: Tensor, outcomes: Sequence[RolloutSummary], penalty: Tensor | None
     ) -> dict[str, float]:
-        """Add `values`, `returns` and `advantages` [B, S] to this replica's rows; returns metrics of the values.
+        """Add `values`, `returns` and `advantages` [B, S] to this replica's `rows`; return metrics of the values.
 
         Args:
             rewards: [P, G], the shaped rewards of all samples.
             outcomes: summaries of all samples.
-            penalty: [B, S], subtracted from the reward of each token of this replica (nats).
+            penalty: [B, S], subtracted from the rewards of the tokens of `rows` (nats).
         """
         ppo, mask = self.config.ppo, rows["token_mask"] * rows["sample_mask"][:, None]
         values = self.values(rows)
@@ -75,17 +75,17 @@ class Critic:
         return value_metrics(rows["values"], rows["returns"], mask, rows.share)
 
     def update(self, minibatches: Sequence[LocalBatch[Any]], passes: int, of_all: int) -> dict[str, float]:
-        """Run an optimizer step on each minibatch, `passes` times.
+        """Make `passes` passes over the minibatches, with an optimizer step on each minibatch.
 
         Args:
-            of_all: number of optimizer steps that the schedule counts for this step; it includes those of minibatches
-                without tokens, which are skipped.
+            of_all: number of optimizer steps by which the schedule advances. Minibatches without tokens are counted
+                too, although they are not in `minibatches`.
 
         Returns:
             The metrics of the last optimizer step; with several minibatches, means over the optimizer steps.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
+            FloatingPointError: loss or gradient norm is not finite. Raised on every rank; the weights are unchanged.
         """
         with self.model.on_device():
             try:
@@ -105,13 +105,12 @@ class Critic:
         return of_loss | {f"critic_{name}": value for name, value in trained.items()}
 
     def take_flops(self) -> float:
-        """Return the floating-point operations of the updates since the last call."""
+        """Return the number of floating-point operations of all updates since the last call of this method."""
         flops, self._flops = self._flops, 0.0
         return flops
 
     def introduce(self, updates: int, say: PrintLine) -> None:
-        """Print a description of the critic, and a warning if its optimizer settings do not fit the number of
-        updates."""
+        """Print a description of the critic, and a warning for settings of its optimizer that do not fit `updates`."""
         say(f"critic: {self.model.describe()}")
         warn_about_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
 
@@ -126,12 +125,13 @@ def _read(data: LocalBatch[Any]) -> LocalBatch[Any]:
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchShare | None = None) -> dict[str, float]:
-    """Return means over the tokens in the mask [B, S], and the explained variance 1 − Var(R − V) / Var(R).
+    """Return metrics over the tokens in `mask` [B, S]: means, and the explained variance 1 − Var(R − V) / Var(R).
 
-    The explained variance is omitted if all returns are equal.
+    The explained variance is omitted if all returns R are equal.
 
     Args:
-        share: which rows of the batch are given; by default, all. The means are over the whole batch. Collective.
+        share: which rows of the batch the arguments have; by default, all rows. If given, the call is collective, and
+            the metrics are over the whole batch.
     """
     share = share or BatchShare.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))

@@ -36,13 +36,14 @@ Columns = dict[str, Tensor]
 
 @dataclass(eq=False)
 class TrainingBatch:
-    """This replica's records of a batch, for training or validation, as rows.
+    """A batch of records for training or validation, as far as this replica has them.
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
-    dataset, indices: dataset of the records, and their indices in it.
-    previous: for each record, the index of the record before it in the global batch (before the first record comes the
-        last); None if the batch has one record.
-    samples: numbers of the records among all samples of the run, which seed a student's responses; None in validation.
+    dataset, indices: the dataset, and the index in it of each record.
+    previous: for each record, the dataset index of the record before it in the global batch (for the first record, of
+        the last one); None if the global batch has only one record.
+    samples: for each record, its number among all samples of the run, which seeds the student's response; None in
+        validation.
     """
 
     rows: LocalBatch[Any]
@@ -53,9 +54,9 @@ class TrainingBatch:
 
 
 class Objective:
-    """The part of supervised training that differs between algorithms: a loss, and the columns that it reads.
+    """The part of supervised training that differs between algorithms: the loss, and the columns that the loss reads.
 
-    `SupervisedTrainer` calls each method in one place. Plain losses (SFT, reward models) use this class unchanged.
+    SFT and reward models use this class itself, because their losses need no additional columns.
     """
 
     temperature = 1.0
@@ -65,15 +66,15 @@ class Objective:
         self.loss_fn = loss_fn
 
     def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        """Return the rows to train on: those of the records, or rows made from them."""
+        """Return the rows to train on: the rows of the batch, or other rows that are made from its records."""
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return columns from models that are not trained. Validation computes them once and stores them."""
+        """Return the columns that models compute that are not trained. Validation computes them once and keeps them."""
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return columns that depend on the policy's current weights, or are too large to be stored."""
+        """Return the columns that depend on the policy's current weights, or are too large to be kept."""
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
@@ -96,10 +97,10 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         self._counts: dict[str, tuple[Tensor, Tensor]] = {}
 
     def train_step(self, step: int) -> dict[str, Any]:
-        """Run one optimizer step on the next global batch and return its metrics.
+        """Run an optimizer step on the next global batch; return its metrics.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
+            FloatingPointError: loss or gradient norm is not finite. Raised on every rank; the weights are unchanged.
         """
         started, policy, objective = time.perf_counter(), self.policy, self.objective
         watchdog.enter(f"step {step}: training")
@@ -133,7 +134,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         return {**metrics, **self.throughput(tokens, policy.flops_of(batch.rows), time.perf_counter() - started)}
 
     def next_batch(self) -> TrainingBatch:
-        """Return this replica's records of the next global batch, which is smaller at the end of the last epoch."""
+        """Return this replica's part of the next global batch; at the end of the last epoch, the batch is smaller."""
         train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
         first = self.consumed_samples
         count = size if epochs is None else min(size, epochs * len(train) - first)
@@ -147,7 +148,8 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         """Return this replica's part of a batch of records. Collective.
 
         Args:
-            samples: numbers of the records among all samples of the run.
+            indices: dataset indices of all records of the batch.
+            samples: for each record, its number among all samples of the run.
         """
         share, places = assign_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
         own = [indices[place] for place in places]
@@ -160,7 +162,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         )
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Return the metrics over a whole validation set, processed in batches."""
+        """Return the metrics of a whole validation set, which is processed in batches."""
         results = MicrobatchResults()
         for start in range(0, len(dataset), VALIDATION_RECORDS):
             batch = self._validation_part(dataset, start)
@@ -179,7 +181,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         return self.local_batch(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
 
     def _validation_counts(self, name: str, dataset: Dataset) -> tuple[Tensor, Tensor]:
-        """Return `global_valid_counts` of a whole validation set."""
+        """Return `global_valid_counts` of a whole validation set; they are computed only once."""
         if name not in self._counts:
             starts = range(0, len(dataset), VALIDATION_RECORDS)
             counts = [global_valid_counts(self._validation_part(dataset, start).rows) for start in starts]
@@ -189,9 +191,10 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
 
 
 def loss_by_source(loss_fn: LossFunction, batch: TrainingBatch) -> LossFunction:
-    """Return a loss with metrics of each source of a mixture; `loss_fn` for a single source. Collective.
+    """Return `loss_fn` with additional metrics for each source, if the dataset is a mixture. Collective.
 
-    It adds a column `source` to the rows. Losses that need whole distributions have no metrics of sources.
+    This adds a column `source` to the batch's rows. `loss_fn` is returned unchanged if the dataset has a single source,
+    or if the loss needs more than log-probabilities.
     """
     store, rows = batch.dataset.units, batch.rows
     if not store.labels or not (takes_logprobs(loss_fn) and reads_counted_tokens_only(loss_fn)):

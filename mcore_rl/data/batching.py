@@ -178,7 +178,7 @@ class MicrobatchPlanner:
         return PackUnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
     def _shards(self, units: Sequence[PackUnitSize]) -> list[list[list[int]]]:
-        """Return the indices of the units in each microbatch of each rank, as shards[data-parallel rank][microbatch]."""
+        """Return the indices of the units in each microbatch of each data-parallel rank: shards[rank][microbatch]."""
         size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
         if self.packing:
             return pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)

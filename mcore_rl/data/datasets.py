@@ -43,7 +43,7 @@ from mcore_rl.utils.model_directory import has_chat_template
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenized units, with the numbers of records that were dropped or truncated for their length."""
+    """Tokenized records, and how many records were dropped or truncated because of their length."""
 
     units: TokenStore
 
@@ -60,11 +60,16 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of token ids and masks."""
+        """Hash of all token ids and masks."""
         return self.units.fingerprint
 
     def describe(self, name: str, limit: int) -> str:
-        """Describe the dataset in one line for the user: its size, and dropped and truncated records."""
+        """Return one line for the user: the dataset's size, and the numbers of dropped and truncated records.
+
+        Args:
+            name: name of the dataset in the line.
+            limit: maximum number of tokens of a record.
+        """
         parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
         if self.num_dropped:
             parts.append(described_drops(self.units, limit))
@@ -85,8 +90,10 @@ class UnpairedDataset(Dataset):
         return bool(json.loads(self.units.extra(index)))
 
     def mismatched(self, index: int, other_index: int | None = None) -> TokenSequence:
-        """Return a record's prompt with the response of another record. By default this is the record half a dataset
-        away, because neighbouring records often share a prompt."""
+        """Return the prompt of record `index` with the response of record `other_index`.
+
+        By default, the other record is half a dataset away, because neighbouring records often have the same prompt.
+        """
         if other_index is None:
             other_index = (index + len(self) // 2) % len(self)
         (own,), (other,) = self.units[index], self.units[other_index]
@@ -100,15 +107,18 @@ class UnpairedDataset(Dataset):
 
 
 class DistillationDataset(Dataset):
-    """SFT records that choose among several teachers, or whose teachers read another prompt."""
+    """SFT records that name their teachers, or whose teachers read another prompt than the student."""
 
     def teachers(self, index: int) -> dict[str, float]:
-        """Return the weights of a record's teachers, if the configuration has several."""
+        """Return the weight of each teacher of record `index`, by name. The configuration must have named teachers."""
         weights: dict[str, float] = json.loads(self.units.extra(index))["teachers"]
         return weights
 
     def teacher_prompt(self, index: int, tokenizer: Any) -> tuple[int, ...]:
-        """Return the tokens of the prompt that a record's teachers read, if the configuration has a teacher_prompt."""
+        """Return the tokens of the prompt that the teachers of record `index` read.
+
+        The configuration must have a `teacher_prompt`.
+        """
         prompt, tools = json.loads(self.units.extra(index))["prompt"]
         return tokenize_prompt(tokenizer, prompt, tools)
 
@@ -118,22 +128,22 @@ Source = str | Mapping[str, float]
 
 
 def named(source: Source) -> str:
-    """Return a source's name for messages."""
+    """Return the name of a source, or the names of several sources, for messages."""
     return source if isinstance(source, str) else ", ".join(source)
 
 
 def described_shares(store: TokenStore) -> str:
-    """Return the sources' shares for the description of a dataset; empty for a single source."""
+    """Return text about the share of each source in the samples; "" for a single source."""
     shares = ", ".join(f"{share:.4g} from {name}" for name, share in store.shares.items())
     return f"; of the samples {shares}" if shares else ""
 
 
 def described_drops(store: TokenStore, limit: int, response: int = 0) -> str:
-    """Describe the records that were dropped because of their length, and the setting that would keep all records.
+    """Describe how many records were dropped because of their length, and the setting that would keep all records.
 
     Args:
-        limit: tokens that a record may have.
-        response: tokens of data.max_sequence_length that are reserved for a response.
+        limit: maximum number of tokens of a record.
+        response: how many of the data.max_sequence_length tokens are reserved for a response.
     """
     lengths = store.record_lengths()
     longest, median = int(lengths.max()), int(np.median(lengths))
@@ -151,7 +161,7 @@ def load_store(
     say: PrintLine = silent,
     cache: TokenCache | None = None,
 ) -> TokenStore:
-    """Return a source's tokenized records, from the cache or else in memory.
+    """Return the tokenized records of a source: from `cache`, or tokenized in memory if `cache` is None.
 
     Raises:
         UserError: a record is invalid; the message names its file and line.
@@ -165,7 +175,12 @@ def load_store(
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
-    """Return the tokenization settings of a configuration for a kind of records; each source has its own columns."""
+    """Return the settings with which `data` tokenizes a kind of records. The columns are set later, for each source.
+
+    Args:
+        name: name of the kind of records.
+        functions, options: arguments of `TokenizationSpec` after `name`.
+    """
     common = {
         "max_length": data.max_sequence_length,
         "overlong": data.overlong,
@@ -177,14 +192,20 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 def load_preference_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
+    """Load pairs from records with the keys prompt, chosen and rejected, which are strings or messages.
+
+    The key prompt may be missing if chosen and rejected begin with the same messages.
+    """
     return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
 
 
 def load_reward_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load pairs as `load_preference_dataset` does, but render each conversation whole, as a reward model reads it."""
+    """Load pairs from the same records as `load_preference_dataset`, tokenized as a reward model reads them.
+
+    A reward model also reads the text that the template writes after the response.
+    """
     return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
 
 
@@ -209,19 +230,20 @@ def _load_pairs(
 def load_sft_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
+    """Load sequences from records with prompt and completion, or with messages; they may also have tools."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     return _load(source, tokenizer, data, what, say, cache)
 
 
 @dataclass(frozen=True)
 class Teaching:
-    """The teachers that records may name, and the prompt that these teachers read.
+    """Settings of distillation with named teachers, or with another prompt for the teachers.
 
-    teachers: names of all teachers.
-    template: the prompt that teachers read instead of the record's, with names of columns in braces.
-    max_new_tokens: maximum length of the responses that the student samples; None if it is trained on the records'
-        responses.
+    teachers: names of all teachers that records may name; ("",) for a single teacher without name.
+    template: template of the prompt that the teachers read instead of the record's prompt; {COLUMN} is replaced by a
+        column of the record.
+    max_new_tokens: maximum length of the responses that the student samples; None if the student is trained on the
+        records' responses.
     """
 
     teachers: tuple[str, ...] = ("",)
@@ -238,8 +260,11 @@ class Teaching:
         return self.have_names or self.template is not None
 
     def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int, truncates: bool) -> SequenceGroup:
-        """Tokenize an SFT record. Raise ValueError if its `teacher` column is invalid, or if the prompt for its
-        teachers is invalid or too long."""
+        """Tokenize an SFT record.
+
+        Raises:
+            ValueError: the column `teacher` is invalid, or the prompt for the teachers is invalid or too long.
+        """
         (sequence,) = unit = _tokenize_sft(tokenizer, record)
         prompt = self.of(record).get("prompt")
         if prompt is None or not sequence.is_trainable or (len(sequence) > max_length and not truncates):
@@ -254,8 +279,10 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return what is stored with a record: the weights of its teachers as `teachers`, and the prompt that the
-        teachers read, with its tools, as `prompt`."""
+        """Return the data to store with a record, as far as they are configured.
+
+        `teachers` are the weights of its teachers, and `prompt` is the prompt that these teachers read, with its tools.
+        """
         own: dict[str, Any] = {}
         if self.have_names:
             own["teachers"] = self._weights_of(record)
@@ -275,7 +302,7 @@ class Teaching:
         return {name: float(weight) for name, weight in named.items()}
 
     def _prompt_of(self, record: dict[str, Any], template: str) -> str | Messages:
-        """Return the record's prompt with its last text replaced by the filled template."""
+        """Return the record's prompt, in which the filled template replaces the text, or the last message's text."""
         prompt = record.get("prompt")
         if record.get("messages") is not None:
             messages = record["messages"]
@@ -301,8 +328,10 @@ def load_distillation_dataset(
     cache: TokenCache | None = None,
     teaching: Teaching = Teaching(),
 ) -> DistillationDataset:
-    """Load SFT records. With several teachers, also read the column `teacher`; with a template, the columns it
-    names."""
+    """Load SFT records for distillation.
+
+    With named teachers, read the column `teacher` too; with a template, read the columns that it names.
+    """
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     if teaching.reads_records:
         longest, truncates = data.max_sequence_length, data.overlong == "truncate"
@@ -383,7 +412,10 @@ def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Split off the leading messages that both responses share as the prompt; each response keeps its last message."""
+    """Split two conversations into the prompt, which is their common first messages, and two responses.
+
+    The last message of each conversation always belongs to the response.
+    """
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise ValueError("lacks the key prompt (only records with message lists may leave it out)")
     shared = 0
@@ -403,7 +435,7 @@ def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its token ids, the text or messages that they come from, and the other fields of its record."""
+    """A prompt: its token ids, its text or messages (`content`), and the other fields of its record."""
 
     input_ids: tuple[int, ...]
     content: str | Messages
@@ -416,7 +448,7 @@ class Prompt:
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """The prompts of a store, each created on access."""
+    """The prompts in a token store, as a sequence; each `Prompt` is created when it is accessed."""
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
@@ -437,7 +469,7 @@ class StoredPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts, and the tokens of data.max_sequence_length that are reserved for their responses."""
+    """Dataset of prompts, and how many of the data.max_sequence_length tokens are reserved for the response."""
 
     prompts: StoredPrompts
     max_response_length: int = 0
@@ -447,19 +479,22 @@ class PromptDataset:
 
     @property
     def has_messages(self) -> bool:
-        """Whether any prompt is a conversation."""
+        """Whether any of the prompts consists of messages."""
         return self.prompts.store.counts["messages"] > 0
 
     def describe(self, name: str, limit: int) -> str:
-        """Describe the dataset in one line for the user."""
+        """Return one line for the user: the numbers of prompts, tokens and dropped prompts."""
         store = self.prompts.store
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
         text += f", {described_drops(store, limit, self.max_response_length)}" if store.counts["dropped"] else ""
         return text + described_shares(store)
 
     def source_of(self, index: int) -> str | None:
-        """Return the `data_source` of a prompt's record if that is a text. Otherwise return the prompt's source in a
-        mixture, or None for a single source. Only letters, digits, '_', '.' and '-' are kept."""
+        """Return the name of a prompt's source for metrics; None if the dataset has a single source without name.
+
+        It is the text in the field `data_source` of the record or, without this field, the prompt's source in a
+        mixture. Characters other than letters, digits, '_', '.' and '-' are replaced.
+        """
         own = self.prompts[index].record.get("data_source")
         return plain_name(own) if isinstance(own, str) and own else self.prompts.store.source_of(index)
 
@@ -469,7 +504,7 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of token ids and records."""
+        """Hash of the token ids and records of all prompts."""
         return self.prompts.store.fingerprint
 
 
@@ -482,9 +517,9 @@ def load_prompt_dataset(
     valued: Sequence[str] = (),
     cache: TokenCache | None = None,
 ) -> PromptDataset:
-    """Load prompts from records `prompt` (a string or messages, with `tools` if there are any) with their other keys.
+    """Load prompts from records with the key prompt (a string or messages) and, optionally, tools.
 
-    Values without a JSON form (a table's dates) are converted to text.
+    All other keys of the records are kept. Values that JSON does not have (dates of a table) are converted to text.
 
     Args:
         valued: other keys that must not be null in records that have them.
@@ -544,7 +579,10 @@ SUPERVISED: dict[str, Callable[..., Any]] = {
 
 
 def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
-    """Return the algorithm's loading function; call it with source, tokenizer, `DataConfig`, `say` and `cache`."""
+    """Return the function that loads a dataset for the configured algorithm.
+
+    Its arguments are source, tokenizer, `DataConfig`, `say` and `cache`.
+    """
     if isinstance(config, RLConfig):
         valued = config.environment.valued_columns
         return partial(load_prompt_dataset, max_prompt_length=config.max_prompt_length, valued=valued)
@@ -557,11 +595,11 @@ def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
 
 
 class TokensNeeded(Exception):
-    """Raised when a check of records first needs a tokenizer."""
+    """Raised when a check of records cannot go on without a real tokenizer."""
 
 
 class UnloadedTokenizer:
-    """A tokenizer that has a chat template, and raises TokensNeeded at any other use."""
+    """Stand-in for a tokenizer: it has only the chat template, and raises TokensNeeded at any other use."""
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
@@ -574,11 +612,12 @@ class UnloadedTokenizer:
 
 
 def check_first_records(config: TrainingConfig) -> None:
-    """Check the columns of each local source's first record, and that messages have a chat template, without loading a
-    tokenizer, which takes seconds.
+    """Check the columns of the first record of each local source, and that there is a chat template for messages.
+
+    No tokenizer is loaded, because that takes seconds.
 
     Raises:
-        UserError: the record is invalid; the message names its file and line.
+        UserError: a record is invalid; the message names its file and line.
     """
     data = config.data.model_copy(update={"max_samples": 1})
     own = "a template" if config.model.trust_remote_code or has_chat_template(config.model.path) else None
@@ -590,6 +629,6 @@ def check_first_records(config: TrainingConfig) -> None:
 
 
 def _begins_quickly(file: str) -> bool:
-    """Return whether the first record of a file can be read at once. A JSON list is read whole."""
+    """Return whether the first record of `file` can be read quickly; a large JSON list must be read as a whole."""
     path = Path(file)
     return path.suffix in SUFFIXES and (path.suffix != ".json" or path.stat().st_size < SOURCE_BYTES_FOR_PROCESSES)

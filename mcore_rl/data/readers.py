@@ -63,7 +63,8 @@ FOREIGN_COLUMNS = {
 class Records:
     """Consecutive records of a source: lines that are not parsed yet, or rows of a table.
 
-    place: unit of a record's position ("line", or "record" of a table). numbers: each record's position, from 1.
+    place: what `numbers` counts: "line", or "record" of a table or a list.
+    numbers: position of each record in the source, from 1.
     """
 
     source: str
@@ -75,7 +76,7 @@ class Records:
         return Records(self.source, self.place, self.numbers[:count], self.raw[:count])
 
     def parsed(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each record's position and its parsed object.
+        """Yield each record as its position, in words for messages, and its parsed object.
 
         Raises:
             UserError: a record is not a JSON object.
@@ -89,10 +90,12 @@ class Records:
 
 
 def read_records(source: str) -> Iterator[tuple[Records, float]]:
-    """Yield records of a local file, a directory, or `NAME` / `NAME:SPLIT` on the hub, with the fraction read so far.
+    """Yield the records of a source, with the fraction of the source that has been read so far.
+
+    The source is a local file, a directory, or a dataset `NAME` or `NAME:SPLIT` on the hub.
 
     Raises:
-        UserError: the message names the file, and the line if there is one.
+        UserError: the source cannot be read; the message names the file, and the line if there is one.
     """
     check_file(source)
     files = files_of(source)
@@ -110,14 +113,17 @@ def read_records(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def files_of(source: str) -> list[str]:
-    """Return the data files of a directory, sorted by name; `[source]` if it is not a directory."""
+    """Return the data files in the directory `source`, sorted by name; `[source]` if `source` is not a directory."""
     if not Path(source).is_dir():
         return [source]
     return sorted(str(path) for path in Path(source).iterdir() if path.suffix in SUFFIXES and path.is_file())
 
 
 def check_file(source: str) -> None:
-    """Raise UserError if `source` is a missing data file, or a file or directory of an unsupported kind."""
+    """Raise UserError if `source` is a data file that is missing, empty or unreadable, or of an unsupported kind.
+
+    A directory is checked with all its files. Names on the hub are not checked.
+    """
     path = Path(source)
     if path.is_dir():
         if not (files := files_of(source)):
@@ -146,7 +152,7 @@ def check_file(source: str) -> None:
 
 
 def _is_aside(path: Path) -> bool:
-    """Return whether a file in a data directory is known not to contain data."""
+    """Return whether a file in a data directory is one that never contains data, such as README.md."""
     return path.name.startswith((".", "_")) or path.suffix in (".md", ".lock") or path.stem in ("README", "LICENSE")
 
 
@@ -161,7 +167,7 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
-    """Yield records of a JSON list of objects, or of a JSON Lines file that is named .json."""
+    """Yield the records of a .json file, which has a JSON list of objects or, as JSON Lines, one object per line."""
     with open(source, "rb") as file:
         first = next((text for line in file if (text := line.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if first.startswith(b"{"):
@@ -215,7 +221,7 @@ def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _hub_is_reachable() -> bool:
-    """Return whether the hub can be connected to; assumed to be true behind a proxy."""
+    """Return whether a connection to the hub can be opened; always True if a proxy is configured."""
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -254,9 +260,10 @@ def _read_hub(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a columnar file's record without the nested nulls that the format adds for keys of other records.
+    """Return a record of a table without the nulls in nested objects.
 
-    The record's top-level keys stay, so that a null value differs from a missing key.
+    The format of tables adds such nulls for keys that only other records have. The record's top-level keys are all
+    kept, so that a null value differs from a missing key.
     """
     return {str(key): _without_nulls(value) for key, value in record.items()}
 

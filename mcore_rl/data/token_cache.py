@@ -1,7 +1,8 @@
-"""Cache of tokenized sources on disk: one process of a node writes them, all ranks and later runs read them.
+"""Cache of tokenized sources on disk: one process of a node writes them, and all ranks and later runs read them.
 
-A store's name is a digest of everything that its tokens depend on: the source's bytes, the tokenizer's files, the chat
-template, the options, and the code that tokenizes. A store is either complete or absent. It may be deleted at any time.
+Each source is in a token store. The store's name is a digest of everything that the tokens depend on: the source's
+bytes, the tokenizer's files, the chat template, the options, and the code that tokenizes. A store is either complete or
+absent. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ POLL_SECONDS, LOST_SECONDS = 0.1, 60.0
 
 
 def default_directory() -> Path:
-    """Return `$MCORE_RL_CACHE`, or mcore_rl in the user's cache directory."""
+    """Return the directory of the cache: `$MCORE_RL_CACHE`, or mcore_rl in the user's cache directory."""
     if own := os.environ.get("MCORE_RL_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore_rl"
@@ -45,13 +46,13 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Tokenized sources under `directory`, for the tokenizer that `remake` describes."""
+    """The cache in `directory`, for the tokenizer that `remake` describes."""
 
     directory: Path
     remake: TokenizerSpec
 
     def store(self, source: str, tokenizer: Any, what: TokenizationSpec, say: PrintLine) -> TokenStore:
-        """Return the tokenized source; one process of the node creates it if it does not exist.
+        """Return the token store of `source`. If it does not exist, one process of the node creates it.
 
         Raises:
             UserError: a record is invalid, or the directory cannot be written.
@@ -82,7 +83,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """Hold the lock exclusively inside the context."""
+        """Context in which this process holds the lock file `path` exclusively."""
         with self._writing():
             file = open(path, "w")  # noqa: SIM115
         with file:
@@ -109,8 +110,11 @@ class TokenCache:
             raise
 
     def _wait_for(self, path: Path) -> None:
-        """Wait until another process of this node has created the store `path`; raise UserError if that process has
-        ended."""
+        """Wait until another process of this node has created the store `path`.
+
+        Raises:
+            UserError: for some time, no process has held the lock of the store: its creator has ended.
+        """
         lost_since = None
         while not path.is_dir():
             time.sleep(POLL_SECONDS)
@@ -143,7 +147,8 @@ class TokenCache:
     def _source_digest(self, source: str) -> str:
         """Return a digest of a source's bytes.
 
-        Only one process reads a large file; its digest is valid until the file is changed.
+        The digest of a large file is stored in the cache and valid until the file changes, so that only one process
+        reads the file.
         """
         if Path(source).is_dir():
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
@@ -172,7 +177,7 @@ class TokenCache:
 
 
 def _states(source: str) -> list[Any]:
-    """Return the state of a source's files, which every write changes; [] for a hub dataset, which has a version."""
+    """Return a value that every write to the source's files changes; [] for a hub dataset, which has a version."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
     return [_state_of(file) for file in found if os.path.exists(file)]
 
@@ -183,7 +188,7 @@ def _state_of(file: str | Path) -> list[Any]:
 
 
 def _code_digest() -> str:
-    """Return a digest of this package's data code, and of the versions of the libraries that tokenize."""
+    """Return a digest of the code in `mcore_rl.data` and of the versions of the libraries that tokenize."""
     import tokenizers
     import transformers
 

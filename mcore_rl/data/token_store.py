@@ -1,7 +1,7 @@
-"""Token stores, of one source or mixed from several, and the order in which a run uses their records.
+"""Token stores, of one source or of several mixed sources, and the order in which a run uses their records.
 
-A store's directory holds `ids.bin` (int32), `mask.bin` (a byte per token: whether it carries loss), `ends.bin` (int64:
-the end of each sequence), and per-record data as JSON.
+The directory of a store contains `ids.bin` (int32 token ids), `mask.bin` (a byte per token: whether it carries loss),
+`ends.bin` (int64: where each sequence ends), and JSON data of each record.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Order(Protocol):
     """The order in which a run uses the records of its dataset."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the dataset indices of samples start … start + count − 1, across epochs."""
+        """Return the dataset indices of the samples start … start + count − 1 of a run, which may span epochs."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """A shuffled order with a new permutation in each epoch: a function of (seed, epoch, position) in time O(1).
+    """A shuffled order with a new permutation in each epoch, computed from (seed, epoch, position) in time O(1).
 
-    A Feistel network over the smallest even number of bits that holds the dataset enciphers a position, repeatedly
-    until the result is in the dataset (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). This takes at
-    most 4 encipherments on average.
+    A Feistel network, over the smallest even number of bits that can represent all positions, enciphers a position
+    repeatedly until the result is a position in the dataset (Black and Rogaway, Ciphers with arbitrary finite domains,
+    2002). On average, this takes at most 4 encipherments.
     """
 
     num_samples: int
@@ -52,7 +52,7 @@ class SampleOrder:
     """Number that distinguishes orders of the same size and seed: the orders of a mixture's sources."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the dataset indices of samples start … start + count − 1, across epochs."""
+        """Return the dataset indices of the samples start … start + count − 1 of a run, which may span epochs."""
         return [self._index(*divmod(k, self.num_samples)) for k in range(start, start + count)]
 
     def _index(self, epoch: int, position: int) -> int:
@@ -77,12 +77,12 @@ class SampleOrder:
 class MixedOrder:
     """An order of the records of several sources in which each source has its share of the samples.
 
-    The sequence of sources is shuffled in each period. The n-th sample of a source is the n-th sample of the source's
-    own order, which is shuffled in each pass, so each pass over a source ends before the next one starts. A period's
-    arrangement is computed once, in 0.2 seconds.
+    Samples are arranged in periods of `PERIOD`. In each period, the sources follow one another in a shuffled order. The
+    samples of one source follow that source's `SampleOrder`, so every pass over a source ends before the next one
+    starts. A period's arrangement is computed once, in 0.2 seconds.
 
     Args:
-        sizes: sizes of the sources, which are concatenated in the dataset.
+        sizes: number of records of each source; the sources are concatenated in the dataset.
         quotas: number of samples of each source in a period; they add up to `PERIOD`.
     """
 
@@ -104,7 +104,7 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Return for each sample of a period its source, and the number of earlier samples of that source in the period."""
+    """Return, for each sample of a period, its source, and how many earlier samples of the period that source has."""
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()
     for slot in SampleOrder(PERIOD, seed).indices(period * PERIOD, PERIOD):
@@ -116,7 +116,7 @@ def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[
 
 
 def quotas_of(weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to `weights` that sum to `PERIOD`; the largest remainders are rounded up."""
+    """Return integers that sum to `PERIOD` and are proportional to `weights`; the largest remainders are rounded up."""
     total = sum(weights)
     exact = [weight / total * PERIOD for weight in weights]
     quotas = [int(share) for share in exact]
@@ -128,7 +128,7 @@ def quotas_of(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids and, for each, whether it carries loss (a response token or its end token)."""
+    """Token ids, and whether each token carries loss, as the tokens of a response and its end token do."""
 
     input_ids: tuple[int, ...]
     token_mask: tuple[bool, ...]
@@ -141,12 +141,12 @@ class TokenSequence:
 
     @property
     def trained_ids(self) -> set[int]:
-        """Tokens that carry loss."""
+        """Set of the token ids that carry loss."""
         return {token for token, trained in zip(self.input_ids, self.token_mask, strict=True) if trained}
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a token after the first carries loss. The first token is never predicted."""
+        """Whether a token other than the first carries loss. The first token is never predicted."""
         return any(self.token_mask[1:])
 
 
@@ -159,10 +159,12 @@ KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8,
 
 @dataclass
 class TokenizedChunk:
-    """Consecutive tokenized records.
+    """Consecutive tokenized records of a source.
 
-    ids, mask: tokens and masks of all their sequences. lengths: length of each sequence. extra: a text per record, or
-    none for all records. counts: numbers of observed properties, by name.
+    ids, mask: token ids and loss mask of all sequences, one after the other.
+    lengths: length of each sequence.
+    extra: JSON text to store with each record; empty if no record has one.
+    counts: numbers of records with certain properties ("dropped", "truncated", …).
     """
 
     ids: list[int] = field(default_factory=list)
@@ -184,13 +186,15 @@ DROPPED_WITH = "dropped with tokens: "
 
 
 def dropped_with(length: int) -> str:
-    """Return the name in `counts` of dropped records whose longest sequence has this many tokens."""
+    """Return the key in `counts` for the number of dropped records whose longest sequence has `length` tokens."""
     return f"{DROPPED_WITH}{length}"
 
 
 class TokenStore(Sequence[SequenceGroup]):
-    """A sequence of units; a unit is the sequences of a record. Two stores are equal if their units are equal,
-    regardless of where they are stored."""
+    """Tokenized records, in files or in memory, as a sequence of units. A unit is a tuple of a record's sequences.
+
+    Two stores are equal if their units are equal.
+    """
 
     labels: Sequence[str] = ()
     """Names of a mixture's sources in metrics."""
@@ -216,7 +220,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of token ids, masks and texts. It depends on the data, the tokenizer and the chat template."""
+        """Hash of all token ids, masks and stored texts. It depends on data, tokenizer and chat template."""
         return str(self.meta["fingerprint"])
 
     @property
@@ -229,7 +233,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each source in the samples of a mixture; {} for a single source."""
+        """Fraction of a mixture's samples that come from each source, by name; {} for a single source."""
         return {}
 
     def order(self, seed: int) -> Order:
@@ -245,8 +249,10 @@ class TokenStore(Sequence[SequenceGroup]):
         return np.diff(self._arrays["ends"], prepend=0)
 
     def record_lengths(self) -> np.ndarray:
-        """Return the number of tokens in the longest sequence of each record, also of dropped records, int64
-        [records]."""
+        """Return the number of tokens in the longest sequence of each record, int64 [records].
+
+        Dropped records are included, at the end.
+        """
         dropped = {name: n for name, n in self.counts.items() if name.startswith(DROPPED_WITH)}
         lengths = np.array([int(name.removeprefix(DROPPED_WITH)) for name in dropped], np.int64)
         kept = self.lengths().reshape(-1, self._rows).max(1, initial=0)
@@ -301,7 +307,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
 
 class _FileArray:
-    """An array in a file, read by slices. A memory map would read 64 KiB around each access."""
+    """An array in a file, of which slices are read. (A memory map would read 64 KiB around each access.)"""
 
     def __init__(self, path: Path, kind: type, size: int) -> None:
         self._kind, self._size = np.dtype(kind), size
@@ -319,14 +325,14 @@ class _FileArray:
 
 
 def plain_name(text: str) -> str:
-    """Return `text` with the characters replaced that may not be in a metric's name."""
+    """Return `text` with '_' in place of the characters that a metric's name must not contain."""
     return re.sub(r"[^\w.-]+", "_", text)
 
 
 def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory: Path | None = None) -> TokenStore:
-    """Join all chunks into one store: in the files of a new `directory`, or in memory without one.
+    """Join all chunks into one store, in the files of `directory` or, if it is None, in memory.
 
-    With a directory, only one chunk is in memory at once.
+    With a directory, only one chunk at a time is in memory.
     """
     digest, counts = hashlib.sha256(), Counter[str]()
     sizes, ends = Counter[str](), Counter[str]()
@@ -379,7 +385,7 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
 
 
 class MixedTokenStore(TokenStore):
-    """The concatenated units of several stores.
+    """A mixture: the units of several stores, one store after the other.
 
     Args:
         stores: stores by the names of their sources.
@@ -441,7 +447,7 @@ class MixedTokenStore(TokenStore):
         return self.labels[bisect_right(self._ends, unit)]
 
     def _place(self, index: int) -> tuple[TokenStore, int]:
-        """Return the store that holds a unit, and the unit's number in it."""
+        """Return the store that contains unit `index`, and the unit's index in that store."""
         number = bisect_right(self._ends, index)
         store = self._stores[number]
         return store, index - (self._ends[number] - len(store))

@@ -40,12 +40,12 @@ def load_tokenizer(
     say: PrintLine = silent,
     day: date | None = None,
 ) -> Any:
-    """Return the tokenizer of a model directory, with `chat_template` in place of its own if one is given.
+    """Return the tokenizer of a model directory. If `chat_template` is given, it replaces the tokenizer's own.
 
-    A tokenizer without pad token pads with the end token. Padding is masked, so the choice does not matter.
+    If the tokenizer has no pad token, its end token is used. Padding is masked, so the choice does not matter.
 
     Args:
-        day: the date for a template that asks for it; today if None.
+        day: date for a chat template that inserts a date; today if None.
 
     Raises:
         UserError: there is no tokenizer or no end token, or the template is invalid.
@@ -87,13 +87,14 @@ JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number
 def tokenize_completion(
     tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
 ) -> TokenSequence:
-    """Tokenize a prompt and its completion, both plain strings or both message lists.
+    """Tokenize a prompt and its completion, which are both plain strings or both lists of messages.
 
-    For plain strings, the completion and an end token are trained on. For messages, the assistant's messages in the
+    With plain strings, the completion and an end token are trained on. With messages, the assistant's messages in the
     completion are trained on.
 
     Raises:
-        ValueError: the kinds are mixed, messages are invalid, or the chat template fails or cannot be matched.
+        ValueError: one is a string and the other a list, messages are invalid, the chat template fails, or a response
+            cannot be found in its output.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         context = tokenize_prompt(tokenizer, prompt, tools)
@@ -134,9 +135,9 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """Return the tokens of a whole conversation for a reward model, whose reward is its output at the last token.
+    """Return the tokens of a whole conversation for a reward model, which computes the reward at the last token.
 
-    The tokens equal transformers' `apply_chat_template`, including the template's text after the last response.
+    They equal the tokens of transformers' `apply_chat_template`, including the template's text after the last response.
 
     Raises:
         ValueError: the tokenizer has no template, or the template fails.
@@ -162,7 +163,7 @@ def tokenize_judged(
 
 
 def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> tuple[int, ...]:
-    """Tokenize a prompt that awaits its response.
+    """Tokenize a prompt, up to the place where the response will start.
 
     Raises:
         ValueError: messages are invalid, tools are given with a plain text, or the chat template fails.
@@ -178,7 +179,7 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
 
 
 def _leading_special_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text: usually a start token or nothing."""
+    """Return the special tokens that the tokenizer adds before a text: usually a start token, or none."""
     marked = list(tokenizer("a")["input_ids"])
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     for start in range(len(marked) - len(plain) + 1):
@@ -196,7 +197,7 @@ CHUNKS_AHEAD = 4
 
 @dataclass(frozen=True)
 class TokenizationSpec:
-    """Settings for tokenizing records. All functions must be module-level, since other processes receive them."""
+    """Settings with which records are tokenized. Its functions must be picklable, because other processes get them."""
 
     name: str
     """Name of the kind of records; it must include all options of `unit_of` and the other functions."""
@@ -204,7 +205,7 @@ class TokenizationSpec:
     """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int
     max_length: int
-    """Limit of a sequence, in tokens."""
+    """Maximum number of tokens of a sequence."""
     overlong: Literal["drop", "truncate"] = "drop"
     needs_response: bool = True
     """Whether each sequence must have a token that is trained on."""
@@ -218,10 +219,10 @@ class TokenizationSpec:
     """Function (unit, record) → names of counters to increment."""
 
     def chunk(self, tokenizer: Any, records: Records) -> TokenizedChunk:
-        """Tokenize some records.
+        """Tokenize consecutive records.
 
         Raises:
-            UserError: a record is invalid; the message names its place.
+            UserError: a record is invalid; the message names its position.
         """
         chunk = TokenizedChunk()
         for place, record in records.parsed():
@@ -257,7 +258,7 @@ class TokenizationSpec:
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
-        """Return `unit`, truncated if it is too long and truncation is configured; None if the unit is dropped."""
+        """Return `unit` within `max_length`: unchanged, or truncated if this is configured; None to drop it."""
         if max(map(len, unit)) <= self.max_length:
             return unit
         if self.overlong == "drop":
@@ -268,7 +269,7 @@ class TokenizationSpec:
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Values from which another process creates the same tokenizer."""
+    """The arguments of `load_tokenizer` with which another process creates the same tokenizer."""
 
     path: Path
     trust_remote_code: bool
@@ -287,8 +288,8 @@ def tokenize_source(
     """Yield the tokenized records of a source, in their order.
 
     Args:
-        remake: tokenizer settings for other processes; None for no other processes.
-        workers: number of processes, for sources that are large enough.
+        remake: settings of the tokenizer, for other processes; None to use only this process.
+        workers: number of processes that tokenize a large source.
 
     Raises:
         UserError: a record is invalid (the first one is reported), or the source is empty.
@@ -310,7 +311,7 @@ def tokenize_source(
 
 
 def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, float]]:
-    """Yield the records of a source, up to `limit`."""
+    """Yield the first `limit` records of a source, or all if `limit` is None, with the fraction read so far."""
     left = limit
     for records, part in read_records(source):
         yield (records, part) if left is None else (records.first(left), part)
@@ -320,7 +321,7 @@ def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, fl
 
 
 def available_workers() -> int:
-    """Return the number of processors that this process may use, minus one for reading and writing."""
+    """Return how many processes should tokenize: one per available processor, minus one that reads and writes."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, count - 1)
 
@@ -352,7 +353,7 @@ def _remake_tokenizer(source: TokenizerSpec) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this worker when its parent has ended. A killed parent cannot end its workers, which would wait forever."""
+    """End this process when its parent has ended. Without this, it would wait forever if the parent was killed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -22,15 +22,16 @@ REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_pe
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """Return the identity of a recording's run; `data` is the fingerprint of its prompts."""
+    """Return what identifies a run in its recording; `data` is the fingerprint of its prompts."""
     return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
 
 
 def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
-    """Refuse to record over a file, unless it is the recording of the run that is resumed.
+    """Check that rollouts can be recorded in the file `path`. If the file exists, it must be this run's recording.
 
     Args:
         run: the result of `recorded_by` for this run.
+        goes_on: whether this run continues an earlier launch; otherwise the file must not exist.
 
     Raises:
         UserError: the file cannot be written, or is not the recording of this run.
@@ -50,7 +51,7 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
 
 
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return a recording's entry: a step's rollouts, their sampling options, and a hash of the weights."""
+    """Return the entry of a recording for a step: its rollouts, their sampling options, and a hash of the weights."""
     return {"weights": weights, "sampling": sampling, "rollouts": [_to_json(r) for r in rollouts]}
 
 
@@ -62,13 +63,14 @@ def read_recording(
     section: str = "grpo",
     keeps_mask: bool = False,
 ) -> dict[int, list[Rollout]]:
-    """Return the rollouts of each recorded step.
+    """Read a recording; return the rollouts of each step.
 
     Args:
-        replays_experts: whether tokens are sent to the same experts as during sampling.
-        required: sampling options that must be equal to the recorded ones.
-        section: section of the configuration that has these options.
-        keeps_mask: whether the run trains in the distribution over the tokens that the sampler kept.
+        steps: number of steps that the recording must have.
+        required: sampling options of this run, which must be equal to the recorded ones.
+        replays_experts: whether this run sends tokens to the same experts as during sampling.
+        section: section of the configuration that has the sampling options, for errors.
+        keeps_mask: whether this run trains in the distribution over the tokens that the sampler kept.
 
     Raises:
         UserError: the file is missing, is not a recording, has fewer than `steps` steps, or was sampled with other
@@ -106,8 +108,10 @@ SAMPLES_PER_TENSOR = 64
 
 
 def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return SHA-256 over the names of tensors and a few evenly spaced numbers of each. It distinguishes the weights of
-    different updates without reading the whole model."""
+    """Return a SHA-256 of the tensors' names and of some evenly spaced numbers of each tensor.
+
+    It distinguishes the weights after different updates, without reading the whole model.
+    """
     digest, samples = hashlib.sha256(), []
     for name, tensor in tensors:
         digest.update(name.encode())

@@ -1,6 +1,6 @@
-"""Rollouts of a step: conversations, their rewards and lengths, and the training batch that they make.
+"""Rollouts of a step: conversations, their rewards and lengths, and the training batch that is made from them.
 
-Every rank knows the rewards and lengths of all samples; tokens stay on the rank that generated them, until
+Every rank has the rewards and lengths of all samples. The tokens stay on the rank that generated them, until
 `exchange_rows` sends each row to the replica that trains on it.
 """
 
@@ -28,7 +28,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A column [B, S, …] of a batch. `shape` is the shape of one token's values; `padding` fills the end of a row."""
+    """Description of a column [B, S, …] of a batch. A token's values have `shape`; `padding` fills the ends of rows."""
 
     name: str
     dtype: torch.dtype
@@ -37,18 +37,20 @@ class TokenColumn:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of one token."""
+        """Number of bytes that a token's values take in this column."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def packed(
     rows: Mapping[str, Shaped[Tensor, "B S ..."]], lengths: Sequence[int], columns: Sequence[TokenColumn]
 ) -> UInt8[Tensor, "tokens bytes"]:
-    """Return the bytes of all columns for every token of right-padded rows, row by row. If there are no rows, `rows` is
-    not read.
+    """Return the values of all columns, without padding, as bytes: a row of bytes for each token, sample after sample.
+
+    Args:
+        rows: right-padded columns; not read if there are no rows.
 
     Raises:
-        ContractError: the values of a column do not have its dtype or shape.
+        ContractError: the values of a column do not have the column's dtype or shape.
     """
     if not lengths:
         return torch.empty(0, bytes_of(columns), dtype=torch.uint8)
@@ -63,14 +65,14 @@ def packed(
 
 
 def bytes_of(columns: Sequence[TokenColumn]) -> int:
-    """Return the bytes of one token in all columns."""
+    """Return the number of bytes that a token's values take in all columns together."""
     return sum(column.nbytes for column in columns)
 
 
 def unpacked(
     tokens: UInt8[Tensor, "tokens bytes"], lengths: Sequence[int], columns: Sequence[TokenColumn]
 ) -> dict[str, Shaped[Tensor, "B S ..."]]:
-    """Invert `packed`: return each column of rows with these lengths, as wide as the longest row (at least 1)."""
+    """Invert `packed`: return the columns, right-padded to the length of the longest row (at least 1)."""
     width = max(lengths, default=1)
     is_token, rows = _is_token(lengths, width), dict[str, Tensor]()
     parts = tokens.split([column.nbytes for column in columns], dim=1)
@@ -84,7 +86,7 @@ def unpacked(
 
 
 def _is_token(lengths: Sequence[int], width: int) -> Tensor:
-    """Return [B, S] True for tokens, False for padding."""
+    """Return a mask [B, `width`] that is True for tokens and False for padding."""
     return torch.arange(width) < torch.tensor(lengths, dtype=torch.long)[:, None]
 
 
@@ -96,13 +98,16 @@ def exchange_rows(
     columns: Sequence[TokenColumn],
     topology: Topology,
 ) -> dict[str, Shaped[Tensor, "b s ..."]]:
-    """Return the columns of the rows that this replica needs, in its order, on all of its ranks. Collective.
+    """Send each row to the replica that wants it; return this replica's wanted rows on all of its ranks. Collective.
 
     Args:
-        own: columns of the rows whose numbers are in `held`, in this order, right-padded, on the host. Each row is on
-            the first rank of exactly one replica.
-        wanted: the rows that each replica receives, by replica; the same on all ranks.
-        lengths: tokens of each row of the global batch.
+        own: right-padded columns, on the host, of the rows that the first rank of this replica has. Exactly one replica
+            has each row.
+        held: numbers of the rows in `own`.
+        wanted: for each replica, the numbers of the rows that it receives, in the order of the result; the same on all
+            ranks.
+        lengths: number of tokens of each row of the global batch.
+        columns: the columns to send.
     """
     sent = packed(own, [lengths[row] for row in held], columns)
     own_lengths = [lengths[row] for row in wanted[topology.data.rank]]
@@ -116,7 +121,7 @@ def exchange_kept_tokens(
     outcomes: Sequence[RolloutSummary],
     topology: Topology,
 ) -> list[KeptTokens]:
-    """Return the kept tokens of the rows that this replica needs, as `exchange_rows` does for columns. Collective."""
+    """Do for the tokens that the sampler kept what `exchange_rows` does for columns. Collective."""
     lengths = [outcome.num_tokens for outcome in outcomes]
     found = [KeptTokens.none(0) if kept is None else kept for kept in own]
     sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
@@ -133,8 +138,7 @@ def _exchange_to_all_ranks(
     lengths: Sequence[int],
     topology: Topology,
 ) -> Shaped[Tensor, "wanted_tokens values"]:
-    """Return the result of `exchange_tokens` on every rank of the replica, in host memory. Collective over all
-    ranks."""
+    """Call `exchange_tokens`; return its result on the host, on every rank of the replica. Collective."""
     size = sum(lengths[row] for row in wanted[topology.data.rank])
     found = torch.empty(size, own.shape[1], dtype=own.dtype, device=platform.device())
     if topology.leads_replica:
@@ -149,15 +153,16 @@ def exchange_tokens(
     lengths: Sequence[int],
     replicas: ParallelDimension,
 ) -> Shaped[Tensor, "wanted_tokens values"]:
-    """Return the tokens of the rows that this replica needs, from the replicas that have them.
+    """Send the tokens of each row to the replica that wants the row; return the tokens of this replica's wanted rows.
 
-    Collective over the first ranks of replicas: an all-reduce of 8 bytes per row of the global batch and one
+    Collective over the first ranks of all replicas: an all-reduce of 8 bytes per row of the global batch, and one
     all-to-all.
 
     Args:
-        own: tokens of the rows whose numbers are in `held`, row after row. Exactly one replica has each row.
-        wanted: the rows that each replica receives, by replica; the same on all replicas.
-        lengths: tokens of each row of the global batch.
+        own: tokens of the rows that this replica has, row after row. Exactly one replica has each row.
+        held: numbers of the rows in `own`.
+        wanted: for each replica, the numbers of the rows that it receives; the same on all replicas.
+        lengths: number of tokens of each row of the global batch.
     """
     holders = torch.zeros(len(lengths), dtype=torch.long, device=own.device)
     holders[list(held)] = replicas.rank
@@ -182,8 +187,8 @@ def exchange_tokens(
 class RolloutSummary:
     """The part of a rollout that every rank has: everything except its tokens and texts.
 
-    The fields have the meaning of those in `Rollout`; lengths are numbers of tokens. `kept_tokens` is the number of
-    tokens that the sampler kept, over all positions.
+    Fields with the name of a field of `Rollout` have the same meaning, except `kept_tokens`: the number of tokens that
+    the sampler kept, summed over all positions. Lengths are numbers of tokens.
     """
 
     prompt: int
@@ -201,12 +206,12 @@ class RolloutSummary:
 
     @property
     def weight_version(self) -> int:
-        """Version of the oldest weights that generated a token of the rollout."""
+        """Oldest version of weights that generated a token of the rollout; 0 if it has no response."""
         return min((version for version, _ in self.weight_versions), default=0)
 
 
 def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
-    """Return a mask that is False for samples that could not be judged and have no reward."""
+    """Return a mask that is True for samples that were judged; the others could not be judged and have no reward."""
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
@@ -215,18 +220,21 @@ NUMBERS = ("prompt", "sample_id", "reward", "truncated", *LENGTHS)
 
 
 class SummaryExchange:
-    """Exchanges the summaries of each replica's rollouts as numbers; texts are sent only for new reward names and for
-    errors. All ranks construct it together."""
+    """Exchanges the summaries of rollouts between the replicas. All ranks must create this object.
+
+    Summaries are sent as numbers; texts are sent only for errors and for new names of rewards.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """Return the summaries of all replicas' rollouts in the order of their places. Collective.
+        """Gather the summaries of all replicas' rollouts; return them in the order of their places. Collective.
 
         Args:
-            own: summaries of this rank's replica, by place. Ignored unless this rank is the first of its replica.
-            total: number of summaries of all replicas.
+            own: summaries of this replica's rollouts, by place in the result. They are ignored on all ranks but the
+                first of the replica.
+            total: number of rollouts of all replicas.
         """
         if not self.topology.leads_replica:
             own = {}
@@ -242,10 +250,10 @@ class SummaryExchange:
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
 
     def _versions(self, own: Mapping[int, RolloutSummary], counts: Tensor) -> list[list[tuple[int, int]]]:
-        """Return the weight versions of each rollout of all replicas. Collective.
+        """Gather `weight_versions` of the rollouts of all replicas. Collective.
 
         Args:
-            counts: number of weight versions of each rollout.
+            counts: for each rollout of all replicas, the number of entries of its `weight_versions`.
         """
         starts = (counts.cumsum(0) - counts).tolist()
         rows = {
@@ -256,9 +264,10 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """Return a table [total, width] with the `rows` of each rank at their `places`, summed over ranks.
+    """Gather the rows of all ranks in a table [total, width], in fp64 on the host. Collective.
 
-    The table is in fp64, on the host. Collective.
+    Args:
+        places: for each of this rank's rows, its place in the table.
     """
     table = torch.zeros(total, width, dtype=torch.float64)
     if rows:
@@ -272,7 +281,7 @@ def _numbers(outcome: RolloutSummary) -> list[float]:
 
 
 def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
-    """Return, for each name, whether the sample has this reward, and the reward."""
+    """Return two numbers for each name: whether the sample has a reward with this name (1 or 0), and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
@@ -296,8 +305,8 @@ def _outcome(row: list[float], names: list[str], error: str | None, versions: li
 class Rollout:
     """A conversation: a prompt, responses, and observations between the responses.
 
-    input_ids, token_mask, logprobs: values of all tokens. The mask is 1 for tokens of responses; only these have
-        log-probabilities.
+    input_ids, token_mask, logprobs: id, mask and log-probability of each token of the conversation. The mask is True
+        for tokens of responses; all other tokens have a log-probability of 0.
     truncated: whether the last response reached the limit of new tokens.
     error: reason why the rollout could not be judged; None if it was.
     """
@@ -332,7 +341,7 @@ class Rollout:
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
-        """Return a rollout with a prompt and no response yet."""
+        """Return a rollout that has only its prompt, and no response yet."""
         size = len(prompt.input_ids)
         log = prompt.message_log
         return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
@@ -353,7 +362,7 @@ class Rollout:
         self.logprobs += logprobs
 
     def add_reward(self, step: Step) -> None:
-        """Add the reward of the last response to its last token, and token rewards to their tokens."""
+        """Add the rewards in `step`: the reward of the last response, to its last token, and the token rewards."""
         length = self.response_lengths[-1]
         first = len(self.input_ids) - length
         of_tokens = [(first + t, reward) for t, reward in enumerate(step.token_rewards) if reward]
@@ -367,7 +376,7 @@ class Rollout:
 
     @property
     def outcome(self) -> RolloutSummary:
-        """Summary of the rollout."""
+        """Summary of this rollout."""
         generated = sum(self.token_mask)
         return RolloutSummary(
             prompt=self.prompt,
@@ -387,12 +396,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Rollouts of all replicas: every rank has the summaries; the tokens are on the replica that generated them.
+    """Rollouts of all replicas. Every rank has all summaries; the tokens are on the replica that generated them.
 
     outcomes: summaries of all rollouts, in order.
-    own: rollouts that this rank has run, by place in that order. One replica runs each rollout; the entries of its
-        first rank are used.
-    dropped: summaries of rollouts that were generated with these and are not trained on (dynamic sampling).
+    own: rollouts that this rank has run, by their place in `outcomes`. Each rollout is run by one replica, and the
+        replica's first rank has the complete rollout.
+    dropped: summaries of further rollouts, which were generated and are not trained on (dynamic sampling).
     """
 
     outcomes: Sequence[RolloutSummary] = ()
@@ -401,7 +410,7 @@ class RolloutBatch:
 
     @property
     def generated(self) -> list[RolloutSummary]:
-        """Summaries of all rollouts that were generated."""
+        """Summaries of all rollouts that were generated, including the dropped ones."""
         return [*self.outcomes, *self.dropped]
 
     @classmethod
@@ -410,13 +419,12 @@ class RolloutBatch:
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
     ) -> RolloutBatch:
-        """Return rollouts that every rank has, each assigned to one replica; neighbours are assigned to the same
-        replica."""
+        """Return a batch of rollouts that every rank has. Consecutive rollouts are assigned to the same replica."""
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
     def select(self, places: Sequence[int]) -> RolloutBatch:
-        """Return the rollouts at these places, in this order; the others are dropped."""
+        """Return a batch with the rollouts at `places`, in this order; all other rollouts become `dropped`."""
         own = {new: self.own[old] for new, old in enumerate(places) if old in self.own}
         kept = set(places)
         dropped = [outcome for place, outcome in enumerate(self.outcomes) if place not in kept]
@@ -432,10 +440,10 @@ class RolloutBatch:
 
 
 def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
-    """Return the per-token columns of `to_batch`.
+    """Return descriptions of those columns of `to_batch` that have values for each token.
 
     Args:
-        experts: (layers, topk) of the experts to replay; None without replay.
+        experts: numbers of MoE layers and of experts per token, if experts are replayed; otherwise None.
     """
     columns = [
         TokenColumn("input_ids", torch.long, padding=pad_token_id),
@@ -448,12 +456,14 @@ def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> 
 def to_batch(
     rollouts: Sequence[Rollout], pad_token_id: int, experts: tuple[int, int] | None = None
 ) -> BatchedDataDict[Any]:
-    """Return right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
+    """Return a batch with a right-padded row for each rollout.
 
-    If the rollouts have experts, add routed_experts [B, S, layers, topk] int16; unknown experts are −1.
+    The columns are input_ids, token_mask, generation_logprobs [B, S], input_lengths and sample_mask [B]. If the
+    rollouts have experts, there is also a column routed_experts [B, S, layers, topk] int16; unknown experts are −1.
 
     Args:
-        experts: (layers, topk) of the experts to replay, needed for rollouts without a response; None without replay.
+        experts: numbers of MoE layers and of experts per token, if experts are replayed, for rollouts without a
+            response; otherwise None.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -473,15 +483,16 @@ def to_batch(
 
 
 def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the rollout's experts, or unknown ones (−1) if its request failed, so that it has no response."""
+    """Return the rollout's experts; if it has no response because its request failed, return −1 for all experts."""
     if experts is None or not rollout.error or rollout.turns:
         return rollout.routed_experts
     return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the reward of each token, [B, S] fp32. Rollouts without token rewards have the whole reward at the last
-    response token.
+    """Return the reward of each token, [B, S] fp32.
+
+    In a rollout without token rewards, the last response token has the whole reward.
 
     Args:
         data: the result of `to_batch` for these rollouts.
@@ -494,8 +505,11 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the position [B] of the last response token in each row of `to_batch`, or of the last token in a row
-    without a response."""
+    """Return the position [B] of the last response token of each row; in a row without response, of the last token.
+
+    Args:
+        data: the result of `to_batch`.
+    """
     positions = torch.arange(data["token_mask"].shape[1])
     last = torch.where(data["token_mask"] > 0, positions, -1).amax(1)
     return torch.where(last < 0, data["input_lengths"] - 1, last)
@@ -511,7 +525,9 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float 
 def has_signal(
     rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
 ) -> Bool[Tensor, " prompts"]:
-    """Return True for groups whose rewards differ. Other groups have no gradient (DAPO, arXiv:2503.14476, section 3.2).
+    """Return, for each group, whether its rewards differ.
+
+    A group with equal rewards has no gradient (DAPO, arXiv:2503.14476, section 3.2).
 
     Args:
         judged: see `group_advantages`.
@@ -520,6 +536,6 @@ def has_signal(
 
 
 def differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
-    """Return whether the counted values of each group differ."""
+    """Return, for each group, whether those of its values differ for which `counted` is True."""
     high = torch.where(counted, values, -math.inf).amax(-1)
     return high > torch.where(counted, values, math.inf).amin(-1)

@@ -1,4 +1,4 @@
-"""The rollout worker: the policy answers prompts in an environment; each replica runs its own conversations."""
+"""The rollout worker, which runs the policy's conversations in an environment, each replica its own."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PromptRequests = Sequence[tuple[int, Prompt]]
 
 @dataclass
 class Conversation:
-    """A rollout in progress, with the state that its next turn needs."""
+    """A rollout in progress, and its prompt, which the next turns need."""
 
     rollout: Rollout
     prompt: Prompt
 
     @property
     def sample(self) -> Sample:
-        """Sample with which the last response is judged."""
+        """The last response as a `Sample`, which the judge receives."""
         log, start = self.prompt.message_log, len(self.prompt.input_ids)
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
@@ -59,7 +59,10 @@ class Conversation:
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
-        """Record the reward; return the tokens of the observation if the conversation continues."""
+        """Record the judgement `step` of the last response; return the tokens of the observation.
+
+        Return None if the conversation ends here.
+        """
         rollout = self.rollout
         rollout.add_reward(step)
         rollout.rewards = rollout.rewards | {
@@ -76,24 +79,28 @@ class Conversation:
         return observed
 
     def _observed(self, observation: str, tokenizer: Any) -> list[int]:
-        """Return the tokens between the last response and the next one. Plain-text prompts continue as plain text."""
+        """Return the tokens between the last response and the next one.
+
+        After a plain-text prompt, these are only the tokens of `observation`; otherwise the chat template adds text.
+        """
         if isinstance(self.prompt.content, str):
             return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
         return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
 
 
 class RolloutWorker:
-    """Runs the policy's conversations in an environment. All methods except `begin`, `cancel` and `close` are
-    collective.
+    """Runs the policy's conversations in an environment.
 
-    Each replica runs the conversations of its own prompts. With a generation engine that returns responses one by one,
-    the first rank of the replica runs them in the background, independently of each other. Otherwise all ranks of the
-    replica generate the responses of a turn together; the responses are then judged.
+    All methods except `begin`, `cancel` and `close` are collective.
+
+    Each replica runs the conversations of its own prompts. If the generation engine returns responses one by one, the
+    first rank of the replica runs the conversations in the background, independently of each other. Otherwise all ranks
+    of the replica generate the responses of a turn together, and these responses are then judged.
 
     Args:
-        environment: environment of the first rank of each replica, or a collective environment of every rank.
-        meeting_seconds: interval at which ranks synchronize while some of them judge; well below the timeout of
-            collectives.
+        environment: an `Environment`, on the first rank of each replica, or a `CollectiveEnvironment`, on every rank.
+        meeting_seconds: interval at which ranks synchronize while some of them judge; it must be well below the timeout
+            of collectives.
     """
 
     def __init__(
@@ -118,12 +125,12 @@ class RolloutWorker:
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
     def prepare(self, weight_version: int) -> None:
-        """Start to generate with the policy's current weights, whose version is `weight_version`."""
+        """Prepare the engine to generate with the policy's current weights, whose version is `weight_version`."""
         self.generation.prepare_for_generation(weight_version=weight_version)
         self.weight_version, self.judging_seconds = weight_version, 0.0
 
     def finish(self) -> None:
-        """End generation. No requests are sent until the next `prepare`."""
+        """End generation; the engine receives no requests until the next `prepare`."""
         self.generation.finish_generation()
 
     def cancel(self) -> None:
@@ -138,7 +145,11 @@ class RolloutWorker:
     # ------------------------------------------------------------ conversations
 
     def run(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> RolloutBatch:
-        """Run a conversation for each (index, prompt) and return the rollouts; `sample_ids` identify them."""
+        """Run a conversation for each of the `prompts`, given as (index, prompt), and return the rollouts.
+
+        Args:
+            sample_ids: number of each conversation among all samples of the run.
+        """
         if self.streams:
             return self.collect(self.begin(prompts, sample_ids, greedy))
         places = self.topology.data.part_of(range(len(prompts)))  # one prefill for equal prompts
@@ -149,13 +160,13 @@ class RolloutWorker:
 
     @property
     def streams(self) -> bool:
-        """True if conversations can be started now and collected later."""
+        """Whether conversations can be started by `begin` and collected later by `collect`."""
         return isinstance(self.generation, StreamingGeneration) and not self.judges_together
 
     def begin(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> PendingRollouts:
-        """Start the conversations of `run` for this rank's replica in the background; `collect` ends them.
+        """Start conversations as `run` does, but in the background; `collect` returns their rollouts.
 
-        All conversations of a prompt run on the same replica; prompts are assigned to replicas in turn.
+        Prompts are assigned to the replicas in turn; all conversations of a prompt run on the same replica.
         """
         if not self.topology.leads_replica:
             return PendingRollouts((), None, len(prompts))
@@ -168,16 +179,21 @@ class RolloutWorker:
         )
 
     def collect(self, begun: PendingRollouts) -> RolloutBatch:
-        """Return the rollouts of started conversations of all replicas, in the order of their prompts.
+        """Wait for the conversations that `begin` started; return all replicas' rollouts in the order of the prompts.
 
-        The ranks synchronize often enough that no collective times out. The first exception of any rank is raised on
-        all ranks.
+        The ranks synchronize often enough that no collective times out. If conversations fail on some ranks, the
+        exception of the lowest of these ranks is raised on all ranks.
         """
         led = settle(begun.work, self.meeting_seconds) or []
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
     def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
-        """Return a batch of the rollouts of all replicas; `own` has this rank's rollouts by place. Collective."""
+        """Return the batch of all replicas' rollouts. Collective.
+
+        Args:
+            own: this rank's rollouts, by their place among all rollouts.
+            total: number of rollouts of all replicas.
+        """
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
         return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
@@ -200,7 +216,7 @@ class RolloutWorker:
                 return rollout
 
     def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
-        """Run the replica's conversations turn by turn, until no replica has a conversation that continues."""
+        """Run this replica's conversations turn by turn, until the conversations of all replicas have ended."""
         going = list(conversations)
         while (share := BatchShare.concatenated(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
@@ -227,10 +243,10 @@ class RolloutWorker:
             conversation.respond(answer, self.tokenizer)
 
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """Judge the last responses; return the conversations that continue, with their observations.
+        """Judge the last responses and add the observations; return the conversations that continue.
 
-        Either each replica judges its own samples in the background, without a time limit for the ranks that wait; or
-        all ranks judge together.
+        With a collective environment, all ranks judge together. Otherwise each replica judges its own samples in the
+        background, and the other ranks may wait for any length of time.
         """
         if self.judges_together:
             steps = self.environment.step([conversation.sample for conversation in conversations])
@@ -250,8 +266,10 @@ class RolloutWorker:
         return [conversations[place] for place in goes_on]
 
     async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
-        """Return each conversation's next tokens; None at its end. `settle` waits for this and reports failures to all
-        ranks."""
+        """Judge the last responses; return the observation's tokens of each conversation, or None if it ends.
+
+        `settle` waits for this coroutine, and raises its exception on all ranks.
+        """
         judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
         return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
 
@@ -263,8 +281,8 @@ class RolloutWorker:
 class PendingRollouts:
     """Conversations that run in the background.
 
-    places: places of this replica's conversations among those of all replicas.
-    work: future of their rollouts, if this rank runs them.
+    places: for each conversation of this rank, its place among the conversations of all replicas.
+    work: future of the rollouts; None if this rank runs no conversations.
     total: number of conversations of all replicas.
     """
 
@@ -281,5 +299,5 @@ async def _cancel_all() -> None:
 
 
 def _conversations(prompts: PromptRequests, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
-    """Return new conversations for the prompts at these places."""
+    """Return a new conversation for the prompt at each of the `places`."""
     return [Conversation(Rollout.begin(prompts[p][0], sample_ids[p], prompts[p][1]), prompts[p][1]) for p in places]
