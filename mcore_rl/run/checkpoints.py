@@ -25,10 +25,12 @@ class BestValidation:
     """The best validation of a run so far, by one metric.
 
     metric: name of the validation metric, without its prefix `validation_`.
+    highest: whether the highest value of the metric is the best, or the lowest.
     data: fingerprint of the validation data.
-    patience: number of consecutive validations without an improvement after which the run ends; None: no limit.
-    step: step of the best validation so far; 0 before the first validation, and while the validation before training is
-        the best.
+    patience: the run ends after this number of consecutive validations without an improvement; None: no limit.
+    step: step of the best validation so far; 0 if there is none yet, or if the validation before the first step is the
+        best.
+    value: metric of the best validation so far; None if there is none.
     waited: number of validations since the best one.
     """
 
@@ -44,10 +46,9 @@ class BestValidation:
     def of(
         cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: PrintLine = silent
     ) -> BestValidation | None:
-        """Return the best validation so far, as a checkpoint's `state` has it; None if the configuration has no
-        best_metric.
+        """Return the best validation so far, from the `state` of a checkpoint; None without checkpoint.best_metric.
 
-        The best validation of the checkpoint is forgotten if the metric, its direction or the validation data differ.
+        The checkpoint's best validation is ignored if it has another metric or direction, or other validation data.
         """
         asked = config.checkpoint
         if asked.best_metric is None:
@@ -61,10 +62,10 @@ class BestValidation:
         return best
 
     def is_bettered(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record a validation's metrics; returns whether it is the best so far. A NaN never is.
+        """Record the metrics of a validation; return whether it is the best so far. A validation with NaN never is.
 
         Raises:
-            UserError: the validations do not have the metric.
+            UserError: the best_metric is not among the validation's metrics.
         """
         if f"validation_{self.metric}" not in metrics:
             known = sorted(name.removeprefix("validation_") for name in metrics if name.startswith("validation_"))
@@ -81,15 +82,15 @@ class BestValidation:
 
     @property
     def patience_is_over(self) -> bool:
-        """True if the number of validations without an improvement has reached the patience."""
+        """Whether the number of validations since the best one has reached `patience`."""
         return self.patience is not None and self.waited >= self.patience
 
     def forget(self) -> None:
-        """Forget the best validation, which belongs to another run."""
+        """Forget the best validation, because another run made it."""
         self.step, self.value, self.waited = 0, None, 0
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state to store in a checkpoint, from which `of` restores this object."""
         return {
             "metric": self.metric,
             "highest": self.highest,
@@ -112,7 +113,10 @@ LOST_PEER_SECONDS = 2.0
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
-    """Refuse to resume another run's checkpoint; return lines about changes of the configuration since the checkpoint.
+    """Check that the checkpoint to resume belongs to this run; return lines about what has changed since.
+
+    Args:
+        candidates: checkpoints to resume from, best first.
 
     Raises:
         UserError: the checkpoint belongs to another run; the message names the key that differs.
@@ -132,8 +136,9 @@ class RunCheckpoints:
     """Saves and restores the checkpoints of a run. Every method is collective, except `finish_alone`.
 
     Args:
-        candidates: checkpoints to resume from, best first, and notes for the user (`preflight.find_checkpoints`).
-        identity: identity of the run (JSON), which each checkpoint stores.
+        candidates: the result of `preflight.find_checkpoints`: checkpoints to resume from, best first, and notes for
+            the user.
+        identity: identity of the run as JSON, which is stored in each checkpoint.
     """
 
     def __init__(
@@ -150,10 +155,12 @@ class RunCheckpoints:
         self._passing: list[Path] = []
 
     def resume(self) -> dict[str, Any]:
-        """Restore the best intact checkpoint; returns the loop's state, with `step` 0 for a new run.
+        """Restore the first intact checkpoint of the candidates; return the training loop's state.
+
+        If there is nothing to resume, the state has `step` 0.
 
         Raises:
-            UserError: all checkpoints are damaged, or the best one does not fit this run.
+            UserError: all checkpoints are damaged, or the checkpoint does not fit this run.
         """
         for note in self.notes:
             self.say(note)
@@ -177,10 +184,11 @@ class RunCheckpoints:
         return {"step": 0, "consumed_samples": 0}
 
     def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
-        """Start to write iteration `step`; wait for it if `wait` is set or saving is not asynchronous.
+        """Start to write the checkpoint of `step`; wait until it is written if `wait` is True or saving is synchronous.
 
-        A `passing` checkpoint is saved only because checkpoint.save_minutes have passed. It is removed once a later
-        checkpoint is committed.
+        Args:
+            passing: whether the checkpoint is saved only because checkpoint.save_minutes have passed. Such a checkpoint
+                is removed as soon as a later one is committed.
         """
         wait = wait or not self.config.checkpoint.asynchronous
         self.poll(wait=True)
@@ -190,21 +198,25 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, wait: bool = False) -> None:
-        """Commit a pending checkpoint that has been written, or report that the checkpoint of its step has failed."""
+        """Commit the pending checkpoint, if it has been written, or report that it could not be written.
+
+        Args:
+            wait: wait until it has been written.
+        """
         if (pending := self.policy.checkpoint.pending) is not None:
             self._or_fail(pending.step, lambda: self.policy.checkpoint.finish(wait))
 
     def finish_alone(self, error: BaseException) -> None:
-        """Finish or discard the pending checkpoint when `error` ends this rank's run; not collective.
+        """Finish or discard the pending checkpoint when `error` ends the run on this rank. Not collective.
 
-        If another rank was lost, the wait is short: a lost rank does not finish its files.
+        If another rank has died, the wait is short, because that rank will not finish its files.
         """
         limit = LOST_PEER_SECONDS if is_lost_peer(error) else self.config.checkpoint.timeout_seconds
         if path := self.policy.checkpoint.finish_alone(limit):
             self.say(f"checkpoint: {path}")
 
     def has(self, step: int) -> bool:
-        """Return whether iteration `step` is on disk, as rank 0 sees it."""
+        """Return whether the checkpoint of `step` exists on rank 0's disk."""
         return bool(broadcast_object(self.store.iteration(step).is_dir()))
 
     def newest(self) -> Path | None:
@@ -223,16 +235,16 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Remember the passing checkpoints (see `save`) that the checkpoint `resumed` lists.
+        """Remember the passing checkpoints (see `save`) that the checkpoint `resumed` lists, given by their `steps`.
 
-        Those before `resumed` are removed now, in case the earlier run ended before it removed them.
+        Passing checkpoints before `resumed` are removed now; the earlier launch may have ended before it did so.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]
             self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
-        """Remove the passing checkpoints (see `save`) before `newest`, unless checkpoint.keep_last keeps them."""
+        """Remove the passing checkpoints (see `save`) other than `newest`, unless checkpoint.keep_last is set."""
         earlier = [path for path in self._passing if path != newest]
         self._passing = [path for path in self._passing if path == newest]
         if self.policy.is_writer and self.config.checkpoint.keep_last is None:

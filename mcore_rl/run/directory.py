@@ -40,7 +40,7 @@ OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB
 
 
 class RunDirectory:
-    """The `output_dir` of a configuration. Checks write nothing; `claim` is the first method that writes."""
+    """The directory `output_dir` of a configuration. Nothing is written before `claim` is called."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def exports(self) -> tuple[Path, ...]:
-        """Directories of models and adapters."""
+        """Directories to which a run exports models and adapters."""
         return self.export, self.adapter, self.critic
 
     @property
@@ -63,17 +63,20 @@ class RunDirectory:
             return None
 
     def writes(self, path: Path, exports: bool = True) -> bool:
-        """Return whether a path is, or is inside, a file that a run writes here; `exports`: whether it exports
-        models."""
+        """Return whether `path` is a file or directory that a run writes here, or is inside of such a directory.
+
+        Args:
+            exports: whether the run exports models.
+        """
         own, path = self.path.resolve(), path.resolve()
         kept = set() if exports else {exported.name for exported in self.exports}
         return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
-        """Refuse a directory that is not writable, or holds files that the run would destroy.
+        """Check that the directory is writable, and contains no files of others that the run would destroy.
 
         Args:
-            export: whether the run will write models or adapters.
+            export: whether the run will export models or adapters.
             overwrite: whether the files of an earlier run are to be removed.
 
         Raises:
@@ -106,12 +109,15 @@ class RunDirectory:
                     )
 
     def holds_results(self) -> bool:
-        """Return whether a run has left files here with which the files of another run would be mixed."""
+        """Return whether the directory contains results of a run, which a new run would mix with its own."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
 
     def lock_state(self) -> Literal["free", "held", "left"]:
-        """Return the state of the lock, without changing it: whether a run is active, or was killed (`left`)."""
+        """Return the state of the lock, without changing it.
+
+        "held": a run is active. "left": a killed run has left the lock. "free": there is no lock.
+        """
         try:
             holder = _holder((self.path / LOCK).read_bytes())
         except OSError:
@@ -119,9 +125,12 @@ class RunDirectory:
         return "held" if _may_live(holder) else "left"
 
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
-        """Return whether the lock of another process (its `own_lock`) appears in this directory within `seconds`.
+        """Wait up to `seconds` until this directory contains the lock of another process; return whether it does.
 
         The process that holds the lock must not call this: closing any descriptor of the file releases a record lock.
+
+        Args:
+            lock: the other process's `own_lock`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -136,7 +145,7 @@ class RunDirectory:
         """Create the directory and lock it until `release` or the end of this process.
 
         Returns:
-            a line about a lock that a killed run has left, if there was one; otherwise None.
+            A line for the user if a killed run had left its lock; otherwise None.
 
         Raises:
             UserError: another run holds the lock, or the directory cannot be created.
@@ -174,7 +183,7 @@ class RunDirectory:
         return f"the run that held {self.path} ({_name(holder)}) is gone; going on" if holder else None
 
     def release(self) -> None:
-        """Release the lock, and remove the directories that `claim` created if they are empty."""
+        """Release the lock, and remove those directories that `claim` created and that are empty."""
         if self._lock < 0:
             return
         (self.path / LOCK).unlink(missing_ok=True)
@@ -185,8 +194,10 @@ class RunDirectory:
                 made.rmdir()
 
     def clear(self) -> None:
-        """Remove what an earlier run wrote, and nothing else. Precomputed references stay; their names identify
-        them."""
+        """Remove the files that an earlier run wrote, and no others.
+
+        Precomputed log-probabilities of references are kept; their names say to what they belong.
+        """
         if not self.identity:  # judge.log may be a file of the user
             return
         for iteration in self.checkpoints.iterations():
@@ -206,12 +217,12 @@ class RunDirectory:
             os.truncate(self.path / JUDGE_LOG, 0)
 
     def mark_not_finite(self, message: str) -> None:
-        """Store the reason why this launch of the run ended, for `not_finite`."""
+        """Store the message of the NaN or infinity that ends this launch of the run; `not_finite` reads it."""
         with contextlib.suppress(OSError):
             (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
 
     def not_finite(self, launch: str) -> str | None:
-        """Return why the launch `launch` of the run ended, if a loss or a gradient was not finite; otherwise None."""
+        """Return the message that this `launch` stored by `mark_not_finite`; None if it has stored none."""
         try:
             ended = json.loads((self.path / NOT_FINITE).read_text())
             return str(ended["error"]) if ended["launch"] == launch else None
@@ -219,7 +230,7 @@ class RunDirectory:
             return None
 
     def mark(self, identity: str, config: str) -> None:
-        """Make the directory this run's: write its identity (JSON) and its resolved configuration (YAML)."""
+        """Mark the directory as this run's: write the run's identity (JSON) and its resolved configuration (YAML)."""
         (self.path / NOT_FINITE).unlink(missing_ok=True)
         for name, text in ((MARKER, identity), ("config.yaml", config)):
             temporary = self.path / f".{name}.partial"
@@ -228,7 +239,7 @@ class RunDirectory:
 
 
 def is_report(path: Path) -> bool:
-    """Return whether the file exists and was written by `mcore-rl report`."""
+    """Return whether `path` is a file that `mcore-rl report` has written."""
     try:
         with open(path, "rb") as file:
             return REPORT_MARK.encode() in file.read(1000)
@@ -237,7 +248,7 @@ def is_report(path: Path) -> bool:
 
 
 def own_lock() -> str:
-    """Return the content of a lock of this process."""
+    """Return the text that this process writes into a lock file: its pid and host."""
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
 
 
@@ -267,7 +278,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process that a lock file names may still run, on a file system without locks."""
+    """Return whether the process that a lock file names may still be running; for file systems without locks."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -57,18 +57,18 @@ NOT_GIVEN = "(not given)"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What identifies a run, and the configuration that it started with.
+    """What identifies a run, with the configuration that the run was started with.
 
-    architecture: the architecture in the model's config.json.
+    architecture: the fields of the model's config.json that determine the architecture.
     base_weights: digest of the model's initial weights, which a reference model keeps.
-    data: fingerprint of the tokenized training data, which depends on tokenizer and chat template; "" before the data
-        is read: the data is then not compared.
+    data: fingerprint of the tokenized training data, which depends on tokenizer and chat template. "" as long as the
+        data has not been read; it is then not compared.
     config: every value of the configuration.
-    launch: `launch_id` of the launch that wrote this; "" without a launcher that restarts processes.
+    launch: `launch_id` of the launch that wrote this; "" without torchrun.
     other_weights: digests of the other weights that the run reads (adapter, reference, teacher, reward model, critic),
-        by key.
-    chat_day: the date that the chat templates of the policy and of a judging reward model render, in ISO 8601; "" if
-        neither uses the date.
+        by configuration key.
+    chat_day: the date, in ISO 8601, that the chat templates of the policy and of a judging reward model insert; "" if
+        neither uses a date.
     """
 
     algorithm: str
@@ -98,14 +98,17 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, text: str) -> RunIdentity:
-        """Read an identity; raises ValueError or TypeError if the text is not an identity."""
+        """Return the identity that `to_json` wrote; raise ValueError or TypeError if `text` is not an identity."""
         return cls(**json.loads(text))
 
     def require_same(self, earlier: RunIdentity, where: Path) -> None:
-        """Refuse to resume a checkpoint of another run.
+        """Check that the run of a checkpoint, `earlier`, is this run.
+
+        Args:
+            where: the checkpoint, for the error.
 
         Raises:
-            UserError: the runs differ; the message names the key.
+            UserError: it is another run; the message names the key that differs.
         """
         for key, was, now in self._identifying(earlier):
             change = f" ({was} → {now})" if was else ""
@@ -118,7 +121,7 @@ class RunIdentity:
             raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, earlier value, current value) of each difference that makes this another run than `earlier`."""
+        """Yield (key, earlier value, this run's value) of each difference because of which `earlier` is another run."""
         if earlier.algorithm != self.algorithm:
             yield "the algorithm", earlier.algorithm, self.algorithm
         before, now = flattened(earlier.config), flattened(self.config)
@@ -142,8 +145,10 @@ class RunIdentity:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:
-        """Return the differences between the inputs of this process and those of rank 0 (`first`), likely causes first.
-        Each is a line that begins with the key."""
+        """Return the differences between the inputs of this process and those of rank 0 (`first`).
+
+        Each is a line that begins with the key; likely causes come first.
+        """
         day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
         firsts, own = flattened(first.config), flattened(self.config)
         values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
@@ -155,14 +160,14 @@ class RunIdentity:
         return day + configured + contents
 
     def changes(self, earlier: RunIdentity) -> list[str]:
-        """Return the changes of the configuration that do not make another run, as `key old → new`."""
+        """Return the changes of the configuration since `earlier`, an identity of the same run, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not is_untracked(key)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
 
 
 def is_untracked(key: str) -> bool:
-    """Return whether a change of this key is not reported."""
+    """Return whether a change of this configuration key is not reported to the user."""
     return any(key == one or key.startswith(f"{one}.") for one in UNTRACKED_KEYS)
 
 
@@ -171,19 +176,19 @@ def _in_any_order(value: Any) -> Any:
 
 
 def model_directories(config: TrainingConfig) -> dict[str, Path]:
-    """Return every directory from which a run reads weights, by the configuration key that names it."""
+    """Return all directories from which a run reads weights, by the configuration key that contains the path."""
     values = flattened(config.model_dump(mode="json"))
     keys = ("model.path", *second_model_keys(values))
     return {key: Path(values[key]) for key in keys if values.get(key) not in (None, STUDENT)}
 
 
 def second_model_keys(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the models other than the trained one, with a key for each of several teachers."""
+    """Return the configuration keys of all models except the trained one; each named teacher has its own key."""
     return [*SECOND_MODEL_KEYS, *sorted(key for key in values if key.startswith(f"{TEACHER}."))]
 
 
 def input_paths(config: TrainingConfig) -> dict[str, Path]:
-    """Return every file and directory that a run reads, by the configuration key that names it."""
+    """Return all files and directories that a run reads, by the configuration key that contains the path."""
     data, template = config.data, config.data.chat_template
     files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
     files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
@@ -197,8 +202,7 @@ def _named(key: str, number: int) -> str:
 
 
 def identity_of(iteration: Path) -> RunIdentity | None:
-    """Return the identity of the run that wrote a checkpoint; None for converted weights and for a damaged
-    checkpoint."""
+    """Return the identity of the run that wrote a checkpoint; None if it has none (converted weights) or is damaged."""
     try:
         return RunIdentity.from_json(stored_identity(iteration) or "")
     except (TypeError, ValueError):
@@ -206,7 +210,7 @@ def identity_of(iteration: Path) -> RunIdentity | None:
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one: {"a": {"b": 1}} → {"a.b": 1}."""
+    """Return nested dictionaries as a single dictionary with dotted keys: {"a": {"b": 1}} → {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})

@@ -1,4 +1,4 @@
-"""The training loop that all algorithms share: steps, validation, checkpoints, signals, export."""
+"""The training loop of all algorithms: steps, validation, checkpoints, signals, export."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ the signal on to the ranks, so a rank gets it twice."""
 
 
 class StopSignals:
-    """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the step.
+    """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the current step.
 
-    A second signal ends the process at once, unless it is the same one within `SAME_NOTICE_SECONDS`. torchrun forwards
-    the first Ctrl-C to the ranks and waits for them. A second Ctrl-C reaches torchrun only; the ranks end when torchrun
-    has ended.
+    A second signal ends the process at once, unless it is the same signal within `SAME_NOTICE_SECONDS`. torchrun
+    forwards the first Ctrl-C to the ranks and waits for them. A second Ctrl-C reaches only torchrun; the ranks end when
+    torchrun has ended.
 
     Args:
-        save_seconds: seconds after the last checkpoint, by the clock of rank 0, at which `save_is_due` becomes True;
+        save_seconds: `save_is_due` becomes True this many seconds after the last checkpoint, by the clock of rank 0;
             None for never.
     """
 
@@ -62,7 +62,7 @@ class StopSignals:
         threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
 
     def _receive_all(self, arrivals: int) -> None:
-        """Receive signals when they arrive. A handler would run only after the collective that the process waits in."""
+        """Receive signals as soon as they arrive. A Python handler would run only after the current collective."""
         while True:
             for number in os.read(arrivals, 64):
                 if number in SIGNALS:
@@ -88,8 +88,10 @@ class StopSignals:
         os._exit(128 + self._received)
 
     def requested(self) -> str | None:
-        """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Both are the same on
-        every rank."""
+        """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Collective.
+
+        Both values are the same on every rank.
+        """
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
         both = torch.tensor([self._received, int(due)], device=platform.device())
@@ -98,26 +100,26 @@ class StopSignals:
         return signal.Signals(received).name if received else None
 
     def saved(self) -> None:
-        """Start the next interval of time-based checkpoints."""
+        """Note that a checkpoint has been saved: `save_seconds` start again."""
         self._saved = time.monotonic()
 
 
 def _divides(interval: int | None, step: int) -> bool:
-    """Return whether an event with this interval (None: never) happens at this step."""
+    """Return whether something that is done every `interval` steps (None: never) is done at this step."""
     return interval is not None and step % interval == 0
 
 
 class TrainingLoop(ABC, Generic[DatasetT]):
-    """A run from its start, or the checkpoint that it resumes, to its end. Every method is collective."""
+    """Runs a training from its start, or from a checkpoint, to its end. Every method is collective."""
 
     def __init__(self, config: TrainingConfig, inputs: RunInputs[DatasetT], policy: MegatronPolicy) -> None:
         self.config, self.inputs, self.policy = config, inputs, policy
         self.consumed_samples = 0
-        """Position in the order of the dataset, across epochs."""
+        """Number of samples used since the start of the run: the position in the dataset's order, over all epochs."""
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run, including those before a resume."""
+        """Number of steps of the whole run, including those before it was resumed."""
         return self.config.total_steps(len(self.inputs.train))
 
     @property
@@ -127,19 +129,19 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @property
     def max_record_length(self) -> int:
-        """Maximum number of tokens of a record."""
+        """Maximum number of tokens of a record of the dataset."""
         return self.config.data.max_sequence_length
 
     @abstractmethod
     def train_step(self, step: int) -> dict[str, Any]:
-        """Train one step; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
+        """Train one step; return its metrics, which include `tokens_per_second` and `tflops_per_second`.
 
         Raises:
             FloatingPointError: the loss or gradient norm is not finite; the weights are unchanged.
         """
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return the metrics of all validation sets as `validation_…`, with several sets as `validation_SET/…`."""
+        """Return the metrics of all validation sets, named `validation_…` or, for named sets, `validation_SET/…`."""
         watchdog.enter(f"step {step}: validation")
         metrics = {}
         for name, dataset in self.inputs.validation.items():
@@ -151,10 +153,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @abstractmethod
     def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
-        """Return the metrics of one validation set."""
+        """Return the metrics of the validation set `dataset`, whose name is `name`."""
 
     def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
-        """Return the throughput metrics of a step with `num_tokens` tokens and `flops` operations."""
+        """Return the throughput metrics of a step with `num_tokens` tokens and `flops` floating-point operations."""
         return {
             "num_tokens": int(num_tokens),
             "tokens_per_second": num_tokens / seconds,
@@ -167,7 +169,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
-        """Run all steps, then export the model; returns the exported directory, or None if no model is exported."""
+        """Run all steps, then export the model; return the exported directory, or None if no model is exported."""
         minutes = self.config.checkpoint.save_minutes
         self.checkpoints = RunCheckpoints(
             self.config, self.policy, self.say, self.inputs.checkpoints, self.inputs.identity
@@ -187,7 +189,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def _resume(self) -> int:
-        """Restore the checkpoint to resume and claim the output directory; returns the number of completed steps."""
+        """Restore the checkpoint to resume, if any, and prepare the run; return the number of completed steps."""
         state = self.checkpoints.resume()
         if self.config.checkpoint.asynchronous:
             self.policy.checkpoint.reserve()
@@ -213,8 +215,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
                 self.best.is_bettered(0, metrics)
 
     def _run_step(self, step: int) -> str | None:
-        """Train one step; validate, report and save if due. Return the name of the signal that stops the run, if
-        any."""
+        """Train one step, and validate, report and save if they are due.
+
+        Return the name of the signal that stops the run, or None.
+        """
         metrics = self._or_stop(self.train_step, step, trained=step - 1)
         self._move_reference(step)
         validates = self._validates_after(step)
@@ -236,8 +240,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return signal
 
     def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Return whether this validation is the best so far. If best_metric does not exist, save a checkpoint and raise
-        the error."""
+        """Return whether the validation with these metrics is the best so far.
+
+        If checkpoint.best_metric is not one of the metrics, save a checkpoint before the error is raised.
+        """
         try:
             return self.best is not None and self.best.is_bettered(step, metrics)
         except UserError:
@@ -245,7 +251,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def _state(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """Return the state of the loop for a checkpoint."""
+        """Return the state of the training loop to store in a checkpoint."""
         consumed = self.consumed_samples if consumed_samples is None else consumed_samples
         return {"consumed_samples": consumed, **({"best": self.best.state()} if self.best else {})}
 
@@ -269,13 +275,13 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Run a part of a step and return its metrics; end the run on an error that training cannot survive.
+        """Call `part` for a step and return its metrics. If it raises an error that ends the run, save what is valid.
 
-        The pending checkpoint is finished first. After a TrainingError (judges or servers are gone) in a part that
-        made no update, the weights are valid. They are then saved, even if they are offloaded for an engine.
+        The pending checkpoint is finished. After a TrainingError (judges or servers do not work any more), the weights
+        are valid if `part` has made no update. They are then saved too, even if they are offloaded for an engine.
 
         Args:
-            trained: the last completed step, whose weights the part starts with.
+            trained: the last completed step: `part` starts with the weights of that step.
         """
         updates, consumed = self.policy.updates_made, self.consumed_samples
         try:
@@ -303,7 +309,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def release_engines(self) -> None:
-        """Stop engines from using the device, after an engine or a judge has failed. Collective."""
+        """Make generation engines stop using the device, after an engine or a judge has failed. Collective."""
 
     def _take_weights_of(self, best: BestValidation) -> None:
         if best.step and self.checkpoints.has(best.step):
@@ -318,7 +324,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             self.reference_moved()
 
     def reference_moved(self) -> None:
-        """Drop the values that the reference computed before it was updated."""
+        """Called after the reference has been updated: discard stored values that it computed before."""
 
     def _validates_after(self, step: int) -> bool:
         trainer = self.config.trainer
@@ -335,7 +341,11 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
     def _make_repository(self) -> None:
-        """Create the repository of checkpoint.push_to_hub. If the hub refuses, the run ends on every rank."""
+        """Create the hub repository that checkpoint.push_to_hub names.
+
+        Raises:
+            UserError: the hub refuses. Raised on every rank.
+        """
         if (name := self.config.checkpoint.push_to_hub) is None:
             return
         problem = None
@@ -348,7 +358,12 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise UserError(problem)
 
     def print_run_description(self, done: int, steps: int) -> None:
-        """Print a description of the run: model, data and layout."""
+        """Print a description of the run: model, layout and data.
+
+        Args:
+            done: number of completed steps.
+            steps: number of steps of the whole run.
+        """
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if untrained := policy.describe_untrained():
@@ -370,8 +385,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
     def _export(self) -> Path | None:
-        """Export the trained model in Hugging Face format, and adapters in PEFT format, if the configuration asks for
-        it."""
+        """If configured, export the trained model in Hugging Face format, and adapters in PEFT format.
+
+        Return the directory of the model, or None if it is not exported.
+        """
         if not self.config.checkpoint.export_hf:
             return None
         watchdog.enter("export")

@@ -23,10 +23,11 @@ from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
 
 
 class JsonLinesLog:
-    """A log of JSON lines with ascending steps, to which a run appends.
+    """A log to which a run appends JSON lines, each with its step, in ascending order of steps.
 
-    A run may have been killed in the middle of a line, or after its last checkpoint. The first `append` therefore
-    removes the entries of its step and of later steps; at the first step of a run (0 or 1), it removes all entries.
+    An earlier launch of the run may have been killed in the middle of a line, or some steps after its last checkpoint.
+    The first `append` therefore removes the entries of its own step and of later steps. At the first step of a run (0
+    or 1), it removes all entries.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,8 +51,8 @@ class JsonLinesLog:
 class OptionalLog:
     """A `JsonLinesLog` whose errors do not end the run.
 
-    Steps for which a full disk has no room are missing in the log; the first failure is reported. Lines that cannot be
-    read, which a crash of the machine may leave, are removed when a run resumes.
+    If the disk is full, entries are missing in the log; the first failure is reported. A crash of the machine may leave
+    lines that cannot be read; they are removed when the run resumes.
     """
 
     def __init__(self, path: Path, say: PrintLine) -> None:
@@ -74,7 +75,7 @@ class OptionalLog:
 
 
 def read_step_log(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log, without an incomplete last line.
+    """Return the entries of the log file `path`; an incomplete last line is ignored.
 
     Raises:
         OSError: the file cannot be read.
@@ -85,7 +86,7 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
 
 
 def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of an open log.
+    """Yield the entries of an open log file; an incomplete last line is ignored.
 
     Raises:
         ValueError: a line is not an entry.
@@ -94,7 +95,7 @@ def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def remove_unreadable(path: Path) -> int:
-    """Remove the lines of a log that are not entries; return their number."""
+    """Remove the lines of the log file `path` that are not entries; return how many were removed."""
     path = path.resolve()  # a symbolic link is kept
     kept, removed = path.with_name(f".{path.name}.partial"), 0
     with open(path, "rb") as file, open(kept, "wb") as copy:
@@ -117,10 +118,10 @@ def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class Tracker(Protocol):
-    """A tracker, which receives the metrics that metrics.jsonl receives."""
+    """An experiment tracker, which receives the same metrics as metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the numbers of one step."""
+        """Log the metrics of a step."""
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log some of a step's samples, given as entries of samples.jsonl."""
@@ -133,8 +134,10 @@ SAMPLE_COLUMNS = ("prompt", "response", "ground_truth", "reward", "advantage")
 
 
 def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return a row of `SAMPLE_COLUMNS` for each entry of samples.jsonl. The response begins with the first message of
-    the assistant."""
+    """Return a table row with `SAMPLE_COLUMNS` for each of the `samples`, which are entries of samples.jsonl.
+
+    The column `response` begins with the assistant's first message.
+    """
     rows = []
     for sample in samples:
         messages = sample["messages"]
@@ -148,12 +151,12 @@ def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def text_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
-    """Return `sample_rows` as texts, for tables whose columns have one type."""
+    """Return `sample_rows` with all values as texts, for tables in which all values of a column have one type."""
     return [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
 
 
 class TensorBoard:
-    """Writes event files to output_dir/tensorboard."""
+    """Tracker that writes event files for TensorBoard to output_dir/tensorboard."""
 
     def __init__(self, config: TrainingConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -177,7 +180,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a W&B run. A resumed run continues the same W&B run, whose id is in the output directory."""
+    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run; the output directory has its id."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -212,7 +215,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Logs to the server, or the directory, of `MLFLOW_TRACKING_URI`."""
+    """Tracker that logs to MLflow: to the server or directory that the variable `MLFLOW_TRACKING_URI` names."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import mlflow
@@ -237,7 +240,7 @@ class MLflow:
 
 
 class Trackers:
-    """The trackers of the configuration. A tracker that fails is reported once and left out from then on."""
+    """All configured trackers. If a tracker fails, this is reported once, and it is not used any more."""
 
     def __init__(self, config: TrainingConfig, say: PrintLine) -> None:
         asked, self._say, self._started = config.logging, say, dict[str, Tracker]()
@@ -252,7 +255,7 @@ class Trackers:
                     self._started[name] = start(config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the numbers of one step to all trackers."""
+        """Send the metrics of a step to all trackers."""
         for name, tracker in list(self._started.items()):
             with self._left_out_if_it_fails(name):
                 tracker.log(metrics, step)
@@ -280,8 +283,11 @@ class Trackers:
 
 
 def console_metrics(config: TrainingConfig) -> tuple[str, ...]:
-    """Return the names of the metrics that the console shows for steps and validations, and the summary with their best
-    values. In training on rollouts the loss is left out, because it does not show progress."""
+    """Return the names of the metrics that the console shows for steps and validations.
+
+    The summary shows their best values. In training on rollouts the loss is not shown, because it does not indicate
+    progress.
+    """
     if isinstance(config, RLConfig):
         return ("reward_mean", "reward_positive_fraction", "value_loss", "explained_variance")
     return ("loss", "accuracy")
@@ -292,7 +298,7 @@ MORE_OF_ROLLOUTS = ("response_length_mean", "truncated_fraction", "kl_penalty", 
 
 
 class MetricsReporter:
-    """Reports metrics on rank 0; does nothing on other ranks.
+    """Reports metrics: to metrics.jsonl, trackers and the console on rank 0; on other ranks, it does nothing.
 
     Args:
         first_step: first step of this launch of the run.
@@ -330,7 +336,7 @@ class MetricsReporter:
             self.trackers.log_samples(samples, step)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the step's line on the console."""
+        """Print a line with the step's metrics and the remaining time on the console."""
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
@@ -341,7 +347,7 @@ class MetricsReporter:
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
-        """Show a progress bar with the current phase below all other output, on a terminal."""
+        """Context in which a terminal shows a progress bar, with the current phase, below all other output."""
         if not (self.enabled and console.is_terminal):
             yield
             return
@@ -364,7 +370,7 @@ class MetricsReporter:
             self.trackers.close()
 
     def summary(self, last_step: int) -> Iterator[str]:
-        """Yield the lines of a summary of all steps; none if there were no steps."""
+        """Yield the lines of a summary of this launch's steps; no lines if it has made no step."""
         if not self.enabled or last_step < self.first_step:
             return
         taken = time.monotonic() - self.started
@@ -378,7 +384,7 @@ class MetricsReporter:
 
 @dataclass
 class _MetricHistory:
-    """First, last and best value of a metric."""
+    """First, last and best value of a metric so far."""
 
     better: Any
     first: float | None = None
@@ -396,7 +402,7 @@ class _MetricHistory:
 
 
 class _Phase(TextColumn):
-    """Column of the progress bar with the current phase."""
+    """Column of the progress bar that shows the current phase."""
 
     def render(self, task: Any) -> Any:
         self.text_format = watchdog.phase().replace("{", "{{").replace("}", "}}")

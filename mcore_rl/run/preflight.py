@@ -24,12 +24,12 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
     Args:
         world_size: number of processes of the run.
-        files: paths of the options that name files, by option.
+        files: paths that options of the command line give, by option.
 
     Raises:
         UserError: a check fails; the message names the key or option, the value found, and a valid value.
-        NotFiniteError: torchrun has restarted a run that ended because a loss was not finite and would end in the same
-            way.
+        NotFiniteError: torchrun has restarted a run after a loss that was not finite; it would end in the same way
+            again.
     """
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
         raise NotFiniteError(f"{ended}; a restart would end in the same way, so the run is not restarted")
@@ -46,7 +46,7 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
 
 def check_layout(config: TrainingConfig, world_size: int) -> None:
-    """Check the settings that need no data: models exist, processes and packs can be divided, steps train something.
+    """Check all settings that need no data: the models exist, the layout fits the processes, packs and steps are valid.
 
     Raises:
         UserError: a check fails; the message names the key, the value found, and a valid value.
@@ -70,14 +70,14 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
 
 
 def check_sources(config: TrainingConfig) -> None:
-    """Raise UserError if a data file is missing or is not a file of records, or its first record is invalid."""
+    """Raise UserError if a data file is missing or does not contain records, or if its first record is invalid."""
     for source in (*config.data.train_sources, *config.data.validation_sets.values()):
         check_file(source)
     check_first_records(config)
 
 
 def check_vllm(config: RLConfig) -> None:
-    """Raise UserError if vLLM servers must be started but cannot run here, or cannot return the experts of tokens."""
+    """Raise UserError if the run starts vLLM servers, but vLLM is not installed or cannot return routed experts."""
     generation = config.generation
     if generation.backend != "vllm" or generation.vllm.urls:
         return
@@ -97,7 +97,7 @@ def check_vllm(config: RLConfig) -> None:
 
 
 def check_headers(config: RLConfig) -> None:
-    """Raise UserError if the environment lacks a variable that the headers of an HTTP judge name."""
+    """Raise UserError if the headers of an HTTP judge name an environment variable that is not set."""
     expand_headers(config.environment.headers)
     for name, judge in config.environment.rewards.items():
         expand_headers(judge.headers, f"environment.rewards.{name}.headers")
@@ -122,7 +122,7 @@ def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> N
 
 
 def is_restart(output_dir: Path) -> bool:
-    """Return whether torchrun restarted this process after a failure of the run in `output_dir`."""
+    """Return whether torchrun has restarted this process because the run in `output_dir` failed."""
     if restarts() == 0:
         return False
     if not has_rendezvous_id() and node() > 0:
@@ -132,10 +132,10 @@ def is_restart(output_dir: Path) -> bool:
 
 
 def check_output(config: TrainingConfig) -> None:
-    """Refuse to overwrite files in `output_dir`, or files that the run reads.
+    """Check that the run will not overwrite files of others in `output_dir`, nor files that it reads.
 
     Raises:
-        UserError: the run would overwrite files; the message names the key and the files.
+        UserError: the run would overwrite such files; the message names the key and the files.
     """
     directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
     afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
@@ -155,17 +155,22 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
-    """Return whether a run writes to one of its inputs, or to a file that a link in it points to."""
+    """Return whether the run writes to `path`, one of its inputs, or to a file in it or to which a link in it points.
+
+    Args:
+        key: configuration key of the input.
+        exports: whether exported models count as written.
+    """
     if path.resolve() == directory.path.resolve():
         return key.startswith("data.")  # logs may be read as data files, but no output as a model's file
     return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints that `checkpoint.resume` allows, best first, and notes about the others.
+    """Return the checkpoints from which `checkpoint.resume` allows to resume, best first, and notes for the user.
 
     Raises:
-        UserError: the path has no checkpoint, or all its checkpoints are damaged.
+        UserError: the path in `checkpoint.resume` has no checkpoint, or all checkpoints are damaged.
     """
     wanted = config.checkpoint.resume
     if wanted == "none" and not is_restart(config.output_dir):

@@ -52,10 +52,10 @@ POLICY = "model.path"
 
 
 def check_models(config: TrainingConfig) -> dict[str, Any]:
-    """Return the transformers configurations of the policy and of the other models, by their configuration keys.
+    """Check all models; return their transformers configurations, by the key that names the model.
 
     Raises:
-        UserError: a model cannot be used in its role, or not together with the policy.
+        UserError: a model cannot be used for its purpose, or cannot be combined with the policy.
     """
     found = {POLICY: _checked(config)}
     for key, other in second_model_configs(config).items():
@@ -78,11 +78,11 @@ def _checked(config: TrainingConfig) -> Any:
 
 
 def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool = True) -> None:
-    """Compare the names and shapes of each model's weights with its configuration.
+    """Compare the names and shapes of each model's weights with those that its configuration requires.
 
     Args:
         found: the result of `check_models`.
-        needed: whether the weights must be on disk. A complete set of weights is checked in either case.
+        needed: whether the weights must be on disk. If not, only complete sets of weights are checked.
 
     Raises:
         UserError: names or shapes differ, or the judge's weights are not those of a reward model.
@@ -114,13 +114,13 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:
-    """Compare the policy's tokenizer with its model, and with the tokenizers of the other models.
+    """Check that the policy's tokenizer fits its model and the tokenizers of the other models.
 
     Args:
         found: the result of `check_models`.
 
     Returns:
-        The date that the chat templates of the policy and of a judging reward model render; None if neither does.
+        The date that the chat templates of the policy and of a judging reward model insert; None if neither uses one.
 
     Raises:
         UserError: a token id exceeds a model's embeddings, or a model's vocabulary differs from the policy's.
@@ -147,7 +147,12 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
 
 
 def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
-    """Compare the vocabulary of a model with the policy's.
+    """Check that the vocabulary of another model equals the policy's.
+
+    Args:
+        model: the model's key and path, for the error.
+        own: token ids of the model, by token.
+        policy: token ids of the policy, by token.
 
     Raises:
         UserError: a token has different ids, or is in one vocabulary only; the message names the first such token.
@@ -165,7 +170,10 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
 
 @contextmanager
 def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
-    """Rewrite a UserError about a model so that the message names the keys of this model and of its layout."""
+    """Context that rewrites a UserError about a model so that it names the keys of this model and of its layout.
+
+    Checks of models are written for the policy, and name its keys.
+    """
     try:
         yield
     except UserError as error:
@@ -189,10 +197,10 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ProcessInputs:
-    """The inputs of a process, for comparison with those of process 0.
+    """What a process has read, for comparison with process 0.
 
-    read: fingerprints by key: datasets, validation sets in their order, chat template and options. On the first
-        process of a node, also the result of `files_of`.
+    read: fingerprints by key: training data, validation sets in their order, chat template and options. On the first
+        process of a node, the result of `files_of` too.
     identity: identity of the run as JSON; only on the first process of a node.
     software: versions of the software; only on the first process of a node.
     sees_output: whether the first process of a node finds the output directory of process 0.
@@ -206,13 +214,13 @@ class ProcessInputs:
 
 
 def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
-    """Compare the inputs of every process with those of process 0, which has claimed `output_dir`. Collective.
+    """Check that every process has the same inputs as process 0, which has claimed `output_dir`. Collective.
 
     Args:
-        options: options of the command line, with the values that result from them.
+        options: options of the command line, with their values or digests of them, which are compared too.
 
     Raises:
-        UserError: the inputs of a process differ. Raised on every process; the message names the input and the process.
+        UserError: a process has other inputs. Raised on every process; the message names the input and the process.
     """
     template = _digest(str(inputs.tokenizer.chat_template))
     sets = {f"{VALIDATION} {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
@@ -230,8 +238,10 @@ def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], option
 
 
 def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, str]:
-    """Return digests of the inputs other than weights and data, by key: models' configurations and tokenizers, the
-    checkpoints that may be resumed, and modules of judge functions."""
+    """Return digests, by key, of all inputs except weights and data.
+
+    These are configurations and tokenizers of models, the checkpoints `resume_from`, and modules of judge functions.
+    """
     manifests = [path / MANIFEST_FILE for path in resume_from]
     found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
     for key, path in model_directories(config).items():
@@ -249,7 +259,7 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return the source file of a module; None if this node does not have the module, or it is not a file."""
+    """Return the source file of the module `name`; None if this node has no such module, or it has no file."""
     try:
         module = find_spec(name)
     except Exception:  # its parent package is missing, or cannot be imported
@@ -263,8 +273,10 @@ def _digest(text: str) -> str:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the software. For this package, return a digest of its files, because its version number
-    does not change with every commit."""
+    """Return the versions of this package and of the libraries on which results depend, by name.
+
+    For this package, it is a digest of its files, because its version number does not change with every commit.
+    """
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
     digest = _digest(str([(str(path.relative_to(PACKAGE)), digest_of_file(path)) for path in files]))
     versions = {name: str(import_module(name).__version__) for name in ("torch", "megatron.core", "transformers")}
@@ -272,7 +284,7 @@ def software() -> dict[str, str]:
 
 
 def disagreement(everyone: Sequence[ProcessInputs]) -> str:
-    """Describe the first process whose inputs differ from process 0's; "" if there is none."""
+    """Return an error message about the first process whose inputs differ from process 0's; "" if none differ."""
     for rank, given in enumerate(everyone):
         first = everyone[0]
         process = f"process {rank} (on {given.host})"
@@ -290,7 +302,10 @@ def disagreement(everyone: Sequence[ProcessInputs]) -> str:
 
 
 def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
-    """Return the differences between the inputs of two processes: likely causes first, then their consequences."""
+    """Return the differences between a process's inputs and those of process 0 (`first`).
+
+    Likely causes come first, and then what may follow from them.
+    """
     differences = []
     if given.identity:
         theirs, own = first.software, given.software
@@ -308,7 +323,7 @@ def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
 
 
 class RunDataset(Protocol):
-    """A dataset that can be counted and described."""
+    """What a run needs from a dataset, whatever its records are."""
 
     def __len__(self) -> int: ...
 
@@ -325,7 +340,7 @@ DatasetT = TypeVar("DatasetT", bound=RunDataset)
 
 @dataclass(frozen=True)
 class RunInputs(Generic[DatasetT]):
-    """The inputs of a run, checked and loaded without a process group."""
+    """The inputs of a run, which have been checked and loaded. No process group is needed for that."""
 
     tokenizer: Any
     hf_config: Any
@@ -343,9 +358,9 @@ class RunInputs(Generic[DatasetT]):
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> RunInputs[Any]:
-    """Check the user's inputs and read the data; every rank returns the same.
+    """Check the user's inputs and read the data; the result is the same on every rank.
 
-    The token cache is written once everything that does not depend on the data's tokens has been checked.
+    Data is tokenized, and the token cache written, only after all checks that do not need the tokens.
 
     Args:
         world_size: number of processes of the run; by default, the number that torchrun reports.
@@ -380,7 +395,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
-    """Run the checks of `check_output_dir` that do not depend on the data, on rank 0, without writing any file.
+    """Run those checks of `check_output_dir` on rank 0 that do not depend on the data, without writing any file.
 
     Raises:
         UserError: a checkpoint belongs to another run, an adapter to another model, or the hub refuses access.
@@ -398,12 +413,15 @@ def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any
 
 
 def _entries(directory: Path) -> set[Path]:
-    """Return `directory` and all files and directories below it; an empty set if `directory` does not exist."""
+    """Return the set of `directory` and all files and directories in it; an empty set if `directory` does not exist."""
     return {directory, *directory.rglob("*")} if directory.exists() else set()
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tuple[Any, TokenCache]:
-    """Return the tokenizer and its token cache. A resumed run keeps the date of its start for the chat template."""
+    """Return the tokenizer and the token cache for it.
+
+    If the chat template inserts a date, a resumed run uses the date on which it was first started.
+    """
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
     tokenizer = load_tokenizer(path, trusted, template, say)
     if chat_day(tokenizer) is not None and (first := _first_day(config)):
@@ -413,13 +431,16 @@ def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tupl
 
 
 def _first_day(config: TrainingConfig) -> date | None:
-    """Return the date that the chat templates of the resumed run have rendered; None if there is none."""
+    """Return the date that the resumed run's chat templates inserted into its prompts, or None if no run is resumed.
+
+    None is also returned if these chat templates use no date.
+    """
     earlier = _earlier_identity(config)
     return date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else None
 
 
 def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
-    """Return the identity of the run that is resumed; None for a new run."""
+    """Return the stored identity of the run that is resumed; None for a new run."""
     candidates, _ = find_checkpoints(config)
     found = next(filter(None, map(identity_of, candidates)), None)
     return RunDirectory(config.output_dir).identity if found is None and config.checkpoint.resume != "none" else found
@@ -428,17 +449,17 @@ def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
 def claim_output_dir(
     config: TrainingConfig, inputs: RunInputs[DatasetT], options: Mapping[str, str] = {}
 ) -> RunInputs[DatasetT]:
-    """Claim the output directory for this run, and return `inputs` with the checkpoints to resume from. Collective.
+    """Claim the output directory for this run; return `inputs` with the checkpoints to resume from. Collective.
 
     Rank 0 checks the directory and locks it; nothing else is written before the first step. Then all processes compare
     their inputs, before they build models.
 
     Args:
-        options: options of the command line, which are compared as well.
+        options: options of the command line, which the processes compare too.
 
     Raises:
-        UserError: the run would destroy or continue another run's files, or the inputs of a process differ from
-            those of rank 0.
+        UserError: the run would destroy or continue the files of another run, or a process has other inputs than
+            rank 0.
     """
     if config.dry_run:
         raise ContractError("dry_run: a dry run ends before the output directory is claimed; use mcore_rl.cli.dry_run")
@@ -452,12 +473,12 @@ def claim_output_dir(
 
 
 def check_output_dir(config: TrainingConfig, inputs: RunInputs[DatasetT]) -> RunInputs[DatasetT]:
-    """Return `inputs` with the checkpoints to resume from and the run's identity; nothing is written.
+    """Check the output directory; return `inputs` with the checkpoints to resume from and the run's identity.
 
-    Only rank 0 reads the directory, because other ranks may see other files.
+    Nothing is written. Only rank 0 reads the directory, because other ranks may see other files.
 
     Raises:
-        UserError: the run would destroy or continue another run's files.
+        UserError: the run would destroy or continue the files of another run.
     """
     if torchrun.rank() > 0:
         identity = _identity(config, inputs).to_json() if torchrun.local_rank() == 0 else ""
@@ -478,7 +499,11 @@ def _identity(config: TrainingConfig, inputs: RunInputs[Any]) -> RunIdentity:
 def warn_about_unreached_intervals(
     config: TrainingConfig, steps: int, say: PrintLine, updates_per_step: int = 1
 ) -> None:
-    """Print a line for each interval that is longer than the run of `steps` steps, and for an unused validation set."""
+    """Print a warning for each interval that is longer than the run, and for validation data that is never used.
+
+    Args:
+        steps: number of steps of the run.
+    """
     intervals = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
         "trainer.validation_interval": config.trainer.validation_interval,
@@ -493,7 +518,11 @@ def warn_about_unreached_intervals(
 
 
 def warn_about_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: PrintLine) -> None:
-    """Print a line for each setting of an optimizer that has no effect, or is shortened, with `updates` updates."""
+    """Print a warning for each setting of an optimizer that does not fit a run of `updates` updates.
+
+    Args:
+        key: configuration key of the optimizer.
+    """
     if optimizer.warmup_steps >= updates:
         shortened = optimizer.steps_of_warmup(updates)
         say(f"{key}.warmup_steps={optimizer.warmup_steps} is shortened to {shortened}: there are {updates} updates")

@@ -1,4 +1,4 @@
-"""Diagnosis of deadlocks: each rank reports on request what it is doing.
+"""Diagnosis of deadlocks: on request, each rank reports what it is doing.
 
 All ranks report when a collective has timed out on a rank, or when a user creates the file `stacks/requested`.
 Each rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. A fatal signal (NCCL
@@ -30,10 +30,10 @@ STORE_SECONDS = 30.0
 
 
 class Watchdog:
-    """The report file of one rank, and the thread that writes it on request.
+    """Writes the report of one rank, in a thread, when it is requested.
 
     Args:
-        directory: directory that all ranks share; created if missing.
+        directory: directory of the reports of all ranks; it is created if it does not exist.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -56,8 +56,11 @@ class Watchdog:
         self.phase, self._since = phase, time.localtime()
 
     def ask_everyone(self, own: str) -> Path:
-        """Request the stacks of all ranks, write this rank's stacks with the traceback `own`, and wait a moment for the
-        other ranks."""
+        """Request the stacks of all ranks, write those of this rank, and wait a moment for the other ranks.
+
+        Args:
+            own: traceback of this rank's error, for its report.
+        """
         self._own = own
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             self._store.add(self._key, 1)
@@ -90,7 +93,7 @@ class Watchdog:
                 self._write()
 
     def _takes_request(self) -> bool:
-        """Return whether the user's file exists, and remove it. Errors of the file system count as no file."""
+        """Return whether the user's request file exists, and remove it; False if the file system fails."""
         with contextlib.suppress(OSError):
             if self._request.exists():
                 self._request.unlink(missing_ok=True)
@@ -98,7 +101,7 @@ class Watchdog:
         return False
 
     def _write(self) -> None:
-        """Replace the content of the file with the phase and the stacks of all threads."""
+        """Write the report: replace the file's content by the phase and the stacks of all threads."""
         with self._writing, contextlib.suppress(OSError):
             self._file.seek(0)
             self._file.truncate()
@@ -109,9 +112,9 @@ class Watchdog:
 
 
 def own_store() -> Store:
-    """Return a separate connection to the store of the process group; an in-memory store for a single process.
+    """Return a separate connection to the store of the process group; for a single process, a store in memory.
 
-    A connection serves one request after the other, so the process group's connection may be blocked for minutes.
+    A connection serves requests one after the other, so the process group's own connection may be blocked for minutes.
     """
     from torch.distributed import HashStore, TCPStore
 
@@ -157,7 +160,11 @@ def stop() -> None:
 
 
 def explain(error: Exception, own_traceback: str) -> str:
-    """Request the stacks of all ranks; return the text to append to the traceback of a collective that timed out."""
+    """If `error` says that a collective timed out, request the stacks of all ranks; return text about them, or "".
+
+    Args:
+        own_traceback: traceback of the error, for this rank's report.
+    """
     if _current is None or "timed out" not in str(error).lower():
         return ""
     directory = _current.ask_everyone(own_traceback)

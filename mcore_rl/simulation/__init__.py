@@ -1,4 +1,4 @@
-"""Simulate a rank of a run of any size on a small machine: shapes without memory, collectives without peers.
+"""Simulation of a rank of a run of any size on a small machine: tensors without memory, collectives without peers.
 
-The training code runs unchanged. The simulation counts the memory, operations and transfers that it would need.
+The training code runs unchanged. The simulation counts the memory, operations and transfers that a real run would need.
 """

@@ -1,4 +1,4 @@
-"""Counters of a simulated step: live memory, matrix products and communication, by part of the model."""
+"""Counters of a simulated step: memory in use, kernels, matrix products and communication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ receive buffers of collectives; all others."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of memory while the mode is active.
+    """Counts the bytes of all tensors that exist and were created while the mode was active.
 
     live: current number of bytes.
     peaks: largest number of bytes in each phase.
@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         devices: device types whose memory is counted.
-        kind_now: function that returns the kind of a new storage.
+        kind_now: function that returns the kind of a storage that is created now.
     """
 
     def __init__(self, *devices: str, kind_now: Callable[[], str] = lambda: ACTIVATIONS) -> None:
@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def see(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is new."""
+        """Count the tensor's storage, unless it has been counted before."""
         storage = tensor.untyped_storage()
         key, size = platform.storage_id(tensor), storage.nbytes()
         if key in self._kinds or not size:
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         return self._kinds.get(platform.storage_id(tensor)) == STATE
 
     def receives(self, tensor: Tensor) -> None:
-        """Count the tensor's storage as a communication buffer from now on, unless it is state."""
+        """From now on, count the tensor's storage as a communication buffer, unless it is of the kind `STATE`."""
         key, size = platform.storage_id(tensor), tensor.untyped_storage().nbytes()
         if key not in self._kinds or self.is_state(tensor):
             return
@@ -108,14 +108,19 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the number of operations of a grouped product: [T, in] by [experts, in, out] with one expert per row, or
-    [out, T] by [T, in] with a part of T per expert."""
+    """Return the number of operations of a grouped product.
+
+    Either each row of [T, in] is multiplied with one matrix of [experts, in, out]; or [out, T] is multiplied with
+    [T, in] separately for each expert's part of T.
+    """
     return 2 * math.prod(rows) * weights[-1]
 
 
 def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the number of operations of [n, in] by [in, out], added to `total`. torch's own function does not accept
-    the argument for the dtype of the result."""
+    """Return the number of operations of the product of [n, in] and [in, out], which is added to `total`.
+
+    torch's own function for this operator does not accept the argument for the dtype of the result.
+    """
     return 2 * math.prod(a) * b[-1]
 
 
@@ -133,10 +138,10 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """Replacement of torch's module tracker: operations count under "Global" and under the current part.
+    """Replacement of torch's module tracker: operations are counted under "Global" and under the current part.
 
-    torch's tracker hooks the inputs and outputs of every module and keeps the hooks until the counting ends. The hooks
-    keep recomputed activations alive, memory that a real run does not use.
+    torch's tracker installs hooks on the inputs and outputs of every module, until the counting ends. The hooks keep
+    recomputed activations alive, and thus memory in use that a real run does not use.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:
@@ -149,12 +154,12 @@ class _Tracker(contextlib.nullcontext[None]):
 
 
 class Product(NamedTuple):
-    """Kind of a matrix product: where it is computed, and what its rate depends on.
+    """Kind of a matrix product: phase and part in which it is computed, and properties that determine its rate.
 
     dtype: precision of the factors, as torch names it.
-    narrow: the smaller of the result's two dimensions; in a grouped product, of the result of an expert with the mean
-        number of rows.
-    inner: dimension that is summed over.
+    narrow: the smaller dimension of the result; in a grouped product, of the result of one expert, if all experts have
+        equally many rows.
+    inner: size of the dimension that is summed over.
     """
 
     phase: str
@@ -165,10 +170,10 @@ class Product(NamedTuple):
 
     @classmethod
     def of(cls, phase: str, part: str, a: Tensor, b: Tensor, ends: Tensor | None) -> Product:
-        """Return the kind of a × b.
+        """Return the kind of the product a × b.
 
         Args:
-            ends: ends of the experts' parts in a grouped product; None for any other product.
+            ends: where each expert's part ends, in a grouped product; None for any other product.
         """
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         if ends is not None and b.ndim == 3:
@@ -179,9 +184,10 @@ class Product(NamedTuple):
 
 
 class ProductCounter(FlopCounterMode):
-    """Counter of the operations of matrix products while the mode is active, in `counts` by kind.
+    """Counts the operations of matrix products while the mode is active.
 
-    operands: number of elements, by phase and part, of factors that are not weights.
+    counts: number of floating-point operations, by kind of product.
+    operands: number of elements of factors that are not weights, by phase and part.
 
     Args:
         now: function that returns the current phase and part.
@@ -215,7 +221,7 @@ tensor without reading it. SELECTS read only a part of their first tensor; ADDS_
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes that a tensor occupies in memory; an expanded dimension is stored once."""
+    """Return the number of bytes in memory that a tensor refers to; a dimension with stride 0 counts once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
@@ -225,7 +231,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _OneKernel:
-    """The memory that one kernel reads and writes for several operations that it fuses."""
+    """Counts the memory that a kernel reads and writes that fuses several operations."""
 
     def __init__(self) -> None:
         self.made = set[int]()
@@ -234,8 +240,10 @@ class _OneKernel:
         self._sizes: dict[int, int] = {}
 
     def note(self, tensor: Tensor, of: dict[int, dict[int, int]]) -> None:
-        """Note in `of` (`read` or `changed`) a tensor that existed before the kernel. Views of the same elements count
-        once."""
+        """Note in `of`, which is `read` or `changed`, that the kernel reads or changes a tensor.
+
+        Tensors that the kernel itself has made are ignored. Views of the same elements count once.
+        """
         key = platform.storage_id(tensor)
         if key in self.made:
             return
@@ -244,7 +252,7 @@ class _OneKernel:
         places[start] = max(places.get(start, 0), touched_bytes(tensor))
 
     def bytes(self, results: Any) -> int:
-        """Return the number of bytes that were read and written, including those of `results`."""
+        """Return the number of bytes that the kernel reads and writes, including the `results` that it returns."""
         outside = sum(
             min(sum(places.values()), self._sizes[key])
             for of in (self.read, self.changed)
@@ -255,13 +263,14 @@ class _OneKernel:
 
 
 class Kernels(TorchDispatchMode):
-    """Counter of kernels while the mode is active: `launches` by phase, and the `bytes` that kernels read and write in
-    memory, by phase and part.
+    """Counts kernels, and the memory that they read and write, while the mode is active.
 
-    Every operation that computes is a kernel, which reads its inputs and writes its results, except inside of functions
-    that are marked as `fused`. The bytes of a matrix product count only if the result
-    has a wider type than the factors; otherwise the rate of products includes them.
+    Every operation that computes counts as a kernel that reads its inputs and writes its results. Only the operations
+    inside of a `fused` function count together as one kernel. The bytes of a matrix product are counted only if the
+    result has a wider type than the factors; otherwise they are included in the rate of products.
 
+    launches: number of kernels, by phase.
+    bytes: bytes that kernels read and write, by phase and part.
     of_weights: the part of `bytes` that kernels read and write when they copy weights.
     of_gradients: the part of `bytes`, by phase, that kernels read and write when they add gradients to fp32 sums.
 
@@ -293,8 +302,10 @@ class Kernels(TorchDispatchMode):
         return out
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with a wrapper that counts each call as one kernel, which reads each of its input tensors
-        once and writes only its results."""
+        """Wrap `function` so that each call counts as one kernel.
+
+        The kernel reads each of its input tensors once, and writes only the tensors that it returns or changes.
+        """
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -353,8 +364,12 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class Transfer(NamedTuple):
-    """Kind of a transfer: the operation, the `ranks` of its group (or the two ranks of a message), the phase of the
-    step, and whether its tensors are in the storage of weights or gradients (`of_state`)."""
+    """Kind of a transfer between ranks.
+
+    ranks: ranks of the group, or the two ranks of a message.
+    phase: phase of the step.
+    of_state: whether the tensors are in the storage of weights or gradients.
+    """
 
     operation: str
     ranks: tuple[int, ...]
@@ -363,7 +378,7 @@ class Transfer(NamedTuple):
 
 
 class _Done:
-    """Work handle of a completed operation."""
+    """Handle of an asynchronous collective that is already complete."""
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -374,18 +389,18 @@ class _Done:
 
 @dataclass
 class Traffic:
-    """Bytes and calls of every kind of transfer.
+    """Number of bytes and of calls of every kind of transfer.
 
-    For a gather or scatter, the bytes are those of all ranks' parts together. For an all-to-all, they are those of all
-    parts sent or of all parts received, whichever are more. For an all-reduce, broadcast or message, they are those of
-    the tensor.
+    For a gather or scatter, the bytes of all ranks' parts together are counted. For an all-to-all, the bytes that this
+    rank sends or those that it receives are counted, whichever are more. For an all-reduce, broadcast or message, the
+    bytes of the tensor are counted.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
     calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
     memory: LiveBytes | None = None
-    """Counter of memory. It knows which sent storages are state, and counts receiving storages as communication
+    """Counter of memory. It knows which storages are state, and counts those that receive data as communication
     buffers."""
 
     def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
@@ -402,11 +417,11 @@ class Traffic:
 
 
 class Operation(NamedTuple):
-    """Meaning of the arguments of a function of torch.distributed.
+    """The operation of a function of torch.distributed, and the names of its arguments.
 
-    whole: name of the argument with all ranks' parts.
-    received: name of the argument that is a receive buffer; empty if the function works in place on computed values.
-    peer: name of the argument with the other rank of a message.
+    whole: name of the argument that contains the parts of all ranks.
+    received: name of the argument that receives data; "" if the function works in place on computed values.
+    peer: name of the argument that is the other rank of a message; "" for other functions.
     """
 
     name: str
@@ -434,12 +449,11 @@ OPERATIONS = {
 
 
 def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
-    """Return the ranks of the group, or the two ranks of a message.
+    """Return the ranks that take part in a call of a function of torch.distributed.
 
     Args:
-        arguments: arguments of a function of torch.distributed.
-        peer: name of the argument with the other rank of a message. The argument with the prefix `group_` before
-            this name has the rank within the group.
+        arguments: arguments of the call, by name.
+        peer: `Operation.peer` of the function. The argument `group_PEER` may give the same rank as a rank in the group.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -454,9 +468,12 @@ def _each(tensors: Tensors) -> Sequence[Tensor]:
 
 
 def count_traffic(perform: bool = False) -> Traffic:
-    """Count every collective of this process from now on; run it as well if `perform` is set, as in a real run.
+    """From now on, count every collective of this process; return the counter.
 
-    Call this before importing `megatron.core`, which binds some of the functions' names.
+    Call this before `megatron.core` is imported, because it binds some of the functions.
+
+    Args:
+        perform: also run the collectives, as in a real run. Otherwise they do nothing.
     """
     traffic = Traffic()
 
@@ -483,7 +500,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Make collectives of objects return this rank's value, and create process groups of every backend as fake ones."""
+    """Replace collectives of objects, which then return this rank's value for all ranks; make all new groups fake."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
@@ -501,7 +518,7 @@ def _have_no_peers() -> None:
 
 @dataclass
 class HostReads:
-    """The places where the host reads a value from the device and therefore waits for the device."""
+    """Counts where in the code the host reads a value from the device, and therefore waits for the device."""
 
     phase: str = ""
     places: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -547,17 +564,21 @@ def note_host_reads(reads: HostReads) -> None:
 
 
 class AttentionFlops:
-    """Floating-point operations of attention, forward and backward, in `total`. The stand-in kernel does not compute
-    them."""
+    """Counts the floating-point operations of attention, forward and backward, in `total`.
+
+    They must be counted explicitly, because the stand-in kernel does not compute anything.
+    """
 
     def __init__(self) -> None:
         self.total = 0
 
     @staticmethod
     def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
-        """Return the number of operations of two matrix products over every visible pair of query and key.
+        """Return the number of operations of the forward pass: two products over all visible pairs of query and key.
 
         Args:
+            query_lengths, key_lengths: for each chunk, its number of queries and the number of keys that it sees.
+            window: number of keys that a query sees at most; None for no limit.
             width: number of heads × head dimension.
         """
         pairs = 0
@@ -569,7 +590,7 @@ class AttentionFlops:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` inside the block."""
+    """Context in which the attribute `name` of `owner` has the value `value`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -591,15 +612,15 @@ OF_MODULES = {
 
 
 def part_of(name: str) -> str:
-    """Return the part of a module or parameter with this name in the model."""
+    """Return which part of the model (MLP, experts, …) the module or parameter called `name` belongs to."""
     return next((OF_MODULES[one] for one in reversed(name.split(".")) if one in OF_MODULES), OTHER)
 
 
 class Parts:
-    """The part of the model that computes at a given time.
+    """Tracks which part of the model is computing.
 
-    In a forward pass it is the part whose module was entered. In a backward pass it is the part in which the current
-    autograd node was created. torch numbers the nodes in order, including those of recomputed forward passes.
+    In a forward pass, it is the part whose module was entered last. In a backward pass, it is the part in which the
+    current autograd node was created. torch numbers the nodes in order, including those of recomputed forward passes.
     """
 
     def __init__(self) -> None:
@@ -608,7 +629,7 @@ class Parts:
         self._names: list[str] = []  # part that computed in each stretch
 
     def now(self) -> str:
-        """Return the part that computes now."""
+        """Return the part of the model that is computing now."""
         if self._entered:
             return self._entered[-1]
         node = torch._C._current_autograd_node()
@@ -618,8 +639,10 @@ class Parts:
         return self._names[place - 1] if place else OTHER
 
     def of_modules(self, models: Iterable[torch.nn.Module]) -> None:
-        """Track from now on which modules are entered. Only forward hooks are used: other hooks would keep the inputs
-        and outputs of modules alive."""
+        """From now on, track which modules of `models` are entered.
+
+        Only forward hooks are used, because other hooks would keep the inputs and outputs of modules alive.
+        """
         for name, module in (named for model in models for named in model.named_modules()):
             part = OF_MODULES.get(name.rpartition(".")[2])
             if part is not None:
@@ -628,7 +651,7 @@ class Parts:
 
     @contextmanager
     def of_lm_head(self) -> Iterator[None]:
-        """Track inside the block when tensors are computed from hidden states and the LM head."""
+        """Context in which computations with the LM head are tracked as the part `LM_HEAD`."""
         from mcore_rl.distributed import divergences
         from mcore_rl.models.megatron import forward_step
 

@@ -1,4 +1,4 @@
-"""A model of the time that a rank's kernels and transfers take, with one efficiency for each kind of work."""
+"""An estimate of the time that a rank's kernels and transfers take, with an efficiency for each kind of work."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ MESSAGES = ("send", "recv")
 
 
 def interpolated(table: Mapping[int, float], at: float) -> float:
-    """Return the value of `table` at the size `at`, interpolated in the logarithm of the size; beyond the table's ends,
-    the first or the last value."""
+    """Return the value of `table` at the size `at`, interpolated linearly in the logarithm of the size.
+
+    Beyond the table's ends, return its first or last value.
+    """
     sizes = sorted(table)
     for low, high in itertools.pairwise(sizes):
         if low <= at <= high:
@@ -40,15 +42,15 @@ class Hardware(BaseModel):
     """A kind of GPU and its nodes.
 
     memory_bytes, memory_bytes_per_second: size and bandwidth of the GPU's memory.
-    flops_per_second: peak of dense products, by dtype; float8 is that of FP8 and MXFP8.
-    node_bytes_per_second, network_bytes_per_second: bandwidth of a GPU in one direction, inside its node and across
+    flops_per_second: peak rate of dense products, by dtype; float8 stands for FP8 and MXFP8.
+    node_bytes_per_second, network_bytes_per_second: bandwidth of a GPU in one direction, inside of its node and across
         nodes.
     host_bytes_per_second: bandwidth between a GPU and its host.
-    launch_seconds: time of the host for each kernel that it launches.
-    shape_efficiency: efficiency of products relative to large ones, by the smaller dimension of the result and by the
-        dimension that is summed over; of a grouped product, by those of one expert.
+    launch_seconds: time that the host needs to launch a kernel.
+    shape_efficiency: rate of a product relative to large products, by the smaller dimension of the result and by the
+        dimension that is summed over. For a grouped product, these are the dimensions of one expert's product.
 
-    Efficiencies are relative to these peaks.
+    The other efficiencies are fractions of these peak rates and bandwidths.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -69,10 +71,10 @@ class Hardware(BaseModel):
 
     @classmethod
     def load(cls, name: str) -> Hardware:
-        """Return a published kind by name, or `FILE:NAME` from a file like `hardware.yaml`.
+        """Return the kind of GPU called `name` in `hardware.yaml`, or `FILE:NAME` in another file of that format.
 
         Raises:
-            UserError: the kind does not exist, or a value is missing.
+            UserError: there is no such kind, or one of its values is missing or invalid.
         """
         file, _, kind = name.rpartition(":")
         kinds = {str(key): value for key, value in read_yaml(Path(file) if file else PUBLISHED).items()}
@@ -94,11 +96,14 @@ class Hardware(BaseModel):
         return Counter(rank // self.gpus_per_node for rank in transfer.ranks)
 
     def within_and_across(self, transfer: Transfer, size: int) -> tuple[float, float]:
-        """Return the bytes that a rank sends inside its node and across nodes.
+        """Return the number of bytes that a rank sends inside of its node, and the number that it sends across nodes.
 
-        With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice that, and a message
-        all bytes once. They go across nodes if the ranks are on several nodes. In an all-to-all, a rank sends an
-        equal part to every other rank. The slowest rank counts, which has the fewest peers in its own node.
+        With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice as many, and a
+        message all bytes once. The bytes go across nodes if the ranks are on several nodes. In an all-to-all, a rank
+        sends an equal part to every rank. The result is for the slowest rank: that with the fewest peers in its node.
+
+        Args:
+            size: bytes of the transfer, as `Traffic` counts them.
         """
         parts = len(transfer.ranks)
         if transfer.operation == "all_to_all":
@@ -109,15 +114,19 @@ class Hardware(BaseModel):
         return (0.0, sent) if self.crosses_nodes(transfer) else (sent, 0.0)
 
     def transfer_seconds(self, transfer: Transfer, size: int) -> float:
-        """Return the seconds of a transfer. The parts of an all-to-all inside a node and across nodes take different
-        links at the same time."""
+        """Return the seconds that a transfer of `size` bytes takes.
+
+        In an all-to-all, the parts inside of a node and across nodes go over different links at the same time.
+        """
         within, across = self.within_and_across(transfer, size)
         seconds = max(within / self.node_bytes_per_second, across / self.network_bytes_per_second)
         return seconds / self.transfer_efficiency
 
     def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds of the device's kernels in these phases: products, attention, and all other kernels, which
-        take the time of their reads and writes."""
+        """Return the seconds that the device needs for its kernels in these phases.
+
+        These are matrix products, attention, and all other kernels, which take the time of their reads and writes.
+        """
         products = sum(
             operations / self._product_rate(kind.dtype if kind.dtype in self.flops_per_second else dtype, *kind[-2:])
             for kind, operations in report.shapes.items()
@@ -132,40 +141,42 @@ class Hardware(BaseModel):
         )
 
     def _product_rate(self, dtype: str, narrow: int, inner: int) -> float:
-        """Return the operations per second of products of this shape."""
+        """Return the rate of products of this shape, in operations per second; see `Product` for the arguments."""
         at_inner = {size: interpolated(of, inner) for size, of in self.shape_efficiency.items()}
         return self.flops_per_second[dtype] * self.product_efficiency * interpolated(at_inner, narrow)
 
     def launch_seconds_of(self, report: RankReport, *phases: str) -> float:
-        """Return the seconds in which the host launches the kernels of these phases."""
+        """Return the seconds that the host needs to launch the kernels of these phases."""
         return self.launch_seconds * sum(report.launches.get(phase, 0) for phase in phases)
 
     def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds of computation in these phases, or in the whole step. In each phase the host launches
-        kernels while the device computes, and the slower of both counts."""
+        """Return the seconds of computation in these phases; without phases, in the whole step.
+
+        In each phase, the host launches kernels while the device computes. The slower of the two determines the time.
+        """
         return sum(
             max(self.device_seconds(report, dtype, phase), self.launch_seconds_of(report, phase))
             for phase in phases or PHASES
         )
 
     def communication_seconds(self, report: RankReport) -> float:
-        """Return the seconds of all transfers between ranks, one after the other."""
+        """Return the seconds that all transfers between ranks take, if they are made one after the other."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
     def exposed_seconds(self, report: RankReport, dtype: str, chunks: int = 1) -> float:
-        """Return the seconds of transfers between ranks that computation does not hide.
+        """Return the seconds of those transfers between ranks that do not overlap with computation.
 
-        With several `chunks` for each stage of a pipeline, messages between stages overlap with the computation of
-        another chunk, for at most the time of this computation; `step_seconds` adds the messages of the bubble.
+        If each pipeline stage has several `chunks`, messages between stages overlap with the computation of another
+        chunk, for at most the time of this computation. `step_seconds` adds the messages of the bubble.
 
-        Two more kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
-        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, two thirds of a pack's time.
-        The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first pack, one third
-        of a pack's time, unless the policy generates or scores before training, which needs the weights.
+        Two more kinds of transfers overlap if their options are set. The reduce-scatters of gradients
+        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, which takes two thirds of a
+        pack's time. The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first
+        pack, which takes one third, unless the policy generates or scores before training and needs the weights then.
 
-        At most this time is hidden, and one bucket of each kind is exposed: the gradients that are ready last, and the
-        weights that are needed first. All other transfers are exposed, including a critic's weights, because the critic
-        computes values before it is trained.
+        At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are
+        ready last, and the weights that are needed first. No other transfers are hidden. This includes the all-gathers
+        of a critic's weights, because the critic computes values before it is trained.
         """
         hidden = self._hidden_messages(report, dtype, chunks)
         for operation, phases, part in (
@@ -179,33 +190,37 @@ class Hardware(BaseModel):
         return self.communication_seconds(report) - hidden
 
     def _hidden_messages(self, report: RankReport, dtype: str, chunks: int) -> float:
-        """Return the seconds of messages between stages that computation hides."""
+        """Return the seconds for which messages between pipeline stages overlap with computation."""
         if chunks == 1:
             return 0.0
         sent = sum(self.transfer_seconds(t, size) for t, size in report.traffic.items() if t.operation in MESSAGES)
         return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Return the seconds of an operation on weights or gradients, minus the time of one bucket in each update."""
+        """Return the seconds of an operation on weights or gradients, without the time of one bucket per update."""
         chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
         buckets = sum(report.calls[transfer] for transfer in chosen)
         seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)
         return seconds * (1 - report.updates / buckets) if buckets else 0.0
 
     def host_seconds(self, report: RankReport) -> float:
-        """Return the seconds of transfers from and to the host, for which the device waits (`optimizer.offload`,
-        `critic.offload`, a reference that is swapped with the policy)."""
+        """Return the seconds of transfers between host and device, for which the device waits.
+
+        They are caused by `optimizer.offload`, `critic.offload`, and a reference that is swapped with the policy.
+        """
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
-        """Return the seconds of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
+        """Return the seconds of a step, for the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
 
-        The bubble is (stages − 1) / (packs × chunks) of the time spent on packs, in which messages between stages are
-        not hidden. All replicas wait for the replica with the most work; the computation time of the simulated replica
-        is scaled accordingly.
+        The bubble is the fraction (stages − 1) / (packs × chunks) of the time for all packs; in it, messages between
+        stages do not overlap. All replicas wait for the replica with the most work, so the computation time of the
+        simulated replica is scaled to that work.
 
         Args:
             reports: reports of ranks that have rows of the batch.
+            stages: number of pipeline stages.
+            chunks: number of model chunks of each stage.
         """
         bubble = (stages - 1) / (max(report.packs for report in reports) * chunks)
         return max(self._rank_seconds(report, dtype, bubble, chunks) for report in reports)
@@ -223,6 +238,9 @@ class Hardware(BaseModel):
         return of_packs + bubble * (of_packs + hidden) + once
 
     def utilization(self, model_flops: float, seconds: float, world_size: int, dtype: str) -> float:
-        """Return the model FLOPs of training (without recomputation and scoring) as a fraction of the peak of all
-        GPUs."""
+        """Return the model FLOPs utilization: `model_flops` as a fraction of what all GPUs could compute in `seconds`.
+
+        Args:
+            model_flops: operations of training, without recomputation and scoring.
+        """
         return model_flops / (seconds * world_size * self.flops_per_second[dtype])

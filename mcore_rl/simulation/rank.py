@@ -1,4 +1,4 @@
-"""The simulated process of one rank: models on a device without values, and replacements of collectives."""
+"""The process that simulates a rank: models on a device without values, and replacements of functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 
 
 def simulated_second_models(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Return the configurations of the models other than the policy by key, in the order in which they are built."""
+    """Return the configurations of all simulated models except the policy, by key, in the order of building."""
     found = second_model_configs(config)
     if _is_computed_before(config):
         found.pop(REFERENCE, None)
@@ -41,13 +41,16 @@ def simulated_second_models(config: TrainingConfig) -> dict[str, TrainingConfig]
 
 
 def _is_computed_before(config: TrainingConfig) -> bool:
-    """Return whether a run over all its data computes the reference's log-probabilities before training."""
+    """Return whether a run of one epoch computes the reference's log-probabilities before training."""
     return isinstance(config, DPOConfig) and config.precomputes(epochs=1)
 
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, and the other models by their configuration keys."""
+    """The models of a run.
+
+    beside: all models except the policy, by the key that names the model.
+    """
 
     policy: MegatronPolicy
     beside: Mapping[str, ScoringModel]
@@ -76,7 +79,7 @@ class Models:
 
     @property
     def chunks(self) -> list[Any]:
-        """Chunks of this rank's pipeline stage, for all models."""
+        """The model chunks on this rank's pipeline stage, of all models."""
         return [chunk for model in self.all for chunk in model.model.chunks]
 
     @property
@@ -86,10 +89,10 @@ class Models:
 
 
 def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[[str], None]) -> None:
-    """Run the operations of the algorithm's step, with all updates of each trained model.
+    """Run what the algorithm computes in a step: scoring, and all updates of each trained model.
 
     Args:
-        enter: function that is called at the start of each phase.
+        enter: function that is called with the name of each phase at its start.
     """
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.losses.policy_gradient import ValueLossFn, build_policy_loss
@@ -117,20 +120,23 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
 
 
 def temperature_of(config: TrainingConfig) -> float:
-    """Return the temperature that divides the logits."""
+    """Return the temperature by which the run divides the policy's logits."""
     if isinstance(config, DistillationConfig) and config.distillation.form == "sampled":
         return config.distillation.temperature
     return config.rollouts.temperature if isinstance(config, RLConfig) else 1.0
 
 
 def updates_of(config: TrainingConfig) -> int:
-    """Return the number of updates of a step, all on the same batch."""
+    """Return the number of updates in a step; all of them train on the same batch."""
     return config.rollouts.num_updates_per_rollout if isinstance(config, RLConfig) else 1
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Return the forward passes of a step other than those of training: passes of the reference, of the policy before
-    its update, of a judge or of teachers. The judge's conversations are assumed to be as long as the policy's."""
+    """Return functions that run the forward passes of a step, except those of training.
+
+    These are passes of the reference, of the policy before its update, of a judge, and of teachers. The judge's
+    conversations are assumed to be as long as the policy's.
+    """
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 
     def by_policy() -> Any:
@@ -163,7 +169,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
 
 
 class ShapesOnly:
-    """Replacement of `SafetensorsDirectory` that needs only the configuration, not the files, of a model directory."""
+    """Replacement of `SafetensorsDirectory` that knows only the shapes of the tensors, so that no files are needed."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         self.path, self._shapes = path, shapes
@@ -186,8 +192,11 @@ class ShapesOnly:
 
 
 def flash_stand_in(flops: AttentionFlops) -> Kernel:
-    """Return a kernel with the output, saved tensors and operation count of a flash kernel, without computing
-    values."""
+    """Return an attention kernel that computes nothing, but allocates and saves the tensors of a flash kernel.
+
+    Args:
+        flops: counter that receives the operations of a flash kernel.
+    """
     from mcore_rl.models.megatron.attention_kernels import Kernel
 
     class Attention(torch.autograd.Function):
@@ -223,7 +232,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
 
 
 def alike(reduced: Any) -> Any:
-    """Return a replacement of `batched_data_dict.reduced` that assumes the same values on all replicas."""
+    """Return a replacement of `batched_data_dict.reduced` which assumes that all replicas have the same values."""
 
     def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
         reduced(values, replicas, op)  # counts the transfer and the host's wait
@@ -233,28 +242,28 @@ def alike(reduced: Any) -> Any:
 
 
 def rows_of_all(data: Any, *keys: str) -> Any:
-    """Replace `LocalBatch.all_rows`: the other replicas have the same rows."""
+    """Replacement of `LocalBatch.all_rows` which assumes that the other replicas have this replica's rows."""
     return data.select_indices([row % data.size for row in range(data.share.total)])
 
 
 def rows_from_others(held: Mapping[str, Tensor], numbers: Any, wanted: Any) -> dict[str, Tensor]:
-    """Replace `fetch_rows`; a transfer between layouts is not counted."""
+    """Replacement of `fetch_rows` that returns zeros; the transfer between layouts is not counted."""
     return {name: values.new_zeros(len(wanted), *values.shape[1:]) for name, values in held.items()}
 
 
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Replace `reference.copies_on_host`: memory that is never written is never physically allocated."""
+    """Replacement of `reference.copies_on_host` that copies no values: memory that is never written takes no space."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
 def swap_stand_in(tensor: Tensor, kept: Tensor) -> None:
-    """Replace `reference.swap_tensors`: allocate the device memory that the exchange needs."""
+    """Replacement of `reference.swap_tensors` that only allocates the device memory which the exchange needs."""
     tensor.clone()
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Costs of the rank: transfers, host reads, operations of attention."""
+    """Counters of a simulated rank: transfers, host reads, operations of attention."""
 
     traffic: Traffic
     reads: HostReads
@@ -265,10 +274,10 @@ class Seen:
 def simulated_process(
     config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda", imbalance: float = 1.0
 ) -> Iterator[Seen]:
-    """Make this process a simulated rank of the run. The process cannot be used for anything else afterwards.
+    """Context in which this process simulates a rank of a run. The process cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: device type whose tile sizes are used.
+        tiles_of: device type whose sizes of logit tiles are used.
         imbalance: see `simulate_rank`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Simulations of one or many layouts: `simulate`, `search`, and the tables that they print."""
+"""Simulation of one or many layouts (`simulate`, `search`), and tables of the results."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     """Return the ranks that `wanted` names.
 
     Args:
-        wanted: words and numbers of ranks, separated by commas. `first` and `last` stand for one rank of the first and
-            of the last pipeline stage, `stages` for one rank of every stage, and `distinct` for one rank of the first
-            and the last stage and, in an uneven pipeline, of the first stage with each number of layers.
+        wanted: words and numbers of ranks, separated by commas. Each word stands for ranks, one for each of some
+            pipeline stages. `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the
+            first and the last stage and, in an uneven pipeline, the first stage with each number of layers.
 
     Raises:
         UserError: a word is unknown, or a number is not a rank of this run.
@@ -66,16 +66,17 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of an estimate that the configuration does not determine.
+    """What an estimate assumes in addition to the configuration.
 
-    imbalance: tokens of the simulated rank's experts, relative to the mean of the ranks that share experts.
+    imbalance: number of tokens that are routed to the simulated rank's experts, divided by the mean over the ranks of
+        its expert-parallel group.
     """
 
     implementation: Implementation = LOCAL
     imbalance: float = 1.0
 
     def imbalance_of(self, config: TrainingConfig) -> float:
-        """Return the imbalance in the layout of `config`, limited so that a rank receives at most all tokens."""
+        """Return `imbalance`, but at most the size of expert parallelism: a rank can receive at most all tokens."""
         return min(self.imbalance, config.parallel.expert_model_parallel_size)
 
 
@@ -90,7 +91,7 @@ def simulate(
     workers: int = 1,
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[RankReport]:
-    """Simulate a step on these ranks; return their reports in order.
+    """Simulate a step of each of these ranks; return their reports in the order of `ranks`.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -108,12 +109,16 @@ def simulate(
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
-    """Simulate how these ranks load a checkpoint that `writers` ranks have written."""
+    """Simulate how each of these ranks loads a checkpoint that `writers` ranks have written; return their reports."""
     return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
 
 
 def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Return the result of each call. Each call runs in a separate process."""
+    """Call `function` with each of the argument tuples `calls`, each in a separate process; return the results.
+
+    Args:
+        workers: number of calls that run at the same time.
+    """
     with _threads(workers) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
@@ -121,7 +126,7 @@ def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, .
 
 @contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Return a pool of threads that starts no waiting calls after the block."""
+    """Context with a pool of threads. At its end, calls that have not started are cancelled."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
@@ -130,8 +135,10 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a call in a separate process. The simulated device must be installed before Megatron is
-    imported, and a process that is killed must not affect others.
+    """Call `function` in a separate process; return its result.
+
+    A separate process is needed because the simulated device must be installed before Megatron is imported, and because
+    a process that is killed must not affect other simulations.
 
     Raises:
         UserError: the process was killed.
@@ -149,8 +156,11 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
 class Candidate:
     """A layout and its costs.
 
+    text: the layout in short form.
     overrides: command-line overrides that give the configuration this layout.
-    reason: why the layout is refused or does not fit; otherwise "".
+    peak: largest memory of a simulated rank, in bytes.
+    seconds: estimated time of a step; infinite if there is a `reason`.
+    reason: why the configuration refuses the layout, or why it does not fit the GPU; otherwise "".
     is_mixture: see `RankReport`.
     """
 
@@ -166,10 +176,11 @@ class Candidate:
 def layouts_to_try(
     config: TrainingConfig, world_size: int, gpu: Hardware, experts: int = 1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layouts whose sizes are powers of 2, with their configuration values, which the configuration may refuse.
+    """Yield layouts whose sizes are powers of 2, each as a text and as values of the configuration.
 
-    Tensor parallelism stays inside a node and has sequence parallelism. Pipelines (with even stages) and context
-    parallelism have up to 16 ranks. Expert parallelism divides the `experts` of a layer, without splitting an expert.
+    The configuration may refuse some of them. Tensor parallelism stays inside of a node and is combined with sequence
+    parallelism. Pipelines (with even stages) and context parallelism have up to 16 ranks. Expert parallelism divides
+    the `experts` of a layer, without splitting an expert.
     """
 
     def powers(largest: int) -> list[int]:
@@ -198,10 +209,10 @@ def layouts_to_try(
 
 
 def experts_of(config: TrainingConfig) -> int:
-    """Return the number of routed experts of a layer of the model; 1 if it has none.
+    """Return the number of routed experts in a layer of the configured model; 1 if it has no experts.
 
     Raises:
-        UserError: the directory has no model, or a model of an unsupported family.
+        UserError: the model directory has no model, or a model of an unsupported family.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.families.mixtures import Mixture
@@ -220,7 +231,12 @@ def search(
     say: Callable[[str], None],
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[Candidate]:
-    """Simulate all layouts. Return first those that fit, by estimated time, then the others with the reason."""
+    """Simulate all `layouts_to_try`; return first those that fit, fastest first, and then the others with a reason.
+
+    Args:
+        workers: number of simulations that run at the same time.
+        say: prints a line of progress.
+    """
     found: list[Candidate] = []
     with _threads(workers) as pool:
         waiting: list[tuple[Candidate, TrainingConfig, list[Future[RankReport]]]] = []
@@ -248,7 +264,7 @@ def search(
 
 
 def overrides_of(config: TrainingConfig, values: dict[str, Any]) -> tuple[str, ...]:
-    """Return the command-line overrides that give the configuration these values."""
+    """Return the command-line overrides that change the values of `config` to `values`."""
     own = flattened(config.model_dump(mode="json"))
     wanted = flattened(json.loads(json.dumps(values, default=str)))
     return tuple(f"{key}={json.dumps(wanted[key])}" for key in own if key in wanted and own[key] != wanted[key])
@@ -283,7 +299,7 @@ LAYOUTS = "all with sequence parallelism if tp > 1, undivided experts if ep > 1,
 
 
 def shown(number: float) -> str:
-    """Format a number with three digits and the first letter of its unit: `1.23 G`."""
+    """Format a number with three digits and a prefix such as G for 10⁹: `1.23 G`."""
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             value = number / size
@@ -298,7 +314,7 @@ def describe(
     gpu: Hardware,
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> Iterator[str]:
-    """Yield the lines of a report."""
+    """Yield the lines that describe the simulation of a step: reports of ranks and, with `gpu`, estimated times."""
     for report in reports:
         yield from _rank(report, gpu)
     if reports[0].is_mixture:
@@ -360,7 +376,7 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
 
 
 def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator[str]:
-    """Yield the lines about the loading of a checkpoint."""
+    """Yield the lines that describe the simulated loading of a checkpoint."""
     yield f"loading a checkpoint that {writers:,} ranks wrote"
     for report in reports:
         yield (
@@ -371,8 +387,10 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
-    """Return bytes by (operation, number of ranks, whether the bytes cross nodes). An all-to-all may have bytes of both
-    kinds."""
+    """Return the bytes of the report's transfers by (operation, number of ranks, whether the bytes cross nodes).
+
+    An all-to-all may have bytes that cross nodes and bytes that do not.
+    """
     rows = Counter[tuple[str, int, bool]]()
     for transfer, size in report.traffic.items():
         parts: tuple[float, float] = (0, size) if gpu.crosses_nodes(transfer) else (size, 0)
@@ -385,7 +403,7 @@ def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, in
 
 
 def table(found: Sequence[Candidate], assumed: Assumptions = BALANCED_LOCAL) -> Iterator[str]:
-    """Yield the lines of a table of layouts: first those that fit, fastest first, then the others with the reason."""
+    """Yield the lines of a table of the layouts `found`: those that fit, and then the others with their reasons."""
     yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
     for one in found:
         if one.reason:

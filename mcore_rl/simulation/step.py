@@ -64,9 +64,9 @@ RESULTS = "results"
 
 
 class Watch:
-    """Memory, operations, transfers and host reads of a step, by phase.
+    """Counts memory, operations, transfers and host reads of a step, by phase.
 
-    layouts: layouts of the microbatches of the last pass through a model.
+    layouts: layouts of the microbatches in the last pass through a model.
     swapped: bytes of weights that were transferred from or to the host.
 
     Args:
@@ -91,12 +91,15 @@ class Watch:
         self.live.phase = self.traffic.phase = self.reads.phase = phase
 
     def missing_state(self) -> dict[str, int]:
-        """Return, for each phase, the bytes of optimizer state that did not exist yet at its start."""
+        """Return, for each phase, the bytes of optimizer state that were created after the phase had started.
+
+        In the first step, optimizer state is only created by the updates.
+        """
         return {phase: self._made - before for phase, before in self._made_before.items()}
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Count everything inside the block, in which the models are built and run one step."""
+        """Context in which everything is counted; build the models and run one step in it."""
         from mcore_rl.models.policy import megatron_policy, reference, scoring
 
         with (
@@ -119,8 +122,10 @@ class Watch:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Inside the block, count as one kernel what is one kernel on a GPU with Triton: a norm, a gated activation, a
-        rotation, and the reduction of a tile of logits, each in forward and backward."""
+        """Context in which functions count as one kernel that are one kernel on a GPU with Triton.
+
+        These are a norm, a gated activation, a rotation, and the reduction of a tile of logits, forward and backward.
+        """
         from mcore_rl.distributed import logprobs
         from mcore_rl.models.megatron import layers
 
@@ -185,7 +190,11 @@ class Watch:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lengths of a global batch's sequences, and the number of trained tokens at the end of each."""
+    """The lengths of a global batch's sequences.
+
+    lengths: number of tokens of each sequence.
+    responses: number of trained tokens at the end of each sequence.
+    """
 
     lengths: tuple[int, ...]
     responses: tuple[int, ...]
@@ -193,10 +202,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The cost of a rank's step.
+    """What a step costs on one rank.
 
     parameters: number of parameters on this rank.
-    memory: bytes by kind at the peak of a step's memory; the peak is in the phase `peak_phase`. Weights, gradients and
+    memory: bytes by kind at the step's peak of memory, which is in the phase `peak_phase`. Weights, gradients and
         optimizer state stay from step to step. Logits include all tensors computed from hidden states and the LM head.
         Communication buffers receive values of other ranks. The rest is activations and workspace.
     attention: floating-point operations of attention, by phase.
@@ -206,16 +215,17 @@ class RankReport:
     gradient_bytes: the part of `kernel_bytes`, by phase, that is read and written to add gradients to fp32 sums.
     operands: number of elements of the products' factors that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
-    linear_weights: number of weights of the linear layers, except of routers and LM heads.
-    traffic, calls: bytes and calls of every kind of transfer.
-    overlapped: operations on weights and gradients that overlap with computation.
-    host_bytes: bytes of optimizer states, a critic and a reference between host and device, in both directions.
-    host_reads: number of times that the host waits for the device, by (phase, place).
-    updates: number of updates of a step.
-    packs: number of microbatches of an update.
-    tokens: number of real tokens, and of tokens of the packs with their padding.
-    work: work of this replica, and of the replica with the most work, relative to the mean of all replicas.
-    seconds: duration of the simulation.
+    linear_weights: number of weights in linear layers, without routers and LM heads.
+    traffic, calls: number of bytes and of calls of every kind of transfer.
+    overlapped: names of the collectives on weights and gradients that overlap with computation.
+    host_bytes: bytes that move between host and device in both directions: optimizer states, a critic, a reference.
+    host_reads: number of times that the host waits for the device, by (phase, place in the code).
+    updates: number of updates in a step.
+    packs: number of microbatches in an update.
+    tokens: number of tokens in the packs, without and with padding.
+    work: work of this replica, and work of the replica with the most work, each divided by the mean over all replicas.
+    model_flops: operations of a step's training on all ranks, without recomputation and scoring.
+    seconds: duration of the simulation itself.
     is_mixture: whether the model is a mixture of experts; every expert is then assumed to receive equally many tokens.
     """
 
@@ -278,14 +288,17 @@ LINEAR = ("projections", "MLP", "experts")
 
 @dataclass(frozen=True)
 class Implementation:
-    """Kernels and precisions of an estimate that differ from the package's own layers, which are simulated.
+    """The kernels and precisions for which a report is an estimate.
 
-    transformer_engine: whether the layers are Transformer Engine's. Its products add gradients of weights directly to
-        their fp32 sums, and read the weights of experts without copying them.
-    products: "fp8" (with the current scale) or "mxfp8" for the linear layers; "" for the model's precision. The FP8
-        copies of weights are cast in each update and kept. Kept activations stay in the model's precision.
+    The package's own layers are simulated; `of` then converts the report to other kernels and precisions.
+
+    transformer_engine: whether the layers are those of Transformer Engine. Its products add gradients of weights
+        directly to their fp32 sums, and read the weights of experts without copying them.
+    products: precision of the products of linear layers: "fp8" (with the current scale), "mxfp8", or "" for the model's
+        precision. The FP8 copies of weights are made in each update and kept. Activations that are kept for the
+        backward pass stay in the model's precision.
     gradients: precision of gradients in memory and between ranks: "bfloat16", or "" for float32.
-    moments: precision of the optimizer's moments, as for `gradients`.
+    moments: precision of the optimizer's moments: "bfloat16", or "" for float32.
     """
 
     transformer_engine: bool = False
@@ -294,7 +307,7 @@ class Implementation:
     moments: str = ""
 
     def of(self, report: RankReport) -> RankReport:
-        """Return `report`, converted from the package's own layers to these kernels and precisions."""
+        """Return `report`, which is of the package's own layers, converted to these kernels and precisions."""
         if self.transformer_engine:
             report = _without_copies(report)
         if self.products:
@@ -359,8 +372,9 @@ def simulate_rank(
     """Simulate a step of a rank in this process, which cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: device type whose tile sizes are used. With "cpu", tensors on the host count as well.
-        imbalance: tokens of this rank's experts, relative to the mean of the ranks that share experts.
+        tiles_of: device type whose sizes of logit tiles are used. With "cpu", tensors on the host are counted too.
+        imbalance: number of tokens that are routed to this rank's experts, divided by the mean over the ranks of its
+            expert-parallel group.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -384,7 +398,7 @@ def measure_step(
     attention: AttentionFlops,
     devices: Sequence[str],
 ) -> RankReport:
-    """Measure a step of this rank, real or simulated: build the models, score and train once.
+    """Build the models and run one step of this rank, real or simulated; return what was counted.
 
     Args:
         devices: device types whose memory is counted.
@@ -436,13 +450,13 @@ def measure_step(
 
 
 def linear_weights(chunks: Sequence[Any]) -> int:
-    """Return the number of weights of the linear layers of attention, MLPs and experts."""
+    """Return the number of weights in the linear layers of attention, MLPs and experts."""
     named = [named for chunk in chunks for named in chunk.named_parameters()]
     return sum(p.numel() for name, p in named if p.ndim > 1 and part_of(name) in LINEAR)
 
 
 def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
-    """Return the operations on weights and gradients that overlap with computation.
+    """Return the names of those collectives on weights and gradients that overlap with computation.
 
     Args:
         waits: whether the policy generates or scores before training, and therefore waits for its weights.
@@ -456,8 +470,11 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(BatchShare):
-    """Share of a simulated replica, with the whole `batch` and its `division`, from which other replicas' plans
-    follow."""
+    """`BatchShare` of a simulated replica, from which the plans of the other replicas can be computed too.
+
+    batch: the global batch.
+    division: row numbers of each replica.
+    """
 
     batch: BatchedDataDict[Any] = field(kw_only=True)
     division: Sequence[Sequence[int]] = field(kw_only=True)
@@ -470,15 +487,17 @@ class PlannedShare(BatchShare):
 
 
 def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> LocalBatch[Any]:
-    """Return the rows of this simulated replica, as `policy.own_rows` does, with a `PlannedShare`."""
+    """Return the rows of this simulated replica as `policy.own_rows` does, but with a `PlannedShare`."""
     division, replicas = policy.division_of(batch), policy.topology.data
     share = PlannedShare(division[replicas.rank], batch.size, replicas, batch=batch, division=division)
     return LocalBatch(batch.select_indices(share.indices), share)
 
 
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
-    """Return the bytes on the host in each phase, by kind, and the bytes moved between host and device in a step, in
-    both directions. They are computed because a simulated storage cannot be emptied."""
+    """Return the offloaded bytes in each phase, by kind, and the bytes that move between host and device in a step.
+
+    Moves in both directions are counted. The numbers are computed, because a simulated storage cannot be emptied.
+    """
     on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
     phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))
     for model, (training, update) in zip(models.trained, phases, strict=False):
@@ -499,14 +518,14 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
 
 
 def optimizer_bytes(model: MegatronPolicy) -> int:
-    """Return the bytes that a model's optimizer keeps in addition to the weights."""
+    """Return the number of bytes that a model's optimizer keeps in addition to the weights."""
     from mcore_rl.models.megatron.optimizer import optimizer_tensors
 
     return bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
 
 
 def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
-    """Return the bytes of the storages of these parameters and of their gradients."""
+    """Return the number of bytes of the parameters' storages, and of their gradients' storages."""
     gradients = [p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad")]
     return bytes_of(parameters), bytes_of(gradients)
 
@@ -514,13 +533,13 @@ def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
 def memory_of(
     parameters: Sequence[Any], optimizer: int, watch: Watch, on_host: Mapping[str, Mapping[str, int]]
 ) -> tuple[dict[str, int], str]:
-    """Return the bytes by kind at the peak of a step, and the phase of the peak.
+    """Return the bytes by kind at a step's peak of memory, and the phase of the peak.
 
-    The step is any step but the first, which starts without the optimizer's state.
+    The result is for a step other than the first, so that the optimizer's state exists from the start.
 
     Args:
         optimizer: bytes of the optimizers' state.
-        on_host: bytes on the host in each phase, from `offloaded`.
+        on_host: offloaded bytes in each phase, by kind (see `offloaded`).
     """
     weights, gradients = weights_and_gradients(parameters)
     live, missing = watch.live, watch.missing_state()
@@ -536,7 +555,7 @@ def memory_of(
 
 
 def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
-    """Return a global batch of these lengths, on the host, with the columns that the algorithm's loss reads."""
+    """Return an invented global batch with sequences of these lengths, and with all columns that the loss reads."""
     import torch
 
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -579,10 +598,11 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """Return a global batch whose sequences have these lengths in turn. The fraction `response_part` of each is trained
-    on.
+    """Return the lengths of all sequences of a global batch, which take the given `lengths` in turn.
 
-    The default is a half, or with generated responses the nearest value that the limits of prompts and responses allow.
+    Args:
+        response_part: fraction of each sequence that is trained on. The default is a half or, if responses are
+            generated, the nearest value that the limits of prompts and responses allow.
 
     Raises:
         UserError: the run cannot have responses of such lengths.
@@ -605,7 +625,7 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
 
 
 def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
-    """Return the least and the greatest number of trained tokens of a sequence of this length."""
+    """Return the minimum and the maximum number of trained tokens in a sequence of this length."""
     longest = config.max_answer_length
     if longest is None:
         return 1, length
@@ -615,7 +635,7 @@ def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
 
 
 def rows_of_batch(config: TrainingConfig) -> int:
-    """Return the number of sequences of a step."""
+    """Return the number of sequences in the batch of a step."""
     if isinstance(config, RLConfig):
         return config.rollouts.num_prompts_per_step * config.rollouts.num_generations_per_prompt
     return config.batch.global_batch_size * config.rows_per_unit
@@ -626,11 +646,12 @@ LOADING = "loading"
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """The cost of loading a checkpoint on a rank, in bytes.
+    """What it costs to load a checkpoint on one rank, in bytes.
 
-    state: weights and optimizer state of this rank, also of a critic, and of a reference that reference_sync updates.
-    read: bytes read from files.
-    beyond: peak of live memory on device and host during loading, minus the memory after loading.
+    state: weights and optimizer state on this rank, including those of a critic, and a reference that reference_sync
+        updates.
+    read: bytes that are read from files.
+    beyond: additional memory during loading: peak on device and host, minus the memory after loading.
     """
 
     rank: int
@@ -644,7 +665,8 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
     """Simulate the loading of a checkpoint in this process, which cannot be used for anything else afterwards.
 
     Args:
-        writers: number of ranks that wrote the checkpoint, each an equal part of every tensor's first dimension.
+        writers: number of ranks that wrote the checkpoint. Each of them has written an equal part of every tensor,
+            divided along the first dimension.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -664,7 +686,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
-    """Yield the regions of all models that are trained, and of a reference that reference_sync updates."""
+    """Yield the regions of tensors to load: of all trained models, and of a reference that reference_sync updates."""
     from mcore_rl.models.megatron.checkpoint.state import tensor_regions
 
     for number, model in enumerate(models.trained):
@@ -677,7 +699,7 @@ def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
 
 
 def _read(regions: list[Region], writers: int) -> int:
-    """Return the number of bytes that would be read, by running the reading code without files."""
+    """Return the number of bytes that loading reads; the code that loads runs, but without files."""
     import torch
 
     from mcore_rl.models.megatron.checkpoint.load import RegionReader, copy_piece
@@ -698,7 +720,7 @@ def _read(regions: list[Region], writers: int) -> int:
 
 
 def _index(regions: list[Region], writers: int) -> Any:
-    """Return the index of a checkpoint that holds the tensors of all these regions."""
+    """Return the index of an invented checkpoint that contains the tensors of all these regions."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
