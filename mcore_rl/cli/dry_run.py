@@ -30,12 +30,12 @@ SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
 def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
-    """Run the checks of a run, and print a description of the run on rank 0.
+    """Run all checks of a run, without training; print a description of the run on rank 0.
 
-    The models and the memory are those of a run on GPUs, also on a machine without GPUs.
+    Models are checked, and memory is estimated, for a run on GPUs, even if this machine has none.
 
     Args:
-        given: the configuration, in which each `auto` is still to be replaced.
+        given: the configuration, in which values may still be `auto`.
 
     Raises:
         UserError: a check fails.
@@ -67,7 +67,7 @@ def describe_run(
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
-        on_gpu: the configuration with the values that a GPU would choose; its memory is estimated.
+        on_gpu: the configuration with the values that are chosen on a GPU, for the estimate of memory.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
@@ -90,7 +90,7 @@ def describe_run(
 
 
 def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:
-    """Yield each rank's coordinates: a line for each tensor-parallel group, whose ranks are neighbours.
+    """Yield lines that show the parallel layout: a line for each tensor-parallel group, with its coordinates.
 
     Args:
         layers: number of layers of the model.
@@ -121,7 +121,10 @@ def _sizes(parallel: LayoutConfig, world_size: int) -> str:
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
-    """Return the lengths of the first step's sequences, if answers have the maximum length, and its first sequences."""
+    """Return the lengths of the first step's sequences, and the first of these sequences.
+
+    Responses that are generated are assumed to have the maximum length.
+    """
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
         prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
@@ -139,14 +142,14 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
 
 
 def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
-    """Return sequences of prompts with these lengths, each with an answer of maximum length."""
+    """Return the lengths of sequences that consist of prompts of these lengths and answers of maximum length."""
     assert config.max_answer_length is not None, "the policy answers"
     lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
     return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield lines about the packs of the first step, without shared prefixes."""
+    """Yield lines about the packs of the first step, as if prefixes were not shared."""
     replicas = config.parallel.data_parallel_size(world_size)
     batching = microbatch_planner(config, config.rows_per_unit, replicas)
     plan = batching.plan(list(sequences.lengths))
@@ -158,7 +161,7 @@ def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iter
 
 
 def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
-    """Yield records as the model reads them, with » and « around trained tokens."""
+    """Yield lines with the sequences `shown` as the model reads them, with » and « around trained tokens."""
     yield "the first records, what is trained on between » and «:"
     for sequence in shown:
         text, trained = "", False
@@ -172,7 +175,7 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield lines about the memory of one rank of each distinct pipeline stage, by a simulation of the step."""
+    """Yield lines about the memory that a rank of each distinct pipeline stage needs, according to a simulation."""
     try:
         reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:

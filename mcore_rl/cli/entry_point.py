@@ -1,7 +1,7 @@
-"""The entry point of every script: its arguments, one-line errors for the user, and its exit status.
+"""The entry point of every script: its arguments, errors of one line for the user, and its exit status.
 
-Under torchrun every rank runs this. A user's error occurs on all ranks: the first rank prints it, and the others print
-nothing and wait until torchrun ends them. torchrun also reads it from the error file, and repeats it at the end.
+Under torchrun every rank runs this. A user's error occurs on all ranks: the first rank prints it; the other ranks print
+nothing and wait until torchrun ends them. torchrun also reads the error from the error file, and repeats it at its end.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "outpu
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that prints an error in the arguments as one line."""
+    """Argument parser that reports an error in the arguments in a single line."""
 
     def error(self, message: str) -> NoReturn:
         leave(2, f"{message} ({self.prog} --help says more)")
 
 
 class _Help(argparse.Action):
-    """`--help` lists options and the sections' keys; `--help SECTION` explains the keys of a section."""
+    """The option `--help`, which lists options and all sections' keys; `--help SECTION` explains a section's keys."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, config_type: type[TrainingConfig], help: str | None = None
@@ -79,15 +79,16 @@ def run_script(
     """Parse `[CONFIG] [--option VALUE] [section.key=value …]`, train, and exit.
 
     Args:
-        algorithm: name in the default output directory of a run without a configuration file.
+        algorithm: name of the algorithm, for the default output directory of a run without a configuration file.
         train: function that is called with the configuration and, by name, the path of each file option (None if not
             given). The device is selected before the call, so `train` may import modules that use Megatron.
         file_options: names of the options that take a path, with their help texts.
         arguments: arguments of the command line; by default, those of this process.
         prog: name of the program in messages; by default, the name of its file.
 
-    Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that cannot continue,
-    with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 after any failure.
+    The exit status is 0 after success; 1 after a failure, with its traceback; 2 after a user's error and 3 if training
+    cannot continue, with a message of one line; 130 after Ctrl-C before training. torchrun itself exits with 1 after
+    any failure.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
@@ -127,9 +128,9 @@ def run_script(
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Add the number of processes to each `--dry-run` before a configuration or an override; return the arguments.
+    """Return the arguments, with the number of processes added to a `--dry-run` that has none.
 
-    argparse would take the configuration or the override for the number.
+    If a configuration or an override follows `--dry-run`, argparse would take it for the number.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):
@@ -139,7 +140,7 @@ def _with_processes(arguments: Sequence[str]) -> list[str]:
 
 
 def _printed(config: TrainingConfig) -> str:
-    """Return a configuration as YAML, below comments with the values that differ from their defaults."""
+    """Return the configuration as YAML, after comments that list the values that differ from their defaults."""
     changed = "".join(f"#   {line}\n" for line in changed_values(config))
     return f"# Values that differ from their defaults:\n{changed}\n{resolved_yaml(config).rstrip()}"
 
@@ -153,8 +154,7 @@ def _announce(config: TrainingConfig, source: str) -> None:
 
 
 def _shortened(line: str) -> str:
-    """Return `key=value` for the console and its logs. Long values are shortened, and values of headers are left
-    out."""
+    """Return the `key=value` in `line` as the console shows it: long values are shortened, and headers hidden."""
     key, _, value = line.partition("=")
     if ".headers." in key and "${" not in value:
         return f"{key}=…"
@@ -162,7 +162,7 @@ def _shortened(line: str) -> str:
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
-    """Return the configuration from the command line, and its source."""
+    """Return the configuration that the command line gives, and its source: the file's path, or "command line"."""
     words = list(parsed.words)
     path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
@@ -183,10 +183,10 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
 
 
 def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
-    """Return the configuration with each hub model replaced by its directory in the cache.
+    """Download the models that `config` names on the hub; return it with their directories in the hub's cache.
 
     Args:
-        with_weights: whether to download the weights as well.
+        with_weights: whether to download the weights too.
 
     Raises:
         UserError: a model cannot be downloaded.
@@ -202,7 +202,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the process with a status and a message if the block raises an error."""
+    """Context that ends the process, with a message and an exit status, if an error is raised in it."""
     try:
         yield
     except UserError as error:
@@ -217,7 +217,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print text; end quietly if the reader closes the pipe (`| head`)."""
+    """Print `text`; if the reader has closed the pipe (`| head`), end the process without an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -233,10 +233,12 @@ def count(text: str) -> int:
 
 
 def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
-    """Print a message and end this process at once, because waiting for peers in a collective would hang.
+    """Print a message and end this process at once; an orderly end would hang in collectives with other ranks.
 
     Args:
-        lost_peer: whether another rank has probably failed before, whose error is then printed instead.
+        status: exit status; a message with status 1 is a traceback.
+        lost_peer: whether another rank has probably failed before. That rank prints its error, and this rank prints
+            none.
     """
     directory.release()
     line = message if status == 1 else f"error: {' '.join(message.split())}"
@@ -257,8 +259,7 @@ def _wait_to_be_ended() -> None:
 
 
 def _write_error_file(line: str) -> None:
-    """Write the error file in the format of `torch.distributed.elastic`, which torchrun prints at the end of its
-    report."""
+    """Write `line` to the error file of `torch.distributed.elastic`, which torchrun includes in its last report."""
     if path := error_file():
         told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         path.write_text(json.dumps({"message": told}))

@@ -1,4 +1,4 @@
-"""A wrapper of torchrun's launcher with short messages: it ends with the ranks' last line and their exit status.
+"""A wrapper of torchrun's launcher that prints short messages and ends with the ranks' exit status.
 
 torchrun itself prints a traceback of some forty lines after a signal, kills ranks that need longer than its grace
 period to save, and exits with 1 for every failure.
@@ -29,7 +29,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into torchrun's options, which come first, and the arguments of the program."""
+    """Split `arguments` into the options of torchrun, which come first, and the arguments of the program."""
     words, options = list(arguments), dict[str, argparse.Action]()
     if words and words[0].startswith("-") and words[0].partition("=")[0] not in PROGRAM_OPTIONS:
         options = _parser()._option_string_actions  # imports torch, which takes seconds
@@ -88,10 +88,10 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
 
 
 def _listen_locally(launched: argparse.Namespace) -> Any:
-    """Host the ranks' store on 127.0.0.1 if this node is the only one and the user chose no port; return the store.
+    """Start the ranks' store on 127.0.0.1, if there is only this node and the user chose no port; return the store.
 
-    torchrun's own store listens on every network interface, and authenticates nobody. torchrun uses this store, because
-    stores of one process and port share a server (`multi_tenant`).
+    torchrun's own store would listen on every network interface, without authentication. torchrun uses this store
+    instead, because stores with the same port in the same process share a server (`multi_tenant`).
     """
     from torch.distributed import TCPStore
 
@@ -112,7 +112,7 @@ def _listen_locally(launched: argparse.Namespace) -> Any:
 
 
 def _why_nodes_do_not_meet(error: Exception, launched: argparse.Namespace) -> str:
-    """Describe why the nodes did not meet, with the options that determine where they meet."""
+    """Return an error message: why the nodes did not meet, and the options that determine where they meet."""
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
     if isinstance(error, RendezvousConnectionError):

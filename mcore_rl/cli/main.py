@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Write one HTML file about runs and print its path; exit with status 2 and one line after bad input."""
+    """Run `mcore-rl report`: write an HTML file about runs, and print its path. A user's error gives status 2."""
     parser = Parser(prog=prog, description="Write one self-contained HTML file about runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a running or finished run")
     parser.add_argument(
@@ -103,11 +103,11 @@ def report(arguments: Sequence[str] | None = None, prog: str | None = None) -> N
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Path:
-    """Write the report of the runs with these output directories.
+    """Write a report of the runs with the output directories `paths` to the file `output`; return `output`.
 
     Raises:
-        UserError: a path is not the directory of a run; `output` is not an earlier report, or cannot be written; Plotly
-            is not installed.
+        UserError: a path is not the directory of a run; `output` exists and is not a report, or cannot be written;
+            Plotly is not installed.
     """
     from mcore_rl.report.runs import read_runs
 
@@ -133,7 +133,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
 
 
 def doctor() -> Iterator[str]:
-    """Yield lines about installed packages, devices, and what is missing for which feature; write nothing."""
+    """Yield lines about installed packages and devices, and about packages that features lack. No file is written."""
     import mcore_rl
     from mcore_rl.platform import describe_gpus, te_problem
 
@@ -170,7 +170,7 @@ def _disk() -> str:
 
 
 def _group() -> str:
-    """Check whether a process group of one rank can be created and used."""
+    """Return a line that says whether a process group of one rank can be created and used."""
     from datetime import timedelta
 
     import torch

@@ -1,4 +1,4 @@
-"""The training programs, by algorithm, and the model card of what a program publishes."""
+"""The training programs of all algorithms, and the model card of a published model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mcore_rl.utils.torchrun import rank
 
 @dataclass(frozen=True)
 class Program:
-    """A training program: its description, its configuration class, and the options that take a path."""
+    """A training program: its description, its configuration class, and help texts of options that take a path."""
 
     description: str
     config: type[TrainingConfig]
@@ -58,10 +58,10 @@ PROGRAMS = {
 
 
 def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingConfig:
-    """Return the configuration of a training program, for a script with `--algorithm`.
+    """Load the configuration file `path` for the training program of `algorithm`; for scripts with `--algorithm`.
 
     Raises:
-        UserError: the file is not a configuration of this program; the message names the program.
+        UserError: the file is not a configuration of this program; the message names the algorithm.
     """
     try:
         return load_config(PROGRAMS[algorithm].config, path, overrides)
@@ -70,8 +70,7 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
 
 
 def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | None = None) -> None:
-    """Run a training program in this process, alone or as one of several ranks, and exit with the status of
-    `run_script`.
+    """Run the training program of `algorithm` in this process, alone or as one of several ranks (see `run_script`).
 
     Args:
         arguments: arguments of the command line; by default, those of this process.
@@ -100,7 +99,7 @@ NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
 
 
 def model_card(config: TrainingConfig) -> str:
-    """Return the text of a model card: a YAML head that the hub reads, the data, key settings and the last metrics."""
+    """Return the text of a model card: YAML metadata for the hub, the data, important settings and the last metrics."""
     base = _hub_name(config.model.path)
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["mcore_rl", config.algorithm]}
     if base is not None:
@@ -123,7 +122,7 @@ def model_card(config: TrainingConfig) -> str:
 
 
 def write_model_card(directory: Path, config: TrainingConfig) -> None:
-    """Write the card as `README.md` of an exported model, unless there is one."""
+    """Write the model card as `README.md` in the `directory` of an exported model, unless this file exists."""
     path = directory / "README.md"
     if not path.exists():
         path.write_text(model_card(config))

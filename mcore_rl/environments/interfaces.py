@@ -16,12 +16,12 @@ MessageLog = list[Message]
 class Sample:
     """A response to judge.
 
-    message_log: conversation, which ends with the response.
-    record: record of the data file, without the prompt (`answer` and other fields).
-    num_prompt_messages: number of messages of the prompt, at the start of the conversation.
-    is_text: whether the prompt is a plain text, not messages.
-    completion_ids: tokens after the prompt.
-    num_response_tokens: number of tokens of the response to judge, at the end of `completion_ids`.
+    message_log: the conversation, which ends with the response.
+    record: the prompt's record of the data file, without the prompt itself (`answer` and other fields).
+    num_prompt_messages: number of messages at the start of the conversation that are the prompt.
+    is_text: whether the prompt is a plain text; otherwise it consists of messages.
+    completion_ids: all tokens after the prompt.
+    num_response_tokens: number of tokens at the end of `completion_ids` that are the response to judge.
     """
 
     message_log: MessageLog
@@ -45,9 +45,9 @@ class Step:
     done: whether the conversation ends here.
     observation: next message of the environment, if the conversation continues.
     error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
-    rewards: rewards by name, of which `reward` is the weighted sum; rewards that do not apply are left out.
-    token_rewards: additional reward of each token of the response, in order; one for every token, or empty.
-    answer: answer that was found in the response, as text. Majority votes of validation compare it (maj@k).
+    rewards: rewards by name, whose weighted sum is `reward`; without those that do not apply to the sample.
+    token_rewards: additional rewards of the response's tokens, one for every token in order; or empty.
+    answer: answer that was found in the response, as text. Majority votes in validation compare it (maj@k).
     """
 
     reward: float = 0.0
@@ -60,7 +60,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """Environment that judges responses one by one; the first rank of each data-parallel replica has one."""
+    """Environment that judges responses one by one. Only the first rank of each data-parallel replica has one."""
 
     def submit(self, sample: Sample) -> Future[Step]:
         """Judge a response in the background. Responses are judged in the order of submission."""
@@ -72,13 +72,13 @@ class Environment(Protocol):
 
 
 class CollectiveEnvironment(Protocol):
-    """Environment that judges in the training processes. Every rank has one; all ranks call `step` together.
+    """Environment that judges in the training processes. Every rank has one, and all ranks call `step` together.
 
-    Each rank passes the samples of its replica, of which there may be none.
+    Each rank passes the samples of its replica; there may be none.
     """
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
-        """Return a step for each sample."""
+        """Judge all samples; return a step for each."""
         ...
 
     def close(self) -> None:
@@ -87,9 +87,9 @@ class CollectiveEnvironment(Protocol):
 
 
 class Judge(Protocol):
-    """Function that judges one response; built-in judges are in `mcore_rl.environments.judges`.
+    """Function that judges one response. The built-in judges are in `mcore_rl.environments.judges`.
 
-    A function with a parameter `response_ids` also receives the response's tokens, as this keyword argument.
+    If the function has a parameter `response_ids`, it also receives the response's tokens, by this name.
     """
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step | Awaitable[float | Step]: ...
@@ -99,7 +99,7 @@ class BatchJudge(Protocol):
     """Function that judges several responses in one call.
 
     Returns:
-        For each response: a reward, a Step, None if the judge does not apply, or the exception that it raised.
+        For each response: a reward, a Step, None if the judge does not apply to it, or the exception that was raised.
     """
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]: ...

@@ -55,10 +55,10 @@ SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a judging process.
+    """Return the environment variables that a judging process gets.
 
     Args:
-        environ: environment variables of the trainer.
+        environ: environment variables of the trainer, of which only some are passed on.
     """
     patterns = (*ALWAYS, *config.environment_variables, *_in_headers(config))
     asks_url = any(judge.name == "http" for judge in (config, *config.rewards.values()))
@@ -72,15 +72,14 @@ def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> di
 
 
 def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
-    """Yield the environment variables that the headers of HTTP judges name."""
+    """Yield the names of the environment variables that occur in the headers of HTTP judges."""
     for judge in (config, *config.rewards.values()):
         for value in judge.headers.values():
             yield from variables_in(value)
 
 
 class JudgeProcesses:
-    """Sends samples to worker processes. A sample that raises, hangs or kills its process fails, and no other sample
-    does.
+    """Judges samples in worker processes. A sample that raises an error, hangs or kills its process fails alone.
 
     Args:
         log: file for the output that judges print; by default, the output is discarded.
@@ -142,7 +141,7 @@ class JudgeProcesses:
                 future.set_result(step)
 
     def _next_batch(self) -> list[tuple[Sample, Future[Step]]]:
-        """Return waiting samples, at most `batch_size`; an empty list at the end."""
+        """Wait for samples; return at most `batch_size` of them, or an empty list after `close`."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -155,7 +154,7 @@ class JudgeProcesses:
                     return batch
 
     def _judge(self, worker: _Worker, samples: Sequence[Sample]) -> list[Step]:
-        """Judge samples together; if that fails, judge each one alone."""
+        """Judge `samples` in one call; if it fails, judge each sample alone."""
         if self._is_closed:
             return [Step(error="the environment is closed") for _ in samples]
         worker.restart_if_gone()
@@ -168,7 +167,9 @@ class JudgeProcesses:
 
 
 def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float = math.inf) -> None:
-    """Judge test responses to real prompts (the record's `answer` if it has one) until one of them is judged.
+    """Test the judge with responses to real prompts, until it has judged one of them.
+
+    The response to a prompt is the `answer` of its record, or empty.
 
     Args:
         samples: samples whose conversations end with the prompt.
@@ -205,7 +206,7 @@ def _answered(sample: Sample) -> Sample:
 
 
 class _Worker:
-    """A judging process."""
+    """A judging process, and the pipes to it."""
 
     def __init__(self, config: EnvironmentConfig, log: Path | None) -> None:
         self.config, self.log = config, log
@@ -235,7 +236,7 @@ class _Worker:
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
 
     def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
-        """Return the steps of these samples, or an error message if they could not be judged."""
+        """Let the process judge these samples; return their steps, or an error message if it could not judge them."""
         self._write({"samples": [asdict(sample) for sample in samples]})
         limit = self.config.time_limit_seconds
         answer = self._wait(limit * len(samples))
@@ -255,7 +256,7 @@ class _Worker:
             self.gone = True
 
     def _wait(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None if it does not arrive within `seconds`, or the process has ended."""
+        """Return the next answer of the process; None if there is none within `seconds`, or the process has ended."""
         deadline, poll = time.monotonic() + seconds, select.poll()
         poll.register(self.answers, select.POLLIN)
         while (answer := self._read()) is None:
@@ -285,8 +286,10 @@ class _Worker:
             self._start()
 
     def end(self) -> None:
-        """Kill the process and all processes that it started. If it has ended, do nothing: another process may have its
-        pid."""
+        """Kill the process and all processes that it started.
+
+        If the process has already ended, do nothing, because another process may have its pid now.
+        """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

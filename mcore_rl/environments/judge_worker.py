@@ -1,6 +1,6 @@
 """The judging process: `python -m mcore_rl.environments.judge_worker PARENT`. It reads and writes JSON lines.
 
-Input: the options of the configuration's section first, then {"samples": […]} for each call.
+Input: first the configuration's section `environment`, then {"samples": […]} for each call.
 Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} after a failure.
 """
 
@@ -27,9 +27,9 @@ LARGEST = 3.4028234663852886e38
 
 
 def end_with(parent: int) -> None:
-    """Ensure that this process and its group end as soon as its parent or this process dies.
+    """Ensure that this process ends when its parent dies, and that its process group ends when this process dies.
 
-    A second process, the guard, waits until this process dies and kills the rest of the group.
+    For the latter, a second process (the guard) waits until this process dies, and then kills the rest of the group.
     """
     own = os.getpid()
     _signal_at_death_of(parent, signal.SIGKILL)
@@ -45,7 +45,7 @@ def end_with(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Request this signal at the parent's death; send it now if the parent has already died."""
+    """Make the kernel send signal `number` to this process when the parent dies; send it now if that has happened."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -85,7 +85,7 @@ async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
 
 
 def _checked(result: float | Step | BaseException | None) -> Step:
-    """Return the judge's result as a valid step; an invalid result becomes a step with an error."""
+    """Convert the result of a judge to a valid step; an exception or invalid result becomes a step with an error."""
     try:
         if isinstance(result, BaseException):
             raise result

@@ -27,16 +27,16 @@ FIRST_PAUSE_SECONDS = 0.5
 
 
 class HTTPJudge:
-    """Judges by POST of {"samples": [{"messages": […], "record": {…}}, …]}, which returns {"rewards": […]}.
+    """Judges by an HTTP server. It receives {"samples": [{"messages": […], "record": {…}}, …]} by POST.
 
-    A reward is a number, null if it does not apply to the sample, or an object with the fields of `Step`. A request is
-    repeated if there is no answer, or an answer with status 429, or 500 and above.
+    It must answer {"rewards": […]}. A reward is a number, null if it does not apply to the sample, or an object with
+    the fields of `Step`. A request is repeated if there is no answer, or if its status is 429, or 500 and above.
 
     Args:
         retries: number of attempts after the first one.
-        headers: headers of each request; ${NAME} in a value is replaced by this environment variable.
-        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part. The limit of a
-            request is the sum over its samples, and covers the whole answer.
+        headers: headers of each request; ${NAME} in a value is replaced by the environment variable NAME.
+        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of it. The limit
+            of a request is the sum over its samples, and applies to the whole answer.
 
     Raises:
         UserError: a header names an environment variable that is not set.
@@ -81,10 +81,12 @@ class HTTPJudge:
         raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")
 
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
-        """Send a request whose whole answer must arrive within `seconds`; the timeout of requests is per read.
+        """Send a request; its whole answer must arrive within `seconds`.
+
+        The `timeout` of the library requests does not ensure this, because it applies to each read.
 
         Raises:
-            TimeoutError: the answer is late.
+            TimeoutError: the answer has not arrived in time.
         """
         answer: Future[requests.Response] = Future()
 
@@ -102,16 +104,18 @@ OWN_COLUMNS = {"prompt", "completion", "completion_ids"}
 
 
 class TRLReward:
-    """A judge from `function(prompts=…, completions=…, completion_ids=…, **columns)`, which returns a list of rewards.
+    """Judges by a reward function of TRL: `function(prompts=…, completions=…, completion_ids=…, **columns)`.
 
-    prompts, completions: texts if the prompt is a text, lists of messages if it is messages. A completion is everything
-        after the prompt.
-    completion_ids: tokens of the completions.
-    columns: every other field of the records, each as a list, with None for records without the field.
+    The function returns a list of rewards, one for each sample; None means that it does not apply to the sample. It may
+    be a coroutine function. Its arguments are lists with an entry for each sample:
 
-    A reward of None means that the function does not apply to the sample. The arguments that depend on TRL's trainer
-    (`trainer_state`, `log_extra`, `log_metric` and `environments`) are not passed. The function may be a coroutine
-    function.
+    prompts, completions: texts if the prompt is a text, otherwise lists of messages. A completion is everything after
+        the prompt.
+    completion_ids: tokens of the completion.
+    columns: each other field of the records; None for a record without the field.
+
+    The arguments that depend on TRL's trainer (`trainer_state`, `log_extra`, `log_metric` and `environments`) are not
+    passed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -126,7 +130,7 @@ class TRLReward:
 
 
 def arguments_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the arguments that a `TRLReward` passes to its function."""
+    """Return the arguments with which `TRLReward` calls its function for these samples."""
     names = dict.fromkeys(name for sample in samples for name in sample.record if name not in OWN_COLUMNS)
     return {
         "prompts": [_part(sample, sample.message_log[: sample.num_prompt_messages]) for sample in samples],
@@ -141,10 +145,10 @@ def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
 
 
 class ExactMatch:
-    """Returns the reward 1 if the response's answer equals the record's `answer`, else 0; and the response's answer.
+    """Gives the reward 1 if the answer in the response equals the record's `answer`, and 0 otherwise.
 
-    pattern: regular expression of the response's answer: the first group of its last match, or the whole match if it
-        has no group. Without a pattern, the answer is the whole response, stripped.
+    pattern: regular expression that finds the answer in the response. Its last match counts: the first group, or the
+        whole match if there is no group. Without a pattern, the answer is the whole response, stripped.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
@@ -164,7 +168,7 @@ class ExactMatch:
 
 
 class MathVerify:
-    """Returns the reward 1 if math-verify finds that the response's answer equals the record's `answer`, else 0."""
+    """Gives the reward 1 if the answer in the response equals the record's `answer` by math-verify, and 0 otherwise."""
 
     def __init__(self) -> None:
         try:
@@ -183,7 +187,7 @@ class MathVerify:
 
 
 class RetryExactMatch(ExactMatch):
-    """Judges conversations of several turns: a wrong answer gets a hint, and each further attempt is worth half."""
+    """Judges attempts over several turns: a wrong answer gets a hint, and each further attempt halves the reward."""
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:
         tries = sum(message["role"] == "assistant" for message in message_log)
@@ -194,7 +198,7 @@ class RetryExactMatch(ExactMatch):
 
 
 class PerSampleJudge:
-    """Judges several responses with a judge of one response; coroutine functions judge them concurrently."""
+    """Judges several responses by calling a `Judge` for each; coroutine functions run concurrently."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -217,10 +221,10 @@ def _parameters(judge: Judge) -> Collection[str]:
 
 
 class Weighted:
-    """Returns the weighted sum of several judges' rewards.
+    """Gives the weighted sum of the rewards of several judges.
 
-    A conversation continues if one of the judges continues it, with the observation of the first such judge. The answer
-    is that of the first judge that finds one.
+    If at least one judge continues the conversation, it continues, with the observation of the first judge that has
+    one. The answer is that of the first judge that finds one.
     """
 
     def __init__(self, judges: Mapping[str, tuple[float, BatchJudge]]) -> None:
@@ -266,12 +270,12 @@ class Weighted:
 
 
 def step_of(result: float | Step) -> Step:
-    """Convert a judge's answer to a Step."""
+    """Convert the result of a judge, a reward or a `Step`, to a `Step`."""
     return result if isinstance(result, Step) else Step(float(result))
 
 
 def load_function(function: str | None) -> Callable[..., Any]:
-    """Return the user's function `module:function`."""
+    """Import and return the user's function, which is given as `module:function`."""
     module, _colon, name = (function or "").partition(":")
     if not module or not name:
         raise ImportError(f"environment.function must be written module:function, got {function!r}")
@@ -280,7 +284,7 @@ def load_function(function: str | None) -> Callable[..., Any]:
 
 
 def make_judge(options: Mapping[str, Any]) -> BatchJudge:
-    """Return the judge that a section of the configuration describes.
+    """Return the judge that `options`, a section of the configuration, describe.
 
     Raises:
         ImportError, AttributeError: a module or function of the judge is missing.

@@ -21,13 +21,14 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class RewardModelEnvironment:
-    """Rewards a response with the model's output at the end of the conversation, rendered by the model's own tokenizer.
+    """Gives as reward the output of a reward model at the last token of the conversation.
 
-    Every rank constructs one. All ranks call `step` together, each with the samples of its replica.
+    The conversation is tokenized with the reward model's own tokenizer and chat template. Every rank creates this
+    object. All ranks call `step` together, each with the samples of its replica.
 
     Args:
-        replicas: replicas of the policy, each with its own samples; None for the replicas of the reward model.
-        day: the date for a chat template that asks for it; today if None.
+        day: date for a chat template that inserts a date; today if None.
+        replicas: the replicas that have different samples: those of the policy; None means those of the reward model.
     """
 
     def __init__(self, config: RLConfig, day: date | None = None, replicas: ParallelDimension | None = None) -> None:
@@ -52,7 +53,7 @@ class RewardModelEnvironment:
         return steps
 
     def _tokens(self, log: MessageLog, record: dict[str, Any]) -> list[int] | str:
-        """Return the tokens of the conversation, or the reason why the model cannot judge it."""
+        """Return the conversation's tokens for the reward model, or the reason why it cannot judge the conversation."""
         try:
             if self.config.format == "text":
                 *before, response = (message["content"] for message in log)

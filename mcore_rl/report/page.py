@@ -32,7 +32,7 @@ NEAR = 0.8
 
 
 def findings(run: Run) -> Iterator[str]:
-    """Yield findings as sentences, the most serious first."""
+    """Yield sentences about problems of a run, the most serious problems first."""
     if run.state == "killed":
         yield "the run was killed: its lock is still there, its process is not"
     if run.stacks and run.state != "going on":
@@ -54,7 +54,7 @@ def findings(run: Run) -> Iterator[str]:
 
 
 def _of_samples(run: Run) -> Iterator[str]:
-    """Yield findings about skipped updates and samples that could not be judged."""
+    """Yield sentences about skipped updates, and about samples that could not be judged."""
     if skipped := _where(run, "skipped_update", 0.0):
         yield f"no update at {_steps(skipped)}: there was nothing to learn from"
     if failed := _where(run, "failed_fraction", 0.0):
@@ -95,7 +95,7 @@ SIZES = {
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the whole HTML text. All content from the runs' files is escaped."""
+    """Return the HTML text of a report of `runs`. All content that comes from the runs' files is escaped."""
     charts = sections(runs)
     environment = Environment(
         loader=PackageLoader("mcore_rl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -122,13 +122,13 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _figures(charts: Sequence[Section]) -> Markup:
-    """Return the JSON of every chart in the order of the page, escaped so that it cannot contain `</script>`."""
+    """Return the JSON of all charts, in the order of the page; `<` is escaped, so that it cannot end the script."""
     figures = (chart.figure.to_json() for section in charts for chart in section.charts)
     return Markup(f"[{','.join(figures)}]".replace("<", "\\u003c"))
 
 
 def _overview(run: Run) -> dict[str, Any]:
-    """Return the content of the run's card."""
+    """Return the content of a run's card on the page: label, path, state, facts and findings."""
     tokens, seconds = run.total("num_tokens"), run.total("step_seconds")
     sizes = [f"{name} {run.config[key]}" for name, key in SIZES.items() if run.config.get(key, 1) not in (None, 1)]
     facts = {
@@ -146,7 +146,7 @@ def _overview(run: Run) -> dict[str, Any]:
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of the validation table: metric, run, and its first, last, lowest and highest value."""
+    """Yield rows of the validation table: metric, run, and the metric's first, last, lowest and highest value."""
     for name, label, series in ranges(runs):
         found = list(series.finite())
         if found:
@@ -157,10 +157,10 @@ def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class SampleRow:
-    """Samples of several runs for the same step and prompt.
+    """A row of the table of samples: a sample of each run, all of the same step and prompt.
 
     prompt: messages before the first response.
-    cells: sample of each run; None if the run has no such sample.
+    cells: the sample of each run, or None if the run has no such sample.
     """
 
     step: int
@@ -169,8 +169,11 @@ class SampleRow:
 
 
 def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
-    """Return rows with the runs' samples of the same step and prompt. If a run has several, its n-th sample is in a row
-    with the n-th samples of the other runs."""
+    """Return the rows of the table of samples.
+
+    A row has the runs' samples of the same step and prompt. If a run has several of these, its n-th sample is in the
+    row of the n-th samples of the other runs.
+    """
     rows: dict[tuple[int, str, int], SampleRow] = {}
     for column, run in enumerate(runs):
         seen = Counter[tuple[int, str]]()
@@ -206,7 +209,7 @@ def _message(message: Any) -> dict[str, str]:
 
 
 def _fact(value: Any) -> str:
-    """Format a number or a text; "" for None."""
+    """Return a number or a text as text; "" for None."""
     return "" if value is None else _number(value) if isinstance(value, int | float) else str(value)
 
 
@@ -215,14 +218,14 @@ def _number(value: Any) -> str:
 
 
 def _sampled(run: Run) -> str:
-    """Return a sentence about the number of samples shown of the run."""
+    """Return text that says how many samples of the run are shown, and of how many steps."""
     everything = run.steps_with_samples == run.sampled_steps
     steps = f"all {run.sampled_steps:,}" if everything else f"{run.sampled_steps:,} of {run.steps_with_samples:,}"
     return f"{run.label}: {len(run.samples):,} samples, of {steps} steps that have some"
 
 
 def configuration_rows(runs: Sequence[Run]) -> list[tuple[str, list[str], bool]]:
-    """Return (key, its value in each run, whether the values differ), differing keys first."""
+    """Return (key, value in each run, whether the values differ) for all configuration keys, differing keys first."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [(key, [_value(run, key) for run in runs]) for key in keys]
     told = [(key, values, len(set(values)) > 1) for key, values in rows]
@@ -315,7 +318,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return the sections for all metrics of the runs."""
+    """Return the sections of the page that have charts; they cover all metrics of the runs."""
     names = list(dict.fromkeys(name for run in runs for name in _series(run)))
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
@@ -334,7 +337,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the section and the chart of a metric."""
+    """Return the titles of the section and of the chart in which the metric `name` is drawn."""
     plain = name.removeprefix("validation_")
     of_one_set = plain.partition("/")[2] if plain != name else ""
     for section, charts in GROUPS.items():
@@ -347,8 +350,10 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _series(run: Run) -> dict[str, Series]:
-    """Return the run's metrics that are drawn as curves: without the phases, with the margin between chosen and
-    rejected responses."""
+    """Return the metrics of the run that are drawn as curves, by name.
+
+    The seconds of phases are not among them. The margin between rewards of chosen and rejected responses is added.
+    """
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
     for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:
         chosen, rejected = (run.metrics.get(f"{prefix}{name}") for name in (CHOSEN, REJECTED))
@@ -393,8 +398,10 @@ def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> st
 
 
 def _set_axes(figure: go.Figure) -> None:
-    """Mark whole steps only, and narrow the y-axis if all values are equal. By default it would span ±1, so that a
-    constant learning rate would look like 0."""
+    """Set the axes of a chart: ticks at whole steps only, and a narrow y-axis if all values are equal.
+
+    By default, the y-axis would span ±1, so that a constant learning rate would look like 0.
+    """
     steps = np.concatenate([trace.x for trace in figure.data] or [[0]])
     if np.ptp(steps) <= MAX_MARKED_STEPS:
         figure.update_xaxes(dtick=1)
@@ -405,8 +412,10 @@ def _set_axes(figure: go.Figure) -> None:
 
 
 def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return at most `MAX_POINTS` pairs (step, value), in order. If there are more steps, these are the least and the
-    greatest value of each interval of steps."""
+    """Return the steps and values of a curve, thinned to at most `MAX_POINTS` points.
+
+    If there are more steps, they are divided into intervals, and the lowest and the highest value of each are kept.
+    """
     steps, values = np.array(series.steps), np.array(series.values)
     values[~np.isfinite(values)] = np.nan
     if len(steps) <= MAX_POINTS:
@@ -423,12 +432,12 @@ def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _phases(run: Run) -> list[str]:
-    """Return the names of the metrics that are the seconds of a step's phases."""
+    """Return the names of the run's metrics that are seconds of a step or of its phases."""
     return [name for name in run.metrics if name.endswith("_seconds") and not name.startswith("validation_")]
 
 
 def phases(run: Run, title: str) -> Chart:
-    """Return a stacked chart of the seconds that each phase of a step takes."""
+    """Return a chart in which the seconds of each phase of a step are stacked."""
     total = run.metrics.get("step_seconds")
     figure = go.Figure()
     if total is None:
@@ -459,6 +468,6 @@ def phases(run: Run, title: str) -> Chart:
 
 
 def ranges(runs: Sequence[Run]) -> Iterator[tuple[str, str, Series]]:
-    """Yield (metric, label of the run, series) of all validations."""
+    """Yield (metric, label of the run, series) for all validation metrics of all runs."""
     for name in dict.fromkeys(name for run in runs for name in run.metrics if name.startswith("validation_")):
         yield from ((name, run.label, run.metrics[name]) for run in runs if name in run.metrics)

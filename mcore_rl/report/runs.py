@@ -1,4 +1,4 @@
-"""Reader of the files of a run for a report."""
+"""Reader of a run's files, for the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SAMPLES = 400
 
 @dataclass
 class Series:
-    """The values of one metric at ascending steps; they may be NaN or infinite."""
+    """The values of a metric and their steps, in ascending order of steps. Values may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -34,7 +34,7 @@ class Series:
         self.values.append(value)
 
     def finite(self) -> Iterator[tuple[int, float]]:
-        """Yield (step, value) without NaN and infinities."""
+        """Yield (step, value) for all values that are finite."""
         return ((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
 
 
@@ -57,11 +57,12 @@ class Run:
     """A run, as its files describe it.
 
     label: name of the run in the report.
-    metrics: metrics by name, in the order of their first values.
+    metrics: metrics by name, in the order in which they first have a value.
     last_step: last step in metrics.jsonl; None if the file has no lines.
-    samples: entries of samples.jsonl, of `sampled_steps` of the `steps_with_samples` steps in it.
+    samples: entries of samples.jsonl to show.
+    steps_with_samples, sampled_steps: number of steps in samples.jsonl, and number of steps of which `samples` are.
     cut_short: names of the files whose last line is incomplete.
-    config: every value of config.yaml by its dotted key; empty without the file.
+    config: every value of config.yaml by its dotted key; empty if there is no such file.
     """
 
     path: Path
@@ -86,7 +87,7 @@ class Run:
 
     @cached_property
     def state(self) -> str:
-        """State of the run in words, according to its lock."""
+        """State of the run according to its lock: "going on", "killed" or "ended"."""
         return {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
 
     @cached_property
@@ -103,7 +104,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """Last phase of each rank, for a run that did not end well."""
+        """Line with the last phase of each rank; empty for a run that ended well or has not been examined."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 
@@ -145,7 +146,11 @@ def _read(path: Path, label: str) -> Run:
 
 
 def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `MAX_SAMPLES` samples, from evenly spaced steps, and the number of these steps."""
+    """Return at most `MAX_SAMPLES` samples of a run, from evenly spaced steps, and the number of these steps.
+
+    Args:
+        steps: all steps in samples.jsonl.
+    """
     chosen = {steps[round(k * (len(steps) - 1) / 99)] for k in range(100)} if steps else set()
     samples = [entry for entry in _entries(run, "samples.jsonl", tell=False) if entry["step"] in chosen]
     while len(samples) > MAX_SAMPLES and len(chosen) > 1:
@@ -155,8 +160,11 @@ def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file, if it exists. With `tell`, add the file to `cut_short` if its last line is
-    incomplete."""
+    """Yield the entries of the run's file `name`; nothing if it does not exist.
+
+    Args:
+        tell: add the file to `run.cut_short` if its last line is incomplete.
+    """
     path = run.path / name
     try:
         with open(path, "rb") as file:

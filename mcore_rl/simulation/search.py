@@ -314,7 +314,7 @@ def describe(
     gpu: Hardware,
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> Iterator[str]:
-    """Yield the lines that describe the simulation of a step: reports of ranks and, with `gpu`, estimated times."""
+    """Yield the lines that describe a simulated step: the reports of ranks, and the estimated times on `gpu`."""
     for report in reports:
         yield from _rank(report, gpu)
     if reports[0].is_mixture:

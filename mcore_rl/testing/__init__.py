@@ -1,1 +1,1 @@
-"""Functions that run on several local processes, and the comparison of parallel layouts that uses them."""
+"""Tools to run functions on several local processes, and a comparison of parallel layouts that uses them."""

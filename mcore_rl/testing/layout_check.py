@@ -1,8 +1,8 @@
-"""Check of parallel layouts: the same step under many layouts, compared with one process.
+"""Check of parallel layouts: the same training steps are run in many layouts and compared with a single process.
 
-Everything that a layout could change is compared: loss, metrics, scores (log-probabilities, or a reward
-model's rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the
-weights after some steps.
+Everything that a layout could change is compared: loss, metrics, scores (log-probabilities, or a reward model's
+rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the weights after some
+steps.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ROUNDING = 1e-12
 
 @dataclass
 class LayoutResult:
-    """The results of a layout.
+    """What training in one layout computes.
 
     steps: metrics of each optimizer step, including `grad_norm`.
-    scores: log-probabilities [B, S] or rewards [B, 1].
-    gradients: gradients of the first step; with adapters, only the adapters' gradients.
-    weights: weights after the last step.
+    scores: log-probabilities [B, S], or a reward model's rewards [B, 1].
+    gradients: gradients of the first step, by name; with adapters, only the adapters' gradients.
+    weights: weights after the last step, by name.
     """
 
     steps: list[dict[str, float]]
@@ -61,10 +61,10 @@ class LayoutResult:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """Add the log-probabilities with which the loss compares the policy's, if the batch lacks them.
+    """Add invented columns to `data` that the loss compares with the policy's log-probabilities `logprobs`.
 
-    They are the policy's log-probabilities with noise. Without noise, margins and KL would be 0 except for rounding;
-    accuracies would then be random, and the terms of the loss with KL would not be tested.
+    Log-probabilities of a reference or an earlier policy are the policy's, with noise. Without noise, margins and KL
+    would be 0 except for rounding; accuracies would then be random, and KL terms would not be tested.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -88,7 +88,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
-    """Return a teacher for losses over whole distributions: the policy's initial weights times 1.25."""
+    """Return a teacher whose weights are the policy's initial weights times 1.25; None if the loss runs no teacher."""
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.policy.scoring import TeacherModel
@@ -107,10 +107,10 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
 
 
 def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> LayoutResult | None:
-    """Run `steps` optimizer steps on one global batch. Every rank calls this; rank 0 returns the result, other ranks
-    None.
+    """Score the global batch `data` and run `steps` optimizer steps on it, in the layout of `config`.
 
-    Every rank scores the whole batch, but trains only on the rows of its replica, as in a run.
+    Every rank calls this function; rank 0 returns the result, and the other ranks return None. Every rank scores the
+    whole batch, but trains only on the rows of its replica, as in a run.
     """
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
@@ -144,15 +144,17 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter; zeros for a router's bias, which is not trained by gradients."""
+    """Return the parameter's gradient; zeros for a router's bias, which has no gradient."""
     gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return torch.zeros_like(parameter) if gradient is None else gradient.float()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative differences between the results of two layouts: the largest of each kind, and the name of the worst
-    gradient."""
+    """Relative differences between the results of two layouts: the largest difference of each kind.
+
+    worst_gradient: name of the parameter whose gradient differs most.
+    """
 
     loss: float
     metrics: float
@@ -167,7 +169,7 @@ class Difference:
     """Largest difference of gradients and weights that counts as rounding."""
 
     def within(self, loss: float = 1e-5, gradients: float | None = None) -> bool:
-        """Return whether all differences are small enough to be rounding.
+        """Return whether all differences are so small that they can be rounding errors.
 
         Args:
             loss: largest allowed difference of loss, metrics and scores.
@@ -179,10 +181,11 @@ class Difference:
 
 
 def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
-    """Return the relative differences of `outcome` from `reference`.
+    """Return the relative differences between `outcome` and `reference`.
 
-    Differences of numbers are relative to the larger of the reference's value and 1. Differences of tensors are norms,
-    relative to the reference's norm, but for gradients to at least a thousandth of the norm of the whole gradient.
+    The difference of two numbers is divided by the reference's number, or by 1 if that is larger. The norm of the
+    difference of two tensors is divided by the norm of the reference's tensor. For a gradient, the divisor is at least
+    a thousandth of the norm of the whole gradient.
     """
     metrics = {
         name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
@@ -215,7 +218,10 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[ParallelLayout]) -> None:
-    """Write a model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
+    """Write a small model of the architecture of `source` to `destination`, with random fp32 weights.
+
+    Its layers are few and small, but divisible as all `layouts` require. The tokenizer is copied.
+    """
     import shutil
 
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -241,9 +247,10 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
 
 
 def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
-    """Return `model` with random, nonzero initial adapters of the configured shapes, and without dropout.
+    """Write random adapters of the configured shapes to `destination`; return `model` with them, without dropout.
 
-    With B = 0 the gradient of A would be 0 in every layout, so that its errors could not be seen.
+    Adapters usually start with B = 0. The gradient of A would then be 0 in every layout, and errors in it would not be
+    seen.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -264,7 +271,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
 def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
-    """Return the layouts that the configuration's model allows, and the refused layouts, each with its error."""
+    """Return the layouts that fit the configured model, and the layouts that do not, each with the error."""
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     fits, refused = [], []
@@ -282,7 +289,7 @@ def fitting(
 def check_layouts(
     config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[ParallelLayout], steps: int = 3
 ) -> Iterable[tuple[ParallelLayout, Difference]]:
-    """Yield each layout with its difference from a single process, as soon as it is computed."""
+    """Yield each layout, as soon as it has been computed, with its difference from a single process."""
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
@@ -304,7 +311,7 @@ TABLE_HEADER = (
 
 
 def table_row(layout: ParallelLayout, difference: Difference) -> str:
-    """Return a line of the table of relative differences."""
+    """Return the line for a layout in the table of relative differences, below `TABLE_HEADER`."""
     numbers = (difference.loss, difference.metrics, difference.scores)
     verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
     return (
@@ -316,7 +323,7 @@ def table_row(layout: ParallelLayout, difference: Difference) -> str:
 
 
 def steps_table(layout: ParallelLayout, difference: Difference) -> Iterable[str]:
-    """Yield lines with loss and gradient norm of each step in one process and under a layout, side by side."""
+    """Yield lines that compare loss and gradient norm of each step in one process and in a layout, side by side."""
     for name, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
         yield f"{title:<15}{'one process':>13}{layout!s:>13}{'difference':>13}"
         for number, (one, other) in enumerate(difference.steps, 1):

@@ -1,7 +1,7 @@
-"""Modules that the fork server imports once, before it forks processes: those that most processes need.
+"""Imports the modules that most test processes need; the fork server imports this module once, before it forks.
 
-Importing this module also freezes the garbage collector's objects. In a forked process a collection would otherwise
-visit, and therefore copy, every imported object, which takes most of the time of a short process.
+It also freezes the objects of the garbage collector. In a forked process, a collection would otherwise visit every
+imported object and therefore copy its memory, which would take most of the time of a short process.
 """
 
 import gc

@@ -2,9 +2,9 @@
 
     results = run_processes(function, *arguments, world_size=2)     # one result per rank
 
-The processes are forked from a server that has imported torch and Megatron once. They therefore start fast, and their
-end removes gloo's threads, which otherwise stay after a group is destroyed, and spin. The functions run on CPU only,
-because a process forked after the start of CUDA cannot use it.
+The processes are forked from a server that has imported torch and Megatron once, so they start fast. They end after the
+functions, because gloo's threads would otherwise go on running after a process group is destroyed. The functions run on
+the CPU only, because a process that is forked after CUDA has been started cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _PRELOAD = ["mcore_rl.testing.preload"]
 
 
 def serve_processes(also_preload: Sequence[str] = ()) -> None:
-    """Start the fork server now, and import the modules `also_preload` in it; otherwise the first run starts the
-    server."""
+    """Start the fork server now, with the modules `also_preload` imported too.
+
+    Without this call, the first `run_processes` starts the server.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
     forkserver.ensure_running()
 
@@ -58,10 +60,10 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
 
 
 def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: float = 120) -> list[list[Any]]:
-    """Run several `(function, *arguments)` one after the other in the same processes; return results by case and rank.
+    """Run several cases `(function, *arguments)` one after the other in the same processes.
 
-    Every case has a separate process group. Processes run at most 8 cases, because gloo's threads of destroyed groups
-    stay until the processes end.
+    Return the results as results[case][rank]. Every case has its own process group. At most 8 cases are allowed,
+    because gloo's threads stay after a group is destroyed, until the processes end.
 
     Raises:
         WorkerError: see `run_processes`; the cases after the failed one are not run.
@@ -89,7 +91,7 @@ def _run_in_turn(cases: Sequence[tuple[Any, ...]], directory: str, timeout: floa
 
 
 class MeetingError(WorkerError):
-    """The processes could not form their group; `function` was not called."""
+    """The processes could not form their process group, so the function was not called."""
 
 
 def _run_once(function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
@@ -170,8 +172,10 @@ def _work(
 
 
 def _meet(rank: int, world_size: int, path: str, timeout: timedelta) -> None:
-    """Create the process group and wait for all ranks. A rank that finishes early and closes its connections would
-    prevent others from joining."""
+    """Create the process group and wait until all ranks have joined it.
+
+    Without waiting, a rank that finishes early would close its connections and prevent others from joining.
+    """
     store = torch.distributed.FileStore(path, world_size)
     store.set_timeout(timeout)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
