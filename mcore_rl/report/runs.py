@@ -104,7 +104,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """Line with the last phase of each rank; empty for a run that ended well or has not been examined."""
+        """The phase of each rank that has written a report of its stacks (see `run.watchdog`), a line for each."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: a directory for each iteration, which is complete or does not exist.
+"""Checkpoints on disk: a directory for each iteration, which is either complete or does not exist.
 
     DIRECTORY/iter_0000010/                          manifest.json lists every file's size and SHA-256
     DIRECTORY/latest_checkpointed_iteration.txt      written last
 
 A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete. A directory with
-a checkpoint's name is therefore complete unless the disk has damaged it, which the manifest reveals.
+the name of a checkpoint is therefore complete, unless the disk has damaged it. The manifest shows such damage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ITERATION = re.compile(r"iter_(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of a run, in one directory."""
 
     directory: Path
 
@@ -48,20 +48,22 @@ class CheckpointStore:
         return self.directory / f"iter_{step:07d}"
 
     def iterations(self) -> list[Path]:
-        """Return the committed checkpoints, oldest first. The user's own files in the
-        directory of a removed checkpoint are not a checkpoint."""
+        """Return the directories of the committed checkpoints, oldest first.
+
+        The directory of a removed checkpoint, in which a user's own files remain, is not a checkpoint.
+        """
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
         return sorted((path for path in found if not _is_rest(path)), key=step_of)
 
     def tracked_step(self) -> int | None:
-        """Return the iteration in the tracker file; None if it is missing or not a number."""
+        """Return the step that the tracker file names; None if the file is missing or does not contain a number."""
         try:
             return int((self.directory / TRACKER_FILE).read_text())
         except (OSError, ValueError):
             return None
 
     def begin(self, step: int) -> Path:
-        """Create an empty directory for writing iteration `step` and return it."""
+        """Create and return an empty directory in which the checkpoint of `step` is written."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for leftover in self.directory.glob(".iter_*.partial"):
             shutil.rmtree(leftover)
@@ -69,7 +71,10 @@ class CheckpointStore:
         return Path(tempfile.mkdtemp(prefix=f".{self.iteration(step).name}.", suffix=".partial", dir=self.directory))
 
     def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
-        """Rename a complete directory to its final name, then update the tracker file."""
+        """Turn the completely written directory `partial` into the checkpoint of `step`; return its final path.
+
+        This writes the manifest, renames the directory, and then updates the tracker file.
+        """
         write_manifest(partial, digests)
         flush_directory(partial)
         final = self.iteration(step)
@@ -89,12 +94,12 @@ class CheckpointStore:
         flush(self.directory)
 
     def prune(self, keep_last: int | None, keep_every: int | None, best: int | None = None) -> list[Path]:
-        """Delete old checkpoints, but never the newest complete one.
+        """Delete old checkpoints, but never the newest intact one; return the deleted ones.
 
         Args:
             keep_last: number of newest checkpoints to keep; None keeps all.
-            keep_every: also keep iterations that are multiples of this.
-            best: also keep this iteration.
+            keep_every: also keep the checkpoints of steps that are multiples of this.
+            best: also keep the checkpoint of this step.
         """
         iterations = self.iterations()
         if keep_last is None or len(iterations) <= keep_last:
@@ -114,9 +119,9 @@ class CheckpointStore:
             self.directory.rmdir()
 
     def candidates(self) -> tuple[list[Path], list[str]]:
-        """Return checkpoints to resume from, the best first, and descriptions of damage to others.
+        """Return the checkpoints from which a run can resume, best first, and descriptions of damaged ones.
 
-        Only damage that is visible without reading every byte is found; `digest_problems` reads every byte.
+        This finds only damage that is visible without reading every byte; `digest_problems` reads every byte.
 
         Raises:
             UserError: there are checkpoints, but all are damaged.
@@ -137,8 +142,7 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return the identity, a JSON object, of the run that wrote a checkpoint; None if the
-    checkpoint has none or is damaged."""
+    """Return the identity of the run that wrote a checkpoint, as JSON; None if it has none or is damaged."""
     import torch
 
     try:
@@ -149,8 +153,7 @@ def stored_identity(iteration: Path) -> str | None:
 
 
 def _is_rest(iteration: Path) -> bool:
-    """Return whether a directory has only files that no run wrote, because `remove_listed` has removed the run's
-    files."""
+    """Return whether a directory contains only files of a user: `remove_listed` has removed those of the checkpoint."""
     try:
         names = os.listdir(iteration)
     except OSError:  # it has just been removed, or is no directory
@@ -166,8 +169,11 @@ def step_of(iteration: Path) -> int:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """Return the problems of a checkpoint's manifest and of the sizes of its files; it must list the files
-    `required`."""
+    """Return the problems of a checkpoint that can be found without reading its files: manifest, missing files, sizes.
+
+    Args:
+        required: files that the manifest must list.
+    """
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:
@@ -187,9 +193,9 @@ def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES)
 
 
 def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Return problems of files whose contents differ from the manifest.
+    """Read a checkpoint's files; return a problem for each file whose content differs from the manifest.
 
-    Only part `part` of `parts` equal parts of the files is read, so that ranks can divide the work.
+    The files are divided into `parts` equal parts, of which only part number `part` is read: ranks can share the work.
     """
     manifest = read_manifest(iteration)
     names = sorted(manifest)[part::parts]

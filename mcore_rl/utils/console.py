@@ -1,4 +1,4 @@
-"""The console: lines printed by one rank, progress of long work, and silencing of libraries."""
+"""The console: printing of lines by one rank, progress of long work, and silencing of libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 
 def quiet_libraries() -> None:
-    """Silence messages of libraries about features that are not used here."""
+    """Silence those messages of libraries that are about features which this package does not use."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
     for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):
@@ -26,7 +26,7 @@ def quiet_libraries() -> None:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """Return a text with escapes in place of characters that the encoding does not have, such as lone surrogates."""
+    """Return `text` with escapes in place of characters that `encoding` does not have, such as lone surrogates."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -37,18 +37,18 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def silent(message: str) -> None:
-    """Print nothing."""
+    """A `PrintLine` that prints nothing."""
 
 
 class Progress:
-    """A printer of progress every 10 seconds; it prints nothing for shorter work."""
+    """Prints the progress of long work every 10 seconds; for shorter work, it prints nothing."""
 
     def __init__(self, what: str, say: PrintLine) -> None:
         self._what, self._say = what, say
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """Report that `count` records, the fraction `part` of all, are done."""
+        """Note that `count` records are done, which are the fraction `part` of the work; print this if it is time."""
         now = time.monotonic()
         if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
             self._told = now
@@ -57,16 +57,18 @@ class Progress:
 
 
 class RunConsole(Console):
-    """A console that does not end the run if standard output cannot be written: the disk is full, or the reader of a
-    pipe is gone. It then prints nothing more."""
+    """A console that prints nothing more once standard output cannot be written, instead of ending the run.
+
+    The reason may be a full disk, or a pipe whose reader has ended.
+    """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, with escapes in place of characters that the output's encoding does not have."""
+        """Print `objects`, with escapes in place of characters that the output's encoding does not have."""
         encoding = self.encoding
         super().print(*(printable(one, encoding) if isinstance(one, str) else one for one in objects), **options)
 
     def __exit__(self, *raised: Any) -> None:
-        """Write what was printed. Every print and every drawing of a progress bar ends here."""
+        """Write what was printed to standard output; rich calls this after every print and every drawing of a bar."""
         try:
             super().__exit__(*raised)
         except OSError as error:
@@ -75,12 +77,12 @@ class RunConsole(Console):
             print_error(f"warning: standard output cannot be written ({error.strerror}); nothing more is printed to it")
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError again, where rich would end the process."""
+        """Raise the BrokenPipeError again; rich's own method would end the process."""
         raise
 
 
 def print_error(line: str) -> None:
-    """Print a line to standard error, if it can be written."""
+    """Print a line to standard error; if that cannot be written, do nothing."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -88,8 +90,10 @@ def print_error(line: str) -> None:
 
 
 def flush_output() -> None:
-    """Write the buffered output. If it cannot be written, discard it; Python would otherwise end with another
-    status."""
+    """Write the buffered standard output; if that fails, discard it.
+
+    Otherwise Python would try again at its end, and change the exit status.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -108,15 +112,15 @@ console = RunConsole(soft_wrap=True, highlight=False)
 
 
 def rank_zero_printer(is_writer: bool) -> PrintLine:
-    """Return the `PrintLine` of this rank."""
+    """Return the `PrintLine` of this rank: it prints if `is_writer` is True, and otherwise does nothing."""
     return (lambda message: console.print(message, markup=False)) if is_writer else silent
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes as text, in GiB, or in MiB if it is small."""
+    """Return a number of bytes as text, in GiB or, for small numbers, in MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def counted(count: int, one: str, several: str | None = None) -> str:
-    """Return a number with its noun, as in "1 step" and "3 steps"."""
+    """Return `count` with its noun: `one` for 1, otherwise `several` (default: `one` + "s"), as in "3 steps"."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"

@@ -23,20 +23,22 @@ FileDigests = dict[str, tuple[int, str]]
 
 
 def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
-    """Return the sizes and digests of files on disk."""
+    """Return the size and the digest of each of the files `names` in `directory`."""
     paths = {name: directory / name for name in names}
     return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path, digests: FileDigests) -> None:
-    """Write a directory's manifest, and give the directory and its weights the usual permissions. mkdtemp and
-    safetensors let only the owner read them."""
+    """Write the manifest of `directory`, and give the directory and its weights the usual permissions.
+
+    mkdtemp and safetensors create them so that only their owner can read them.
+    """
     (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
     mask = _umask()
     directory.chmod(0o777 & ~mask)
@@ -45,7 +47,7 @@ def write_manifest(directory: Path, digests: FileDigests) -> None:
 
 
 def read_manifest(iteration: Path) -> FileDigests:
-    """Return a directory's manifest; raise ValueError if it is missing or unreadable."""
+    """Return the manifest of a directory; raise ValueError if it is missing or cannot be read."""
     try:
         manifest = json.loads((iteration / MANIFEST_FILE).read_text())
         return {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
@@ -54,9 +56,10 @@ def read_manifest(iteration: Path) -> FileDigests:
 
 
 def unlisted_files(directory: Path) -> list[str]:
-    """Return the files of a directory that its manifest does not list or that have changed; [] if it does not exist.
+    """Return the files in `directory` that its manifest does not list, or that have changed; [] if it does not exist.
 
-    For weights only the size is compared, because they are not edited by hand and their digests take minutes.
+    A file of weights counts as changed only if its size has changed: users do not edit weights, and their digests
+    take minutes.
     """
     if not (directory.exists() or directory.is_symlink()):
         return []
@@ -78,7 +81,7 @@ def is_as_listed(path: Path, size: int, digest: str) -> bool:
 
 
 def remove_listed(directory: Path) -> None:
-    """Remove the files that a directory's manifest lists, and the directory if it is then empty."""
+    """Remove the files that the manifest of `directory` lists, and then the directory, if it is empty."""
     try:
         listed = read_manifest(directory)
     except ValueError:
@@ -91,10 +94,10 @@ def remove_listed(directory: Path) -> None:
 
 
 def replace_listed(new: Path, destination: Path) -> None:
-    """Rename the directory `new` to `destination`, which is replaced if a manifest lists all its files.
+    """Rename the directory `new` to `destination`. If `destination` exists, it is replaced.
 
     Raises:
-        UserError: `destination` holds files that no manifest lists.
+        UserError: `destination` contains files that its manifest does not list; nothing is replaced.
     """
     if foreign := unlisted_files(destination):
         raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which no run wrote; the new files are in {new}")
@@ -106,13 +109,13 @@ def replace_listed(new: Path, destination: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """Return `path` if it does not exist, or else `path` with the first free number appended."""
+    """Return `path` if it does not exist; otherwise, return `path` with the first free number appended."""
     numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
     return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def flush_directory(directory: Path) -> None:
-    """Wait until a directory and its files are written to the disk."""
+    """Wait until `directory` and its files have been written to the disk."""
     for entry in [*directory.iterdir(), directory]:
         flush(entry)
 

@@ -1,4 +1,4 @@
-"""Model directories on disk and on the hub: their files, architecture, and digests of their weights."""
+"""Model directories on disk and on the hub: their files, their architecture, and digests of their weights."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ PUSH = "checkpoint.push_to_hub"
 
 
 def is_hub_name(path: Path) -> bool:
-    """Return whether a path does not exist and has the form OWNER/NAME or OWNER/NAME@REVISION."""
+    """Return whether `path` is a name on the hub: it does not exist, and is OWNER/NAME or OWNER/NAME@REVISION."""
     return not path.exists() and _NAME.fullmatch(str(path)) is not None
 
 
 def download(name: str, key: str, with_code: bool = False, with_weights: bool = True) -> Path:
-    """Return the directory of a model in the hub's cache after downloading it; $HF_HUB_OFFLINE=1 disables downloads.
+    """Download a model into the hub's cache, if it is not there yet; return its directory.
 
-    Every process may call this at the same time: one per node downloads, the others wait for it.
+    $HF_HUB_OFFLINE=1 disables downloads. All processes may call this at the same time: one process per node downloads,
+    and the others wait for it.
 
     Args:
-        key: configuration key for errors.
+        key: configuration key that names the model, for errors.
         with_code: also download the model's own code.
-        with_weights: download weights too, not only configuration and tokenizer.
+        with_weights: also download the weights, in addition to configuration and tokenizer.
 
     Raises:
         UserError: the model does not exist, access is denied, or the hub cannot be reached.
@@ -73,15 +74,15 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
 
 
 def is_repository_name(name: str) -> bool:
-    """Return whether the hub would accept OWNER/NAME for a new repository."""
+    """Return whether `name` is OWNER/NAME, in a form that the hub accepts for a new repository."""
     return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", name) is not None and not re.search(r"--|\.\.", name)
 
 
 def check_repository(name: str) -> None:
-    """Check, without writing, that the hub can be reached and lets this user write to a repository, or create it.
+    """Check, without writing, that this user may write to the repository `name` on the hub, or create it.
 
     Raises:
-        UserError: the hub cannot be reached, or refuses.
+        UserError: the hub cannot be reached, or denies access.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -104,7 +105,7 @@ def check_repository(name: str) -> None:
 
 
 def make_repository(name: str) -> None:
-    """Create the model's (private) repository on the hub if it does not exist, and check that `push` may write to it.
+    """Create the private repository `name` on the hub, if it does not exist; check that `push` may write to it.
 
     Raises:
         UserError: the hub cannot be reached, or denies write access.
@@ -126,10 +127,10 @@ def _not_writable(name: str, error: Exception) -> UserError:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model; return its address.
+    """Upload the exported model in `directory` to the repository `name` on the hub; return its address.
 
     Raises:
-        UserError: the upload failed; the directory is unchanged.
+        UserError: the upload failed. The directory is unchanged.
     """
     from huggingface_hub import HfApi
 
@@ -160,23 +161,23 @@ def architecture_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _architecture_in(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that determine the architecture, in `values` and in its parts such as `text_config`."""
+    """Return those of the `values` that determine the architecture, also in nested parts such as `text_config`."""
     kept = ((key, value) for key, value in values.items() if key not in NOT_ARCHITECTURE)
     return {key: _architecture_in(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, earlier value, value now) of each difference, the model's type first."""
+    """Return (key, earlier value, value now) for each difference between two architectures, model_type first."""
     keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
     return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
 
 
 def digest_of_weights(path: Path) -> str:
-    """Return a hash of the safetensors files of a model's or an adapter's directory, independent of their names.
+    """Return a hash of the safetensors files in the directory of a model or adapter; names of files do not matter.
 
-    Reading all of a large model takes minutes. For a file of more than 64 MiB, only the header, tensors of up to 1 MiB
-    and 16 evenly spaced blocks of 16 KiB of each larger tensor (including its first and last block) are read. A change
-    outside of these is not detected, for example a few rows in the middle of an embedding.
+    It would take minutes to read all of a large model. Of a file of more than 64 MiB, only the header, tensors of up to
+    1 MiB, and 16 evenly spaced blocks of 16 KiB of each larger tensor (including its first and last block) are read. A
+    change elsewhere is not detected, for example a change of a few rows in the middle of an embedding.
     """
     files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # the latter has an adapter's scale
     digests = [_digest_of_file(file) for file in files]
@@ -198,18 +199,17 @@ def _digest_of_file(file: Path) -> bytes:
 
 
 def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
-    """Return (offset, size) of each block of a tensor to read."""
+    """Return (offset, size) of each block to read of a tensor with `size` bytes at offset `begin`."""
     if size <= WHOLE_TENSOR_BYTES:
         return [(begin, size)]
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
 def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of a Hugging Face model directory.
+    """Check that `path` is a Hugging Face model directory; return the content of its config.json.
 
     Raises:
-        UserError: the path is not a model directory (the message names its actual kind), or its model type is not
-            supported.
+        UserError: the path is something else (the message says what), or its model type is not supported.
     """
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         merged = "merge it into its base model"
@@ -229,10 +229,13 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
 
 
 def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None:
-    """Refuse a maximum sequence length that exceeds the number of positions in a model's config.json.
+    """Check that a model has enough positions for sequences of the maximum length.
+
+    Args:
+        values: the content of the model's config.json.
 
     Raises:
-        UserError: the sequences are too long; the message names the key and its largest value.
+        UserError: the model has too few positions; the message names the key and its largest valid value.
     """
     text = values.get("text_config") or values
     own = text.get("max_position_embeddings") or math.inf
@@ -271,10 +274,10 @@ COMPANION_PATTERNS = (
 
 
 def missing_files(path: Path) -> list[str]:
-    """Return the missing weight files of a model directory, for example after an interrupted download.
+    """Return the names of the weight files that a model directory lacks, for example after an interrupted download.
 
     Raises:
-        UserError: the index cannot be read.
+        UserError: the index of the weight files cannot be read.
     """
     index = path / INDEX_FILE
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE_FILE]
@@ -282,7 +285,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor from the index of a sharded model."""
+    """Return the name of the file that contains each tensor, from the index of a sharded model."""
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
@@ -290,6 +293,6 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """Yield the tokenizer, chat template and generation files of a model directory."""
+    """Yield the files of a model directory that belong to tokenizer, chat template and generation."""
     for pattern in COMPANION_PATTERNS:
         yield from sorted(file for file in path.glob(pattern) if file.is_file())

@@ -1,13 +1,12 @@
-"""The process that writes a rank's part of each checkpoint while training continues.
+"""The process that writes a rank's part (shard) of each checkpoint while training continues.
 
-It is a fresh Python process, not a fork: it has no device, no communicator, and none of the trainer's threads. It
-starts early and serves one save after the other. The trainer sends a job and a block of shared memory with the
-tensors, as file descriptors over a socket, so it never waits for the process. The process answers each job with one
-report.
+It is a new Python process, not a fork: it has no device, no communicator, and none of the trainer's threads. It is
+started early and serves one save after the other. The trainer sends it a job and a block of shared memory with the
+tensors, as file descriptors over a socket, and never waits for it. The process answers each job with a `Report`.
 
-Each process writes a report next to its shard. The first rank's process waits for the reports of all ranks and then
-commits the checkpoint. A checkpoint is therefore complete as soon as its shards are, independent of the training
-processes. The process ends when its trainer ends.
+Each process also writes a report file next to its shard. The first rank's process waits for the report files of all
+ranks, and then commits the checkpoint. A checkpoint is therefore complete as soon as all its shards are, whatever the
+training processes do. The process ends when its trainer ends.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ KILL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """A tensor of a job: torch's plan for it, and its place in the block of shared memory."""
+    """A tensor of a job: torch's item of the save plan, and the tensor's place in the block of shared memory."""
 
     item: Any
     offset: int
@@ -64,7 +63,7 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a rank's writing: torch's results and the digests of the files."""
+    """What a rank has written: torch's write results, and the digests of the files."""
 
     results: list[Any]
     digests: FileDigests
@@ -72,10 +71,11 @@ class Written:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last part of a save, for the first rank: write index and manifest, rename the directory, apply retention.
+    """The end of a save, on the first rank: write index and manifest, rename the directory, remove old checkpoints.
 
-    metadata: torch's plan of the checkpoint.
-    best: iteration of the best validation, which retention keeps.
+    partial: the directory in which all ranks have written.
+    metadata: torch's metadata of the whole checkpoint.
+    keep_last, keep_every, best: see `CheckpointStore.prune`.
     """
 
     store: CheckpointStore
@@ -87,7 +87,7 @@ class Commit:
     best: int | None
 
     def __call__(self, written: Sequence[Written]) -> None:
-        """Commit what every rank has written."""
+        """Commit the checkpoint, given what each rank has written."""
         from torch.distributed.checkpoint import FileSystemWriter
 
         FileSystemWriter(self.partial).finish(self.metadata, [of_rank.results for of_rank in written])
@@ -99,11 +99,11 @@ class Commit:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A rank's part of a save.
+    """A rank's part of a save, which its writing process executes.
 
-    prefix: torch's prefix of the names of the rank's files.
-    objects: plans and bytes of objects that are not tensors.
-    commit: action after all ranks have written; only on the first rank.
+    prefix: torch's prefix for the names of the rank's files.
+    objects: objects that are not tensors: torch's item of the save plan, and the object's bytes.
+    commit: on the first rank, what to do after all ranks have written; otherwise None.
     """
 
     directory: Path
@@ -115,7 +115,14 @@ class ShardJob:
     commit: Commit | None
 
     def run(self, block: memoryview, say_written: Callable[[], object]) -> None:
-        """Write and flush the shard, compute its digest by reading it, and report; the first rank then commits."""
+        """Write and flush the shard, read it to compute its digest, and write the report file.
+
+        If the job has a `commit`, then wait for all ranks and commit.
+
+        Args:
+            block: shared memory that contains the tensors.
+            say_written: function that is called when the shard is on disk.
+        """
         results = self._write(block)
         written = Written(results, digests_of(self.directory, sorted({r.storage_data.relative_path for r in results})))
         temporary = self.directory / f"rank_{self.rank:05d}.partial"
@@ -141,7 +148,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Stand-in for torch's planner, of which the writer uses only the values by their indices."""
+    """Stand-in for torch's save planner: it returns the value of each item, which is all that the writer needs."""
 
     values: dict[Any, Any]
 
@@ -165,7 +172,7 @@ def report_file(directory: Path, rank: int) -> Path:
 
 
 def _everyone_written(directory: Path, ranks: int) -> list[Written]:
-    """Wait for the reports of all ranks, delete the report files, and return the reports."""
+    """Wait until all ranks have written their report files; delete the files and return their contents."""
     files, seconds = {report_file(directory, rank) for rank in range(ranks)}, POLL_SECONDS / 4
     while not files <= set(directory.iterdir()):  # a listing, because network file systems cache missing files
         time.sleep(seconds)
@@ -181,13 +188,13 @@ def _everyone_written(directory: Path, ranks: int) -> list[Written]:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a finished job: `error` is an error message, or None."""
+    """What the process reports about a finished job: `error` is an error message, or None after success."""
 
     error: str | None = None
 
 
 class ShardProcess:
-    """The trainer's handle of a writing process. If the process has ended, the next job starts another one."""
+    """The trainer's handle of its writing process. If the process has ended, the next job starts a new one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -200,14 +207,14 @@ class ShardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the process is started and after it was killed."""
+        """Id of the process; None before it is started and after `kill`."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process unless it runs; do not wait for its imports.
+        """Start the process, unless it is running; do not wait until its imports are done.
 
         Raises:
-            OSError: there is no memory or no process id for it.
+            OSError: the system lacks the memory or the process id for it.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -229,10 +236,10 @@ class ShardProcess:
         self._socket = own
 
     def submit(self, job: ShardJob, block: int) -> None:
-        """Submit a job; `poll` returns its report. Only one job may run at once.
+        """Send a job to the process; `poll` returns its report. Only one job may run at a time.
 
         Args:
-            block: file descriptor of the shared memory that holds the job's tensors.
+            block: file descriptor of the shared memory that contains the job's tensors.
         """
         self.start()
         assert self._socket is not None
@@ -243,7 +250,7 @@ class ShardProcess:
             socket.send_fds(self._socket, [b"job"], [file.fileno(), block])
 
     def poll(self) -> Report | None:
-        """Return the job's report; None while the process works."""
+        """Return the report of the submitted job; None while the process is working on it."""
         assert self._socket is not None and self._process is not None
         try:
             while (message := self._socket.recv(MESSAGE_BYTES)) in (READY, WRITTEN):
@@ -259,9 +266,10 @@ class ShardProcess:
         return Report(f"the process that wrote died (exit status {self._process.returncode})")
 
     def kill(self) -> None:
-        """End the process, even while it writes.
+        """End the process, even while it is writing.
 
-        A process in a call to a hung file system ends only when that call returns; it is not waited for.
+        If it is in a call to a file system that hangs, it ends only when this call returns; this method does not wait
+        for that.
         """
         if self._process is not None:
             self._process.kill()
@@ -276,7 +284,7 @@ _spare: ShardProcess | None = None
 
 
 def start_early() -> None:
-    """Start a writing process for the first caller of `take`, so that its imports are done before the first save."""
+    """Start the writing process that `take` will return first, so that its imports are done before the first save."""
     global _spare
     if _spare is None:
         _spare = ShardProcess()
@@ -284,16 +292,19 @@ def start_early() -> None:
 
 
 def take() -> ShardProcess:
-    """Return the process that was started early, or a new one that starts with its first job."""
+    """Return the handle of the process that `start_early` started; if it has been taken, that of a new process.
+
+    A new process starts with its first job.
+    """
     global _spare
     taken, _spare = _spare, None
     return taken or ShardProcess()
 
 
 def shared_file() -> Any:
-    """Return a file in memory (a temporary file without memfd support) that another process can map.
+    """Return a file in memory that another process can map; on a system without memfd, a temporary file on disk.
 
-    It is not in /dev/shm, which is small in containers.
+    The file is not in /dev/shm, which is small in containers.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("mcore_rl"), "w+b")
@@ -304,7 +315,7 @@ def shared_file() -> Any:
 
 
 def main() -> None:
-    """Write the submitted jobs until the trainer ends."""
+    """Run the writing process: execute the jobs that the trainer submits, until the trainer ends."""
     parent, descriptor = map(int, sys.argv[1:3])
     _live_and_die_with(parent)
     import torch
@@ -324,7 +335,12 @@ def main() -> None:
 
 
 def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | None:
-    """Run the job in the file `job` with the tensors in the file `block`; return an error message, or None."""
+    """Run a job; return an error message, or None after success.
+
+    Args:
+        job: file descriptor of the pickled job.
+        block: file descriptor of the shared memory that contains its tensors.
+    """
     try:
         with open(job, "rb") as file, open(block, "rb") as shared:
             file.seek(0)

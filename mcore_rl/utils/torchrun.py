@@ -1,4 +1,4 @@
-"""Values that torchrun passes to each process, read from the environment in one place."""
+"""Access to the values that torchrun passes to each process in environment variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def is_launched() -> bool:
-    """Return whether this process was launched as one rank of several (by torchrun, a Ray actor, a test)."""
+    """Return whether a launcher (torchrun, a Ray actor, a test) has started this process as one of several ranks."""
     return "RANK" in os.environ
 
 
@@ -21,7 +21,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its node."""
+    """Return the number of this process among the processes of its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -30,29 +30,30 @@ def world_size() -> int:
 
 
 def set_world_size(size: int) -> None:
-    """Set the number of processes for a run that is only described."""
+    """Set the number of processes that `world_size` returns, for a run that is only described (`--dry-run`)."""
     os.environ["WORLD_SIZE"] = str(size)
 
 
 def node() -> int:
-    """Return the index of this node among torchrun's nodes."""
+    """Return the index of this node among the nodes of the launch."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
 def restarts() -> int:
-    """Return how often torchrun has restarted the ranks."""
+    """Return how many times torchrun has restarted the ranks of this launch."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def has_rendezvous_id() -> bool:
-    """Return whether --rdzv-id names the launch, with the same name on all nodes."""
+    """Return whether torchrun was given --rdzv-id, so that the launch has the same id on all nodes."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
 
 
 def launch_id() -> str:
-    """Return an id that is the same for every attempt of one torchrun and unique to it; "" without torchrun.
+    """Return an id of this launch by torchrun, which is the same after restarts of the ranks; "" without torchrun.
 
-    Without --rdzv-id, it is the name of this node's log directory, which torchrun creates for each launch.
+    It is the argument of --rdzv-id or, without it, the name of this node's log directory, which torchrun creates for
+    each launch.
     """
     if not is_under_torchrun() or has_rendezvous_id():
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -61,6 +62,6 @@ def launch_id() -> str:
 
 
 def error_file() -> Path | None:
-    """Return the file in which torchrun looks for a rank's error."""
+    """Return the file in which torchrun looks for this rank's error; None if it has named none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None
