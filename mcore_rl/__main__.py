@@ -1,4 +1,4 @@
-"""`python -m mcore_rl` is `mcore-rl`."""
+"""Makes `python -m mcore_rl` run the command `mcore-rl`."""
 
 from mcore_rl.cli.main import main
 

@@ -2,22 +2,22 @@
 
 
 class UserError(ValueError):
-    """Something in the command, configuration, data or environment that the user can put right.
+    """An error in the command, configuration, data or environment that the user can correct.
 
-    The message is one line: where, what was found, what would be right. Entry points print it
-    without a traceback and exit with status 2.
+    The message is one line: the place, what was found there, and what would be right. Entry points print it without a
+    traceback and exit with status 2.
     """
 
 
 class ContractError(ValueError, AssertionError):
-    """A call that a public function refuses: where, what was found, what would be right.
+    """A public function was called with invalid arguments; the message says what was found and what would be right.
 
     It is also an `AssertionError`, because code that was written for NeMo RL catches this class.
     """
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says at which step and why. What was saved is intact."""
+    """Training cannot continue; the message says at which step and why. Everything that was saved is intact."""
 
 
 class NotFiniteError(TrainingError):
@@ -33,5 +33,5 @@ LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "brok
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error looks as if another rank had ended before."""
+    """Return whether `error` looks like the consequence of another rank having ended before."""
     return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -241,8 +241,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
         Raises:
             FloatingPointError: loss or gradient norm is not finite. Raised on every rank; the weights are unchanged.
-            TrainingError: too many samples could not be judged, or sampler and trainer compute too different
-                log-probabilities.
+            TrainingError: too many samples could not be judged, or the log-probabilities of sampler and trainer differ.
         """
         started, config, policy, critic = time.perf_counter(), self.config, self.policy, self.critic
         phases = self.phases = PhaseTimes(step)
