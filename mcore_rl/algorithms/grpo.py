@@ -441,7 +441,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return over_steps(updates, reductions_of(self.loss_fn)) | of_each
 
     def _skip_updates(self, step: int) -> None:
-        """Advance the learning-rate schedules by as many updates as a step has, for a step that makes none."""
+        """Advance the learning-rate schedules for a step without updates, as if its updates had been made."""
         if step >= self.config.first_update_step:
             self.policy.advance_schedule(self.updates_per_step)
         if self.critic is not None:

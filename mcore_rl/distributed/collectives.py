@@ -320,7 +320,7 @@ def all_gather_forward_reduce_scatter_backward(
 ) -> Shaped[Tensor, all_rows * rest]:
     """Concatenate the tensors [n, …] of all ranks to [P·n, …]; the gradient of a row is summed over all ranks.
 
-    Use it if every rank then computes something different from the rows (with its shard of a weight, with its own
+    Use it if each rank then uses the rows for a different computation (with its shard of a weight, or with its own
     queries).
     """
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)

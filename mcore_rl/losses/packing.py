@@ -142,7 +142,8 @@ def accepted_groups(
     for name, (_, group) in offered.items():
         if name not in taken and group_size(group) > 1:
             raise ContractError(
-                f"{type(loss_fn).__name__} does not take {name}, and logits are split over {group_size(group)} ranks"
+                f"{type(loss_fn).__name__} does not take the argument {name}, which it needs: logits are split over "
+                f"{group_size(group)} ranks"
             )
     return taken
 

@@ -58,7 +58,10 @@ def packed(
     for column in columns:
         values = rows[column.name]
         if (values.dtype, tuple(values.shape[2:])) != (column.dtype, column.shape):
-            raise ContractError(f"packed: {column} is {values.dtype} of shape {tuple(values.shape)}")
+            raise ContractError(
+                f"packed: {column.name} must be {column.dtype} of shape [rows, length, {column.shape}], got "
+                f"{values.dtype} of shape {tuple(values.shape)}"
+            )
         flat = values[_is_token(lengths, values.shape[1])]
         parts.append(flat.reshape(len(flat), math.prod(column.shape)).contiguous().view(torch.uint8))
     return torch.cat(parts, dim=1)

@@ -156,7 +156,10 @@ def test_a_loss_that_knows_no_groups_is_refused_split_logits():
 def _refuse_split_logits():
     logits, data, seqs, toks = batch()
     packed, true, padded = pack(logits, data, multiple=4, tail=0)
-    with pytest.raises(ValueError, match="OwnMetrics does not take vocab_parallel_rank, and logits are split over 2"):
+    with pytest.raises(
+        ValueError,
+        match="OwnMetrics does not take the argument vocab_parallel_rank, which it needs: logits are split over 2",
+    ):
         SequencePackingLossWrapper(OwnMetrics(), true, padded)(
             packed, data, seqs, toks, torch.distributed.get_rank(), torch.distributed.group.WORLD
         )

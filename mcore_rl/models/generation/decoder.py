@@ -197,7 +197,8 @@ class KeyValueLayerCache(LayerCache):
     """Cache of one layer's keys and values.
 
     storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-    gathered: for each shape of a block, a workspace into which the blocks of a part are gathered. All layers share it.
+    gathered: workspaces, one for each shape of a block. The blocks of some of the sequences are copied there before
+        attention. All layers share the workspaces.
 
     Args:
         sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.

@@ -120,7 +120,9 @@ class TokenMixer(ABC):
         return 0.0
 
     def flops(self, tokens: int, before: int = 0) -> float:
-        """Return the operations for a sequence, in forward and backward, without those of the weights.
+        """Return the floating-point operations of attention for a sequence, in forward and backward.
+
+        The products with weights are not counted.
 
         Args:
             tokens: number of tokens in the sequence.

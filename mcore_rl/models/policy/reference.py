@@ -365,7 +365,7 @@ def reference_key(model: ModelConfig, units: TokenStore) -> str:
 
 
 def _problem(path: Path, tokens: int) -> str | None:
-    """Check that a file contains `tokens` intact log-probabilities; return the defect, or None if there is none."""
+    """Check that a file is intact and contains log-probabilities of `tokens` tokens; return the defect, or None."""
     size = path.stat().st_size - DIGEST_BYTES
     if size != tokens * ITEM_BYTES:
         return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"

@@ -434,8 +434,8 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
     if model.lora is not None and not there:
         raise UserError(
             f"{iteration} holds a whole model, but with model.lora the model comes from model.path; leave out "
-            "checkpoint.resume, and if model.path is another model, convert the checkpoint "
-            "(scripts/convert_checkpoint.py megatron-to-hf)"
+            "checkpoint.resume. To train adapters on this checkpoint's model, convert it "
+            "(scripts/convert_checkpoint.py megatron-to-hf) and set model.path to the result"
         )
 
 
