@@ -27,6 +27,7 @@ from mcore_rl.distributed.collectives import (
 )
 from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
+from mcore_rl.platform import cpu
 
 # Size of the working chunk: a CPU's cache, or enough of a GPU's memory to keep it busy.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
@@ -677,7 +678,7 @@ class Tiles:
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Compute total += a · b, for two results of `factor`."""
-        if total.is_cpu:
+        if total.is_cpu and cpu.uses_onednn(a, b):
             total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
         elif total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)  # torch's counter of operations ignores `addmm_`

@@ -206,8 +206,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.unflatten(0, x.shape[:-1])
 
 
+def uses_onednn(x: Tensor, y: Tensor) -> bool:
+    """Return whether the product of these matrices on the CPU is computed by oneDNN."""
+    is_large = math.prod((*x.shape, y.shape[1])) >= SMALLEST
+    return bool(_kernels) and is_large and x.dtype == y.dtype == torch.float32
+
+
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or y.dtype != torch.float32 or math.prod((*x.shape, y.shape[1])) < SMALLEST:
+    if not uses_onednn(x, y):
         return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
     if x.t().is_contiguous() and not x.is_contiguous():  # the gradient of a weight is summed over tokens
         return _sum_over_rows(x.t(), y)
