@@ -59,7 +59,7 @@ def packed(
         values = rows[column.name]
         if (values.dtype, tuple(values.shape[2:])) != (column.dtype, column.shape):
             raise ContractError(
-                f"packed: {column.name} must be {column.dtype} of shape [rows, length, {column.shape}], got "
+                f"packed: {column.name} must be {column.dtype} of shape [rows, length, *{column.shape}], got "
                 f"{values.dtype} of shape {tuple(values.shape)}"
             )
         flat = values[_is_token(lengths, values.shape[1])]

@@ -180,7 +180,9 @@ def check_rows_of_replicas(held_by, wanted, ranks):
 
 
 def test_packed_refuses_column_of_wrong_shape():
-    with pytest.raises(ContractError, match=r"experts.*is torch.int16 of shape"):
+    with pytest.raises(
+        ContractError, match=r"experts must be torch.int16 of shape .*\(1, 3\)., got torch.int16 of shape"
+    ):
         packed(token_rows([0]), [3], [replace(COLUMNS[2], shape=(1, 3))])
     assert unpacked(torch.zeros(0, 18, dtype=torch.uint8), [], COLUMNS)["experts"].shape == (0, 1, 3, 1)
 
