@@ -85,6 +85,7 @@ def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]
     process of this package reaches."""
     from mcore_rl.platform import cpu
 
+    cpu.install_products()
     python = python_with_trl()
     reached: dict[str, list[float]] = {name: [] for name in OF_PRODUCTS}
     with tempfile.TemporaryDirectory() as name:

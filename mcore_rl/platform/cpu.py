@@ -192,12 +192,14 @@ def install_products() -> None:
 @contextlib.contextmanager
 def kernel_of_torch() -> Iterator[None]:
     """Context in which products are computed by torch's own kernel instead of oneDNN, for comparisons."""
+    installed = bool(_kernels)
     while _kernels:
         _kernels.pop()._destroy()
     try:
         yield
     finally:
-        install_products()
+        if installed:
+            install_products()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -222,13 +224,12 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, computed in blocks of the rows of `x` (tokens)."""
-    blocks = list(_blocks(len(x)))
-    parts = (_onednn(_filled(x[rows], size), weight, bias)[: rows.stop - rows.start] for rows, size in blocks)
-    if len(blocks) == 1:
-        return next(parts).contiguous()
     result = x.new_empty(len(x), len(weight))
-    for (rows, _), part in zip(blocks, parts, strict=True):
-        result[rows] = part
+    for rows, size in _blocks(len(x)):
+        part = _onednn(_filled(x[rows], size), weight, bias)
+        if size == len(x):  # a single block needs no copy
+            return part
+        result[rows] = part[: rows.stop - rows.start]
     return result
 
 
