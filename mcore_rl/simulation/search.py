@@ -66,7 +66,7 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What an estimate assumes in addition to the configuration.
+    """Assumptions of an estimate that are not in the configuration.
 
     imbalance: number of tokens that are routed to the simulated rank's experts, divided by the mean over the ranks of
         its expert-parallel group.
@@ -75,9 +75,15 @@ class Assumptions:
     implementation: Implementation = LOCAL
     imbalance: float = 1.0
 
-    def imbalance_of(self, config: TrainingConfig) -> float:
-        """Return `imbalance`, but at most the size of expert parallelism: a rank can receive at most all tokens."""
-        return min(self.imbalance, config.parallel.expert_model_parallel_size)
+    def calls(
+        self, config: TrainingConfig, world_size: int, ranks: Sequence[int], sequences: Sequences
+    ) -> list[tuple[Any, ...]]:
+        """Return the arguments of `simulate_rank` for each of these ranks.
+
+        The imbalance is at most the size of expert parallelism, because a rank can receive at most all tokens.
+        """
+        imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
+        return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]
 
 
 BALANCED_LOCAL = Assumptions()
@@ -101,8 +107,7 @@ def simulate(
             f"{config.algorithm}.train_global_batch_size: minibatches are not simulated; leave it out, and multiply "
             "the optimizer's part of the time by the number of minibatches"
         )
-    imbalance = assumed.imbalance_of(config)
-    calls = [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]
+    calls = assumed.calls(config, world_size, ranks, sequences)
     return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls)]
 
 
@@ -249,11 +254,8 @@ def search(
             except UserError as error:
                 found.append(Candidate(text, overrides, reason=str(error)))
                 continue
-            imbalance = assumed.imbalance_of(layout)
-            jobs = [
-                pool.submit(_apart, simulate_rank, layout, rank, world_size, sequences, "cuda", imbalance)
-                for rank in ranks
-            ]
+            calls = assumed.calls(layout, world_size, ranks, sequences)
+            jobs = [pool.submit(_apart, simulate_rank, *arguments) for arguments in calls]
             waiting.append((Candidate(text, overrides), layout, jobs))
         for done, (candidate, layout, jobs) in enumerate(waiting, start=1):
             candidate = _simulated(candidate, layout, jobs, world_size, gpu, assumed.implementation)
