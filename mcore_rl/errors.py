@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 
 class ContractError(ValueError, AssertionError):
-    """A public function was called with invalid arguments; the message says what was found and what would be right.
+    """Raised by a public function for invalid arguments; the message says what was found and what would be right.
 
     It is also an `AssertionError`, because code that was written for NeMo RL catches this class.
     """

@@ -257,7 +257,7 @@ def whiten(
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What some advantage estimators read in addition to the rewards of the samples.
+    """Inputs of some advantage estimators, in addition to the rewards of the samples.
 
     named_rewards: [N, P, G], N named rewards of each sample, for gdpo; NaN where a reward does not apply.
     reward_weights: [N], weights of the named rewards, for gdpo.

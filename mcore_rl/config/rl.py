@@ -95,7 +95,7 @@ class JudgeOptions(Section):
 
 
 class RewardConfig(JudgeOptions):
-    """One of the judges that `name: weighted` combines."""
+    """A judge of the list that `name: weighted` combines."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
     """Kind of judge; the other keys are those of `environment`."""
@@ -305,8 +305,8 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Where rewards must differ for an update to learn anything (in a prompt's group, or in the batch); None if
-        they need not differ."""
+        """The samples whose rewards must differ for an update to learn anything: those of a prompt's group, or those
+        of the batch. None if the rewards need not differ."""
         return None
 
     @property

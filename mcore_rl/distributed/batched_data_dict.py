@@ -441,7 +441,7 @@ def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM)
 
 
 class LocalBatch(BatchedDataDict[DictT]):
-    """Those rows of a global batch that this replica has. There may be none; all ranks of a replica have the same rows.
+    """The rows of a global batch that this replica has. All ranks of a replica have the same rows; there may be none.
 
     If a policy trains on a `LocalBatch`, it learns from the rows of all replicas, as if every rank had the whole global
     batch. If it scores a `LocalBatch`, each replica scores only its own rows.

@@ -256,7 +256,7 @@ def _exclusive_cumsum(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """One or more trees of segments of tokens. A path from a root is a row; rows share the segments of equal prefixes.
+    """Trees of segments of tokens. Each path from a root is a row; rows share the segments of equal prefixes.
 
     lengths: number of tokens in each segment, depth first: a segment is followed by all its descendants.
     parents: for each segment, the index of the segment before it on the path; −1 for a root.

@@ -89,7 +89,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy-gradient loss computes for each token, [B, S − 1] each.
+    """Results of a policy-gradient loss for each token, [B, S − 1] each.
 
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.

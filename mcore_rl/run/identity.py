@@ -57,7 +57,7 @@ NOT_GIVEN = "(not given)"
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What identifies a run, with the configuration that the run was started with.
+    """Identity of a run, together with the configuration that the run was started with.
 
     architecture: the fields of the model's config.json that determine the architecture.
     base_weights: digest of the model's initial weights, which a reference model keeps.

@@ -197,7 +197,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ProcessInputs:
-    """What a process has read, for comparison with process 0.
+    """Describes what a process has read, for comparison with process 0.
 
     read: fingerprints by key: training data, validation sets in their order, chat template and options. On the first
         process of a node, the result of `files_of` too.
@@ -323,7 +323,7 @@ def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
 
 
 class RunDataset(Protocol):
-    """What a run needs from a dataset, whatever its records are."""
+    """Interface of a dataset of a run, for records of any kind."""
 
     def __len__(self) -> int: ...
 

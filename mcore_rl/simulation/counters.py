@@ -216,8 +216,9 @@ ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 FILLS = ("zero", "ones", "full", "fill", "new_", "arange", "copy")
 SELECTS = ("index_select", "embedding", "gather", "index")
 ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
-"""Names of torch functions. Those that begin with ALLOCATES touch no memory. Those that begin with FILLS write to a
-tensor without reading it. SELECTS read only a part of their first tensor; ADDS_TO_PARTS change only a part of it."""
+"""Names of functions of PyTorch. Functions whose names begin with one of ALLOCATES touch no memory. Functions whose
+names begin with one of FILLS write to a tensor without reading it. The functions SELECTS read only a part of their
+first tensor. The functions ADDS_TO_PARTS change only a part of it."""
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -344,7 +345,7 @@ class Kernels(TorchDispatchMode):
                     self._kernel.note(tensor, of)
             return
         sizes, written = [touched_bytes(x) for x in read], sum(map(touched_bytes, [*made, *changed]))
-        if name in SELECTS:  # no more than what is selected
+        if name in SELECTS:  # they read as much as they select
             sizes[0] = min(sizes[0], written)
         if name in ADDS_TO_PARTS:
             sizes[0] = written = min(sizes[0], max(sizes[1:], default=0))

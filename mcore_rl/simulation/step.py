@@ -202,7 +202,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a step costs on one rank.
+    """Results of the simulation of a step on one rank.
 
     parameters: number of parameters on this rank.
     memory: bytes by kind at the step's peak of memory, which is in the phase `peak_phase`. Weights, gradients and
@@ -277,9 +277,9 @@ class RankReport:
 
 
 CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
-"""By precision of products: bytes that a cast of an element moves, and bytes of the two copies that it writes.
+"""Bytes that a cast of an element moves, and bytes of the two copies that it writes, by the precision of products.
 
-A tensor is used as it is and transposed, so it is cast twice, from one reading (2 bytes). FP8 with the current scale
+A tensor is needed as it is and transposed. A cast reads it once (2 bytes) and writes both. FP8 with the current scale
 first reads the tensor once more to find its largest value. MXFP8 has a scale of one byte for 32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
@@ -646,7 +646,7 @@ LOADING = "loading"
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """What it costs to load a checkpoint on one rank, in bytes.
+    """Bytes that a rank reads and keeps when it loads a checkpoint.
 
     state: weights and optimizer state on this rank, including those of a critic, and a reference that reference_sync
         updates.

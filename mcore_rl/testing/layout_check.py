@@ -41,7 +41,7 @@ ROUNDING = 1e-12
 
 @dataclass
 class LayoutResult:
-    """What training in one layout computes.
+    """Results of training in one layout.
 
     steps: metrics of each optimizer step, including `grad_norm`.
     scores: log-probabilities [B, S], or a reward model's rewards [B, 1].

@@ -63,7 +63,7 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: torch's write results, and the digests of the files."""
+    """Describes the files that a rank has written: PyTorch's write results, and the digests of the files."""
 
     results: list[Any]
     digests: FileDigests
@@ -188,7 +188,7 @@ def _everyone_written(directory: Path, ranks: int) -> list[Written]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the process reports about a finished job: `error` is an error message, or None after success."""
+    """Report of the process about a finished job: `error` is an error message, or None after success."""
 
     error: str | None = None
 

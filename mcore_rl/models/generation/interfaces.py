@@ -93,7 +93,7 @@ class GenerationInterface(ABC):
 
 
 class RequestError(TrainingError):
-    """One response could not be generated; other requests can still succeed."""
+    """Raised if one response cannot be generated; other requests can still succeed."""
 
 
 @dataclass

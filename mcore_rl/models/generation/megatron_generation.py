@@ -386,7 +386,7 @@ class ContinuousBatch:
 
 
 class TrainedHere(Protocol):
-    """What generation calls of a policy that releases memory while its model generates."""
+    """Interface of a policy that releases memory while its model generates."""
 
     def offload_before_refit(self) -> int: ...
 

@@ -61,7 +61,7 @@ POLL_SECONDS = 0.5
 
 
 class Sender(Protocol):
-    """What `VLLMGeneration` needs of the policy whose weights it sends to the servers."""
+    """Interface of the policy whose weights `VLLMGeneration` sends to the servers."""
 
     model: ModelShard
     topology: Topology

@@ -59,7 +59,7 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Where an expert's weight is, if one tensor contains the weights of all experts of a layer.
+    """Location of an expert's weight in a tensor that contains the weights of all experts of a layer.
 
     The weight is `tensor[expert, rows]` of the tensor called `packed`.
     """
@@ -106,7 +106,7 @@ class SafetensorsDirectory:
 
     @cached_property
     def of_experts(self) -> dict[str, ExpertPart]:
-        """Where each expert's weight is in the tensors of all experts, by the weight's separate name."""
+        """The location of each expert's weight in the tensors of all experts, by the weight's separate name."""
         parts: dict[str, ExpertPart] = {}
         for name in sorted(self.file_of):
             layer, _, projection = name.rpartition(".experts.")

@@ -60,7 +60,7 @@ class TELinearMixin:
 
     def set_activation_dtype(self, inp: Tensor) -> None:
         """Set the precision of the product from the input; Transformer Engine calls this before each product."""
-        # With adapters in float32 and weights in bfloat16, Transformer Engine would otherwise raise an error.
+        # Otherwise Transformer Engine raises an error if adapters are in float32 and weights in bfloat16.
         self.allow_different_data_and_param_types = bool(self.adapter)
         super().set_activation_dtype(inp)  # type: ignore[misc]
 

@@ -245,7 +245,7 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
 
 class SharedBucket:
-    """One block of shared memory with room for all tensors of `info`, which are then written into it.
+    """A block of shared memory for all tensors of `info`, which `write` puts into it.
 
     Raises:
         ValueError: `info` is empty.

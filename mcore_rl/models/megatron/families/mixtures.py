@@ -111,7 +111,7 @@ class Mixture(Family):
             "moe_layer_freq": 1 if all(sparse) else sparse,  # checkpoints stack layers of equal kind
             "moe_shared_expert_intermediate_size": experts.shared_width or None,
             "moe_shared_expert_gate": experts.shared_gate,
-            # With softmax, Megatron rejects a bias for the choice of experts; our own router computes the scores.
+            # Megatron accepts a bias for the choice of experts only with sigmoid. Our own router computes the scores.
             "moe_router_score_function": "sigmoid" if experts.selection_bias else experts.score,
             "moe_router_pre_softmax": True,  # our own router converts scores to weights
             "moe_router_enable_expert_bias": experts.selection_bias,
