@@ -77,8 +77,8 @@ def maxrl_advantages(
     r = torch.where(judged, rewards.double(), 0)
     if bool((r < 0).any()):
         raise TrainingError(
-            f"grpo.advantage_estimator=maxrl divides by the mean reward, so rewards must be at least 0; a sample has "
-            f"{float(r.min()):g}"
+            "grpo.advantage_estimator=maxrl divides by the mean reward, so rewards must be at least 0; a sample "
+            f"has {float(r.min()):g}. Correct the rewards, or choose another estimator"
         )
     mean = r.sum(1, keepdim=True) / judged.sum(1, keepdim=True).clamp(min=1)
     differs = has_signal(r, judged)[:, None] & judged

@@ -82,9 +82,10 @@ class DPOObjective(Objective):
         if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
             stored = isinstance(self.reference, StoredLogprobs)
             raise TrainingError(
-                f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
-                f"nats over at most {tokens:.0f} tokens; the reference log-probabilities are not of these weights or "
-                "this data" + (f"; delete {_directory(config)}, to have them computed again" if stored else "")
+                "step 1: before any update the policy must equal the reference, but rewards differ from 0 by "
+                f"{margin:.3g} nats over at most {tokens:.0f} tokens. The reference log-probabilities belong to other "
+                "weights or other data"
+                + (f"; delete {_directory(config)}, and the next run computes them again" if stored else "")
             )
 
     def _check_is_of_this_run(self) -> None:
@@ -93,9 +94,9 @@ class DPOObjective(Objective):
         stored = isinstance(self.reference, StoredLogprobs) and self.config.dpo.reference_model is None
         if stored and started_from is not None:
             raise UserError(
-                f"dpo.reference={self.config.dpo.reference}: the stored reference log-probabilities are of "
-                f"model.path, but {started_from} starts from other weights, or has a reference that was updated; set "
-                f"dpo.reference=swap, and delete {_directory(self.config)}"
+                f"dpo.reference={self.config.dpo.reference}: the stored reference log-probabilities were computed "
+                f"with the weights of model.path. {started_from} starts from other weights, or has an updated "
+                f"reference. Set dpo.reference=swap, and delete {_directory(self.config)}"
             )
 
 

@@ -492,7 +492,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             some = f"more than environment.max_failed_fraction={fraction:g} of the samples could not be judged"
             raise TrainingError(
                 f"step {step}: {some if self.judged_in_failed_steps else 'no sample could be judged'} "
-                f"in {self.failed_steps} {'step' if self.failed_steps == 1 else 'steps on end'}; "
+                f"in {self.failed_steps} {'step' if self.failed_steps == 1 else 'consecutive steps'}; "
                 f"the last error: {errors[-1]}"
             )
 
@@ -503,8 +503,9 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
         if bound is not None and error > bound:
             raise TrainingError(
-                f"step {step}: token_mult_prob_error is {error:.4g}, above generation.max_token_mult_prob_error="
-                f"{bound:g}: sampler and trainer disagree on the log-probabilities of the same weights"
+                f"step {step}: token_mult_prob_error is {error:.4g}, above "
+                f"generation.max_token_mult_prob_error={bound:g}: sampler and trainer compute different "
+                "log-probabilities with the same weights"
             )
 
     def _check_first(self, metrics: dict[str, Any]) -> None:
@@ -519,8 +520,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             if abs(metrics[name] - value) > tolerance:
                 raise TrainingError(
                     f"step {self.config.first_update_step}: before any update {name} must be {value:g}, but is "
-                    f"{metrics[name]:.4g}: sampler, policy and reference do not agree on the log-probabilities of the "
-                    "same weights"
+                    f"{metrics[name]:.4g}: sampler, policy and reference compute different log-probabilities with "
+                    "the same weights"
                 )
 
     def _timings(self, outcomes: Sequence[RolloutSummary], started: float, flops: float) -> dict[str, float]:

@@ -69,8 +69,8 @@ class KTOObjective(Objective):
         (tokens,) = batch.rows.share.sum(float(batch.rows["token_mask"][:, 1:].sum()))
         if reward > FIRST_MARGIN_TOLERANCE[self.config.model.dtype] * tokens:
             raise TrainingError(
-                f"step 1: before any update the policy must equal the reference, but rewards add up to {reward:.3g} "
-                f"nats over {tokens:.0f} tokens"
+                "step 1: before any update the policy must equal the reference, so all rewards must be 0. They "
+                f"add up to {reward:.3g} nats over {tokens:.0f} tokens"
             )
 
     def _mismatched(self, batch: TrainingBatch) -> LocalBatch[Any]:

@@ -55,8 +55,8 @@ class DPOConfig(TrainingConfig):
     def _moves_a_copy(self) -> DPOConfig:
         if self.reference_sync is not None and (self.dpo.reference == "precompute" or not self.keeps_reference):
             raise ValueError(
-                "reference_sync: updates the policy's own reference; set neither dpo.reference=precompute nor "
-                "dpo.reference_model"
+                "reference_sync: updates the reference that the run keeps of its own policy, so set neither "
+                "dpo.reference=precompute nor dpo.reference_model"
             )
         return self
 
@@ -64,8 +64,8 @@ class DPOConfig(TrainingConfig):
     def _scores_as_it_trains(self) -> DPOConfig:
         if self.dpo.needs_batch and self.model.lora is not None and self.model.lora.dropout > 0:
             raise ValueError(
-                f"model.lora.dropout: preference_loss={', '.join(self.dpo.preference_losses)} sorts the scores of a "
-                "pass without dropout; set dropout=0"
+                f"model.lora.dropout: preference_loss={', '.join(self.dpo.preference_losses)} sorts scores that "
+                "are computed without dropout; set model.lora.dropout=0"
             )
         return self
 
@@ -95,7 +95,10 @@ class KTOConfig(TrainingConfig):
     @model_validator(mode="after")
     def _has_others(self) -> KTOConfig:
         if self.kto.mismatched == "batch" and self.batch.global_batch_size < 2:
-            raise ValueError("kto.mismatched: a batch of one record has no other response; set dataset")
+            raise ValueError(
+                "kto.mismatched: batch needs another record's response, but batch.global_batch_size is 1; set "
+                "kto.mismatched=dataset"
+            )
         return self
 
     @property
@@ -210,7 +213,7 @@ class DistillationConfig(TrainingConfig):
         if self.distillation.on_policy and self.distillation.max_new_tokens >= self.data.max_sequence_length:
             raise ValueError(
                 "distillation.max_new_tokens: must be less than data.max_sequence_length "
-                f"({self.data.max_sequence_length}), which includes the prompt"
+                f"({self.data.max_sequence_length}), which counts the prompt too"
             )
         return self
 
@@ -242,7 +245,7 @@ class RMConfig(TrainingConfig):
     @model_validator(mode="after")
     def _rewards(self) -> RMConfig:
         if self.model.head != "reward":
-            raise ValueError("model.head: a reward model is trained with head=reward")
+            raise ValueError("model.head: must be reward to train a reward model; set model.head=reward")
         return self
 
 

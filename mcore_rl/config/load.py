@@ -106,7 +106,7 @@ def expand_text(text: str, name: str) -> str | Unset:
             return match[0][1:]
         variable, separator, default = match[1].partition(":-")
         if not re.fullmatch(r"\w+", variable):
-            raise UserError(f"{name}: {match[0]} names no environment variable; $${{ is a plain ${{")
+            raise UserError(f"{name}: {match[0]} does not name an environment variable; to write a plain ${{, use $${{")
         if variable not in os.environ and not separator:
             unset.append(variable)
         return os.environ.get(variable, default)
@@ -170,7 +170,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: base: must be the path of a file, got {base!r}")
     chain = (*readers, path)
     if any((path.parent / base).resolve() == reader.resolve() for reader in chain):
-        raise UserError(f"{path}: base: {base} includes this file again")
+        raise UserError(f"{path}: base: {base} includes {path} again; remove one of the two base keys")
     return laid_over(_read(path.parent / base, chain), values)
 
 

@@ -62,17 +62,17 @@ class PipelineConfig(Section):
                 raise ValueError(f"{keys} pipeline_model_parallel_size > 1")
         if self._ends and self._accounts:
             raise ValueError(
-                "account_for_embedding/loss_in_pipeline_split: is for layers that are divided evenly; leave it out, "
-                "or leave out num_layers_in_first/last_pipeline_stage"
+                "account_for_embedding/loss_in_pipeline_split: needs layers that are divided evenly; leave out "
+                "either this key, or num_layers_in_first/last_pipeline_stage"
             )
         if layout and (self._ends or self._accounts):
             raise ValueError(
-                "pipeline_model_parallel_layout: sets the layers of every stage; leave "
-                "num_layers_in_first/last_pipeline_stage and account_for_embedding/loss_in_pipeline_split out"
+                "pipeline_model_parallel_layout: already sets the layers of every stage; leave out "
+                "num_layers_in_first/last_pipeline_stage and account_for_embedding/loss_in_pipeline_split"
             )
         if layout and (stages := len(layers_of_layout(layout))) != size * chunks:
             raise ValueError(
-                f"pipeline_model_parallel_layout: {layout!r} has {stages} stages, which is not "
+                f"pipeline_model_parallel_layout: {layout!r} has {stages} stages; it must have "
                 f"pipeline_model_parallel_size ({size}) x virtual_pipeline_model_parallel_size ({chunks})"
             )
         return self
@@ -122,8 +122,8 @@ class PipelineConfig(Section):
             counts = layers_of_layout(layout)
             if sum(counts) != layers:
                 raise UserError(
-                    f"parallel.pipeline_model_parallel_layout={layout}: has {sum(counts)} layers; "
-                    f"the model has {layers}"
+                    f"parallel.pipeline_model_parallel_layout={layout}: has {sum(counts)} layers; the model has "
+                    f"{layers} layers"
                 )
             return counts
         embedding, loss = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
@@ -140,8 +140,8 @@ class PipelineConfig(Section):
             )
         if any(count % chunks for count in stages):
             raise UserError(
-                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the layers of every stage "
-                f"({', '.join(map(str, stages))})"
+                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the number of layers of "
+                f"every stage ({', '.join(map(str, stages))})"
             )
         counts = [count // chunks for count in stages] * chunks
         counts[0] -= embedding
@@ -191,11 +191,12 @@ def layers_of_layout(layout: str) -> list[int]:
     whole = "".join(chunks)
     if whole != EMBEDDING + LAYER * (len(whole) - 2) + LOSS:
         raise ValueError(
-            f"pipeline_model_parallel_layout: {layout!r} must have one E, at its start, and one L, at its end"
+            f"pipeline_model_parallel_layout: {layout!r} must start with E, end with L, and have no other E or L"
         )
     if "" in chunks:
         raise ValueError(
-            f"pipeline_model_parallel_layout: stage {chunks.index('') + 1} of the {len(chunks)} of {layout!r} is empty"
+            f"pipeline_model_parallel_layout: {layout!r} has {len(chunks)} stages, and stage "
+            f"{chunks.index('') + 1} is empty"
         )
     return [chunk.count(LAYER) for chunk in chunks]
 
@@ -209,12 +210,14 @@ def _without_repetitions(text: str) -> str:
             part = _without_repetitions(term["group"])
         if len(out) + len(part) * times > LONGEST_LAYOUT:
             raise ValueError(
-                f"pipeline_model_parallel_layout: {text!r} is longer than {LONGEST_LAYOUT:,} with its repetitions"
+                f"pipeline_model_parallel_layout: {text!r} has more than {LONGEST_LAYOUT:,} characters when its "
+                "repetitions are written out"
             )
         out += part * times
     if end < len(text):
         raise ValueError(
-            f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; use E, t, L, |, t*3 and (tt|)*3"
+            f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; write only E, t, L, |, t*3 "
+            "and (tt|)*3"
         )
     return out
 
@@ -249,8 +252,8 @@ class LayoutConfig(PipelineConfig):
         # Megatron would reduce the gradients of unsplit experts over the wrong ranks, without an error.
         if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
             raise ValueError(
-                "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "
-                "expert_model_parallel_size > 1"
+                "expert_tensor_parallel_size: needs expert_model_parallel_size > 1 if it differs from "
+                "tensor_model_parallel_size"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
@@ -287,7 +290,7 @@ class LayoutConfig(PipelineConfig):
                 f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
                 f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
                 f"{self.model_parallel_size} must divide the number of processes ({world_size}); start "
-                f"{self.model_parallel_size} or a multiple (torchrun --nproc-per-node, or --world-size)"
+                f"{self.model_parallel_size} processes or a multiple (torchrun --nproc-per-node, or --world-size)"
             )
         experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
         if world_size % experts:
@@ -441,12 +444,12 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
                 raise UserError(f"--layouts {choice!r}: {error}") from None
             continue
         if key not in known or not all(part.isdecimal() for part in text.split(",")):
-            raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
+            raise UserError(f"--layouts {choice!r}: write KEY=1,2 with one of the keys {', '.join(sorted(known))}")
         values[key] = [int(part) for part in text.split(",")]
         if key in FLAGS and not {*values[key]} <= {0, 1}:
-            raise UserError(f"--layouts {choice!r}: {key} is 0 or 1")
+            raise UserError(f"--layouts {choice!r}: {key} must be 0 or 1")
         if key not in FLAGS and 0 in values[key]:
-            raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
+            raise UserError(f"--layouts {choice!r}: every size must be at least 1")
     combinations = itertools.product(*values.values())
     layouts = [ParallelLayout(**dict(zip(values, combination, strict=True))) for combination in combinations]
     return sorted(

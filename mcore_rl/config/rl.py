@@ -62,9 +62,9 @@ class JudgeOptions(Section):
             if value is not None and name not in owners:
                 raise ValueError(f"{key}: requires name={' or '.join(owners)}, not {name}")
             if value is None and name in owners and key == "url":
-                raise ValueError(f"{key}: name={name} needs one")
+                raise ValueError(f"{key}: must be set with name={name}")
         if name in ("function", "trl") and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
-            raise ValueError(f"function: name the function, as module:function (got {self.function!r})")
+            raise ValueError(f"function: must be written module:function (got {self.function!r})")
         if name != "http" and self.headers:
             raise ValueError(f"headers: requires name=http, not {name}")
         if name != "http" and self.retries != 2:
@@ -157,11 +157,15 @@ class EnvironmentConfig(JudgeOptions):
         if not is_model and self.parallel is not None:
             raise ValueError(f"parallel: requires name=reward_model, not {name}")
         if is_model and self.batch_size > 1:
-            raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
+            raise ValueError(
+                "batch_size: must be left out for a reward model, which judges packs of batch.tokens_per_pack tokens"
+            )
         if (name == "weighted") != bool(self.rewards):
-            raise ValueError("rewards: must have a judge or more for name=weighted, and none for other names")
+            raise ValueError(
+                "rewards: must have at least one judge with name=weighted; leave rewards out with any other name"
+            )
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
-            raise ValueError(f"max_turns: {name} ends every conversation after one response")
+            raise ValueError(f"max_turns: {name} ends every conversation after one response; set max_turns=1")
         return self
 
     @property
@@ -210,10 +214,13 @@ class VLLMConfig(Section):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: a server is listed twice")
         if self.port + self.num_servers > 2**16:
-            raise ValueError(f"port: {self.num_servers} servers from port {self.port} on need ports above 65535")
+            raise ValueError(
+                f"port: {self.num_servers} servers use the ports from {self.port} on, some of which would be "
+                "above 65535; choose a lower port"
+            )
         needed = self.num_servers * self.tensor_parallel_size
         if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
-            raise ValueError(f"devices: name {needed} different GPUs (num_servers x tensor_parallel_size)")
+            raise ValueError(f"devices: must name {needed} different GPUs (num_servers x tensor_parallel_size)")
         return self
 
 
@@ -322,9 +329,15 @@ class RolloutOptions(Section):
     @model_validator(mode="after")
     def _has_a_mask(self) -> Self:
         if self.keep_sampling_mask and not self.filters_tokens:
-            raise ValueError("keep_sampling_mask: all tokens are kept without top_k, top_p or min_p; leave it out")
+            raise ValueError(
+                "keep_sampling_mask: needs top_k, top_p or min_p; without them all tokens are kept, so leave "
+                "keep_sampling_mask out"
+            )
         if self.sampled_at_most is None and self.max_kept_tokens != type(self).model_fields["max_kept_tokens"].default:
-            raise ValueError("max_kept_tokens: applies only where the sampling mask is kept (docs/rollouts.md)")
+            raise ValueError(
+                "max_kept_tokens: has an effect only if the sampling mask is kept (docs/rollouts.md); leave "
+                "max_kept_tokens out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -332,7 +345,10 @@ class RolloutOptions(Section):
         if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
             raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
         if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
-            raise ValueError("dynamic_sampling_rounds: compares responses; set num_generations_per_prompt to 2 or more")
+            raise ValueError(
+                "dynamic_sampling_rounds: compares several responses to a prompt; set num_generations_per_prompt "
+                "to 2 or more"
+            )
         return self
 
     @property
@@ -347,10 +363,12 @@ class RolloutOptions(Section):
         if self.validation_k is not None and (total == 1 or max(self.validation_k, default=0) > total):
             raise ValueError(
                 f"validation_k: must be at most num_validation_generations, which is {total}"
-                + (" (greedy); set more responses" if total == 1 else "")
+                + (" (greedy); set more of them, or leave validation_k out" if total == 1 else "")
             )
         if self.validation_k == ():
-            raise ValueError("validation_k: must not be empty; leave it out for 1 and num_validation_generations")
+            raise ValueError(
+                "validation_k: must not be empty; leave validation_k out to get 1 and num_validation_generations"
+            )
         return self
 
 
@@ -412,13 +430,13 @@ class RLConfig(TrainingConfig):
     def _observes(self) -> Self:
         if self.loss.observation_nll_weight and self.environment.max_turns == 1:
             raise ValueError(
-                "loss.observation_nll_weight: environment.max_turns=1 ends conversations before any observation; set "
-                "more turns, or leave it out"
+                "loss.observation_nll_weight: needs observations, but environment.max_turns=1 ends conversations "
+                "before the first one; set more turns, or leave loss.observation_nll_weight out"
             )
         if self.loss.observation_nll_weight and self.rollouts.sampled_at_most is not None:
             raise ValueError(
-                "loss.observation_nll_weight: observations are not sampled, and have no kept tokens; set "
-                f"{self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
+                "loss.observation_nll_weight: the sampling mask has no kept tokens for observations, because "
+                f"they are not sampled; set {self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
             )
         return self
 
@@ -426,7 +444,8 @@ class RLConfig(TrainingConfig):
     def _has_a_reference(self) -> Self:
         if self.reference_sync is not None and self.loss.reference_policy_kl_penalty == 0:
             raise ValueError(
-                "reference_sync: needs a reference, which loss.reference_policy_kl_penalty=0 does not have"
+                "reference_sync: needs a reference, which a run with loss.reference_policy_kl_penalty=0 does not "
+                "have; leave reference_sync out"
             )
         return self
 
@@ -443,7 +462,10 @@ class RLConfig(TrainingConfig):
         if isinstance(batch, dict) and all(isinstance(size, int) for size in sizes):
             total = sizes[0] * sizes[1]
             if batch.get("global_batch_size", total) != total:
-                raise ValueError(f"batch.global_batch_size: is prompts x generations here ({total}); leave it out")
+                raise ValueError(
+                    f"batch.global_batch_size: must be prompts x generations ({total}) here; leave "
+                    "batch.global_batch_size out"
+                )
             values = {**values, "batch": {**batch, "global_batch_size": total}}
         return values
 
@@ -508,22 +530,24 @@ class RLConfig(TrainingConfig):
         own = self.algorithm
         if self.rollouts.max_new_tokens >= self.data.max_sequence_length:
             raise ValueError(
-                f"{own}.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
-                "which includes the prompt"
+                f"{own}.max_new_tokens: must be less than data.max_sequence_length "
+                f"({self.data.max_sequence_length}), which counts the prompt too"
             )
         size, group = self.rollouts.train_global_batch_size, self.rollouts.num_generations_per_prompt
         if size is not None and (size % group or self.batch.global_batch_size % size):
             raise ValueError(
                 f"{own}.train_global_batch_size: {size} must be a multiple of {own}.num_generations_per_prompt "
-                f"({group}) and divide the {self.batch.global_batch_size} responses of a step"
+                f"({group}), and must divide the number of responses of a step ({self.batch.global_batch_size})"
             )
         if self.loss.force_on_policy_ratio and self.updates_per_step > 1:
             why = "num_updates_per_rollout" if self.rollouts.num_updates_per_rollout > 1 else "train_global_batch_size"
-            raise ValueError(f"loss.force_on_policy_ratio: is for a single update a step; {own}.{why} makes several")
+            raise ValueError(
+                f"loss.force_on_policy_ratio: needs exactly one update in each step; {own}.{why} makes several"
+            )
         if self.rollouts.max_staleness:
             self._check_stale()
         if self.data.overlong != "drop":
-            raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
+            raise ValueError("data.overlong: prompts are never truncated, only dropped; leave data.overlong out")
         return self
 
     def _check_stale(self) -> None:
@@ -536,17 +560,17 @@ class RLConfig(TrainingConfig):
         if self.environment.name == "reward_model":
             raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
         if self.rollouts.dynamic_sampling_rounds > 1:
-            raise ValueError(f"{name}: the prompts of future steps must be known; leave out dynamic_sampling_rounds")
+            raise ValueError(f"{name}: needs to know the prompts of future steps; leave out dynamic_sampling_rounds")
         if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
             raise ValueError(
-                f"{name}: samples are of older weights; set loss.use_importance_sampling_correction=true "
+                f"{name}: trains on samples of older weights; set loss.use_importance_sampling_correction=true "
                 "and a loss.truncated_importance_sampling_ratio, such as 2"
             )
         if loss.force_on_policy_ratio:
-            raise ValueError(f"{name}: samples are of older weights; leave out loss.force_on_policy_ratio")
+            raise ValueError(f"{name}: trains on samples of older weights; leave out loss.force_on_policy_ratio")
         if self.generation.max_token_mult_prob_error is not None:
             raise ValueError(
-                f"{name}: samples are generated with older weights, so their log-probabilities differ; leave out "
+                f"{name}: trains on samples of older weights, whose log-probabilities differ; leave out "
                 "generation.max_token_mult_prob_error"
             )
 
@@ -597,22 +621,28 @@ class GRPOAlgorithmConfig(RolloutOptions):
         for name in sorted(self.model_fields_set & (of_grpo | {"minus_baseline"})):
             owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
             if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
+                raise ValueError(f"{name}: is an option of advantage_estimator={owner}; leave {name} out")
         epsilon = type(self).model_fields["advantage_epsilon"].default
         if self.advantage_estimator == "optimal_token_baseline" and self.advantage_epsilon != epsilon:
-            raise ValueError("advantage_epsilon: optimal_token_baseline does not divide advantages; leave it out")
+            raise ValueError(
+                "advantage_epsilon: has no effect, because optimal_token_baseline does not divide advantages; "
+                "leave advantage_epsilon out"
+            )
         if self.advantage_estimator in ("gdpo", "maxrl") and self.overlong_cache_length is not None:
             reason = (
                 "does not read the sum of rewards" if self.compares_named_rewards else "needs rewards of at least 0"
             )
-            raise ValueError(f"overlong_cache_length: {self.advantage_estimator} {reason}; leave it out")
+            raise ValueError(
+                f"overlong_cache_length: {self.advantage_estimator} {reason}; leave overlong_cache_length out"
+            )
         return self
 
     @model_validator(mode="after")
     def _grouped(self) -> GRPOAlgorithmConfig:
         if self.num_generations_per_prompt == 1 and self.advantage_estimator != "reinforce_plus_plus":
             raise ValueError(
-                f"num_generations_per_prompt: {self.advantage_estimator} compares responses; use 2 or more"
+                f"num_generations_per_prompt: {self.advantage_estimator} compares the responses to a prompt; use "
+                "2 or more"
             )
         return self
 
@@ -690,8 +720,8 @@ class PPOConfig(RLConfig):
     def check_steps(self, steps: int) -> None:
         if self.critic.pretraining_steps >= steps:
             raise UserError(
-                f"critic.pretraining_steps={self.critic.pretraining_steps}: the run has {steps} steps, in none of "
-                "which the policy would be trained"
+                f"critic.pretraining_steps={self.critic.pretraining_steps}: must be less than the steps of the "
+                f"run ({steps}), so that the policy is trained"
             )
 
     @property
@@ -712,11 +742,16 @@ class PPOConfig(RLConfig):
     def _whitens(self) -> PPOConfig:
         epsilon = type(self.ppo).model_fields["advantage_epsilon"].default
         if not self.ppo.whiten_advantages and self.ppo.advantage_epsilon != epsilon:
-            raise ValueError("ppo.advantage_epsilon: is for whiten_advantages=true; leave it out")
+            raise ValueError(
+                "ppo.advantage_epsilon: has an effect only with ppo.whiten_advantages=true; leave "
+                "ppo.advantage_epsilon out"
+            )
         return self
 
     @model_validator(mode="after")
     def _exports(self) -> PPOConfig:
         if self.critic.export_hf and not self.checkpoint.export_hf:
-            raise ValueError("critic.export_hf: nothing is exported with checkpoint.export_hf=false")
+            raise ValueError(
+                "critic.export_hf: checkpoint.export_hf=false exports nothing; leave out one of the two keys"
+            )
         return self

@@ -122,11 +122,13 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _recomputes_once(self) -> ModelConfig:
         if self.recompute_activations and self.recompute_modules:
-            raise ValueError("recompute_modules: recompute_activations=true computes whole layers again; choose one")
+            raise ValueError(
+                "recompute_modules: must be left out with recompute_activations=true, which recomputes whole layers"
+            )
         if len(set(self.recompute_modules)) < len(self.recompute_modules):
             raise ValueError(f"recompute_modules: {list(self.recompute_modules)} names a module twice")
         if {"moe", "shared_experts"} <= set(self.recompute_modules):
-            raise ValueError("recompute_modules: shared_experts are a part of moe; choose one")
+            raise ValueError("recompute_modules: shared_experts are already a part of moe; leave out one of the two")
         return self
 
 
@@ -164,7 +166,9 @@ class DataConfig(Section):
     def _sets_have_plain_names(self) -> DataConfig:
         for name in self.validation_sets:
             if name and not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"validation: the set's name {name!r} must be of letters, digits, '_', '.' and '-'")
+                raise ValueError(
+                    f"validation: the name {name!r} of a set may contain only letters, digits, '_', '.' and '-'"
+                )
         return self
 
     @model_validator(mode="after")
@@ -173,18 +177,20 @@ class DataConfig(Section):
         for source in self.train_sources:
             other = found.setdefault(os.path.realpath(source), source)
             if other != source:
-                raise ValueError(f"train: {other} and {source} are one source; leave one out, and add up their weights")
+                raise ValueError(
+                    f"train: {other} and {source} are the same source; leave one out, and add up their weights"
+                )
         for path, source in found.items():
             for directory in Path(path).parents:
                 if str(directory) in found:
                     whole = found[str(directory)]
-                    raise ValueError(f"train: {source} is one of the files in {whole}; leave one out")
+                    raise ValueError(f"train: {source} is one of the files in {whole}; leave one of the two out")
         return self
 
     @model_validator(mode="after")
     def _weights_have_a_sum(self) -> DataConfig:
         if not isinstance(self.train, str) and math.isinf(sum(self.train.values())):
-            raise ValueError("train: the sum of the weights is too large for a number")
+            raise ValueError("train: the sum of the weights is infinite; use smaller weights")
         return self
 
     @model_validator(mode="after")
@@ -193,13 +199,14 @@ class DataConfig(Section):
         for key, names in self.columns.items():
             if not isinstance(names, str) and key not in sources:
                 raise ValueError(
-                    f"columns: {key} is not a source of train or validation ({', '.join(sorted(sources))})"
+                    f"columns: {key} is not a source of train or validation; the sources are "
+                    f"{', '.join(sorted(sources))}"
                 )
         for source in sources:
             wanted: dict[str, str] = {}
             for name, column in self.columns_of(source).items():
                 if (other := wanted.setdefault(column, name)) != name:
-                    raise ValueError(f"columns: {column} cannot be both {other} and {name}")
+                    raise ValueError(f"columns: the column {column} cannot be both {other} and {name}")
         return self
 
     def columns_of(self, source: str) -> dict[str, str]:
@@ -237,7 +244,7 @@ def read_chat_template(template: str | None) -> str | None:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise UserError(f"chat_template: {template} is neither a template nor a file with one") from None
+        raise UserError(f"chat_template: {template} is neither a template nor the path of a template file") from None
 
 
 class CheckpointConfig(Section):
@@ -284,21 +291,23 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointConfig:
         if self.overwrite and self.resume != "none":
-            raise ValueError("overwrite: removes an earlier run, so it requires resume=none")
+            raise ValueError("overwrite: removes an earlier run, which then cannot be resumed; set resume=none")
         if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
+            raise ValueError(
+                "keep_every: has an effect only with keep_last; give keep_last too, or leave keep_every out"
+            )
         if self.best_metric is None and (self.best_mode is not None or self.export_best):
             raise ValueError("best_mode, export_best: need best_metric")
         if self.best_metric is not None and self.best_is_highest is None:
             raise ValueError(
-                f"best_mode: choose whether the lowest (min) or the highest (max) {self.best_metric} is best"
+                f"best_mode: must say whether the lowest (min) or the highest (max) {self.best_metric} is best"
             )
         if self.export_best and not self.export_hf:
-            raise ValueError("export_best: nothing is exported with export_hf=false")
+            raise ValueError("export_best: export_hf=false exports nothing; leave out one of the two keys")
         if self.push_to_hub is not None and not is_repository_name(self.push_to_hub):
-            raise ValueError(f"push_to_hub: must read OWNER/NAME, got {self.push_to_hub}")
+            raise ValueError(f"push_to_hub: must have the form OWNER/NAME, got {self.push_to_hub}")
         if self.push_to_hub is not None and not self.export_hf:
-            raise ValueError("push_to_hub: nothing is exported with export_hf=false")
+            raise ValueError("push_to_hub: export_hf=false exports nothing; leave out one of the two keys")
         return self
 
     @property
@@ -336,11 +345,13 @@ class BatchConfig(Section):
         if self.share_prefixes and not self.packing:
             raise ValueError("share_prefixes: needs packing=true")
         if not self.share_prefixes and self.min_shared_tokens != type(self).model_fields["min_shared_tokens"].default:
-            raise ValueError("min_shared_tokens: nothing is shared with share_prefixes=false; leave it out")
+            raise ValueError("min_shared_tokens: has no effect with share_prefixes=false; leave min_shared_tokens out")
         if self.packing and self.micro_batch_size != 1:
-            raise ValueError("micro_batch_size: packs are filled to tokens_per_pack, so it requires packing=false")
+            raise ValueError(
+                "micro_batch_size: has no effect with packs, whose size is tokens_per_pack; set packing=false"
+            )
         if not self.packing and self.tokens_per_pack is not None:
-            raise ValueError("tokens_per_pack: nothing is packed with packing=false; leave it out")
+            raise ValueError("tokens_per_pack: has no effect with packing=false; leave tokens_per_pack out")
         return self
 
 
@@ -404,17 +415,19 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: must be at most lr ({self.lr}), got {self.min_lr}")
         if self.min_lr and self.schedule == "constant":
-            raise ValueError("min_lr: schedule=constant never reaches it; leave it out")
+            raise ValueError(
+                "min_lr: has no effect with schedule=constant, which keeps the learning rate at lr; leave min_lr out"
+            )
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("warmup_ratio: give it or warmup_steps, not both")
+            raise ValueError("warmup_ratio: cannot be combined with warmup_steps; leave out one of the two")
         for name in ("muon_lr", "muon_momentum", "muon_steps", "muon_scale"):
             if self.name != "muon" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: requires name=muon, not {self.name}")
         for name in ("adam_beta1", "adam_beta2"):
             if self.moments_dtype == "bfloat16" and getattr(self, name) > LARGEST_BFLOAT16_BETA:
                 raise ValueError(
-                    f"moments_dtype: bfloat16 rounds away the changes of a mean with {name}={getattr(self, name)}; "
-                    f"use at most {LARGEST_BFLOAT16_BETA}"
+                    f"moments_dtype: with {name}={getattr(self, name)}, bfloat16 rounds away the changes of the "
+                    f"moments; set {name} to at most {LARGEST_BFLOAT16_BETA}"
                 )
         for name in ("decay_ratio", "decay_shape"):
             if self.schedule != "wsd" and getattr(self, name) != type(self).model_fields[name].default:
@@ -471,9 +484,9 @@ class LoggingConfig(Section):
     def _installed(self) -> LoggingConfig:
         for name in ("tensorboard", "wandb", "mlflow"):
             if getattr(self, name) not in (None, False) and find_spec(name) is None:
-                raise ValueError(f"{name}: install the {name} extra (pip install 'mcore_rl[{name}]')")
+                raise ValueError(f"{name}: install the {name} extra with pip install 'mcore_rl[{name}]'")
         if self.wandb_tags and self.wandb is None:
-            raise ValueError("wandb_tags: need wandb, the project")
+            raise ValueError("wandb_tags: need wandb, the name of the project")
         if self.run_name is not None and self.wandb is None and self.mlflow is None:
             raise ValueError("run_name: requires wandb or mlflow")
         return self
@@ -523,26 +536,34 @@ class TrainingConfig(Section):
         for key in ("validation_interval", "validate_at_start", "validate_at_end"):
             asked = getattr(trainer, key) and not type(trainer).model_fields[key].default
             if asked and self.data.validation is None:
-                raise ValueError(f"trainer.{key}: there is nothing to validate on; give data.validation")
+                raise ValueError(f"trainer.{key}: needs validation data; give data.validation")
         if trainer.early_stopping_patience is not None and self.checkpoint.best_metric is None:
             raise ValueError("trainer.early_stopping_patience: needs checkpoint.best_metric")
         best = self.checkpoint.best_metric
         if best is not None and trainer.validation_interval is None:
-            raise ValueError("checkpoint.best_metric: is never measured; give trainer.validation_interval")
+            raise ValueError(
+                "checkpoint.best_metric: is never measured without trainer.validation_interval; give this interval"
+            )
         sets = [name for name in self.data.validation_sets if name]
         if best is not None and sets and best.partition("/")[0] not in sets:
             raise ValueError(
-                f"checkpoint.best_metric: must name a set of data.validation ({', '.join(sets)}), for example "
-                f"{sets[0]}/{best.rpartition('/')[2]}"
+                f"checkpoint.best_metric: must start with the name of a validation set ({', '.join(sets)}), for "
+                f"example {sets[0]}/{best.rpartition('/')[2]}"
             )
         return self
 
     @model_validator(mode="after")
     def _trains_embeddings(self) -> TrainingConfig:
         if self.optimizer.name == "muon" and self.model.lora is not None:
-            raise ValueError("optimizer.name: muon is for the matrices of hidden layers, not for adapters; use adamw")
+            raise ValueError(
+                "optimizer.name: muon trains the matrices of hidden layers, but model.lora trains only adapters; "
+                "use adamw"
+            )
         if self.optimizer.embedding_lr is not None and self.model.lora is not None:
-            raise ValueError("optimizer.embedding_lr: adapters alone are trained with model.lora; leave it out")
+            raise ValueError(
+                "optimizer.embedding_lr: has no effect, because model.lora trains only adapters; leave "
+                "optimizer.embedding_lr out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -550,8 +571,8 @@ class TrainingConfig(Section):
         sync = self.reference_sync_of
         if sync is not None and sync.alpha != 1 and self.model.lora is not None:
             raise ValueError(
-                "reference_sync.alpha: must be 1 with model.lora: averaging the A and B matrices does not average the "
-                "weights A·B"
+                "reference_sync.alpha: must be 1 with model.lora, because averages of the A and B matrices are "
+                "not averages of the weights A·B"
             )
         return self
 
@@ -559,7 +580,8 @@ class TrainingConfig(Section):
     def _replays(self) -> TrainingConfig:
         if self.model.moe_router_replay and not self.samples:
             raise ValueError(
-                "model.moe_router_replay: requires GRPO or PPO, whose samples record the experts of each token"
+                "model.moe_router_replay: needs GRPO or PPO, whose samples record the experts of each token; "
+                "leave model.moe_router_replay out"
             )
         return self
 
@@ -596,7 +618,9 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _shares(self) -> TrainingConfig:
         if self.batch.share_prefixes and self.rows_per_group < 2:
-            raise ValueError("batch.share_prefixes: rows of this algorithm have no prompt in common; leave it out")
+            raise ValueError(
+                "batch.share_prefixes: this algorithm has no rows with a common prompt; leave batch.share_prefixes out"
+            )
         return self
 
     @property
@@ -629,7 +653,7 @@ class TrainingConfig(Section):
         width, longest = self.batch.tokens_per_pack, self.longest_record(rows_per_unit)
         if width is not None and width < longest:
             raise UserError(
-                f"batch.tokens_per_pack={width}: must hold the longest record, {longest} tokens "
-                f"({rows_per_unit} x data.max_sequence_length={self.data.max_sequence_length}, padded)"
+                f"batch.tokens_per_pack={width}: must be at least {longest}, the padded length of the longest "
+                f"possible record ({rows_per_unit} x data.max_sequence_length={self.data.max_sequence_length})"
             )
         return width or longest

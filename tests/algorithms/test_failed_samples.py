@@ -103,7 +103,7 @@ def test_a_step_of_which_too_much_failed_makes_no_update(files, monkeypatch):
     assert process.returncode == 3
     assert re.fullmatch(
         r"error: step 2: more than environment\.max_failed_fraction=0\.01 of the samples could not be judged in 2 "
-        r"steps on end; the last error: ValueError: not this one \\ud83d\n",
+        r"consecutive steps; the last error: ValueError: not this one \\ud83d\n",
         process.stderr_text,
     )
     (metrics,) = metrics_of(out)

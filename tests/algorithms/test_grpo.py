@@ -374,7 +374,7 @@ def test_a_run_in_which_nothing_can_be_judged_ends(files):
     arguments = ("environment.function=judging:later_never", "trainer.max_steps=9", "environment.max_failed_steps=2")
     process = train(files, "hopeless", *arguments, check=False)
     assert process.returncode == 3
-    told = r"error: step \d: no sample could be judged in 2 steps on end; the last error: KeyError: 'nothing'\n"
+    told = r"error: step \d: no sample could be judged in 2 consecutive steps; the last error: KeyError: 'nothing'\n"
     assert re.fullmatch(told, process.stderr_text)
     assert not (files / "hopeless" / "hf").exists()
     assert "a judge speaks" in (files / "hopeless" / "judge.log").read_text()

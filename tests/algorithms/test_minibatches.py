@@ -123,7 +123,7 @@ def test_ppo_critic_is_equal_under_data_parallelism(files):
     ("values", "message"),
     [
         ({"train_global_batch_size": 6}, r"grpo.train_global_batch_size: 6 must be a multiple of .*\(4\)"),
-        ({"train_global_batch_size": 16}, r"divide the 24 responses of a step"),
+        ({"train_global_batch_size": 16}, r"divide the number of responses of a step \(24\)"),
     ],
 )
 def test_config_refuses_minibatch_that_splits_groups(values, message, tmp_path):

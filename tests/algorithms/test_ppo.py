@@ -213,7 +213,7 @@ def test_rewards_of_tokens_that_there_are_not_fail_their_samples(files):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["critic.pretraining_steps=4"], "critic.pretraining_steps=4: the run has 4 steps, in none of which"),
+        (["critic.pretraining_steps=4"], "critic.pretraining_steps=4: must be less than the steps of the run (4)"),
         (["critic.path=/no/where"], "critic.path: /no/where must be a Hugging Face model directory"),
         (["ppo.gamma=1.1"], "ppo.gamma: "),
         (["ppo.gae_lambda=-0.1"], "ppo.gae_lambda: "),
@@ -223,7 +223,7 @@ def test_rewards_of_tokens_that_there_are_not_fail_their_samples(files):
         (["grpo.max_new_tokens=3"], "unknown key grpo"),
         (["ppo={num_prompts_per_step: 4, dynamic_sampling_rounds: 2}"], "ppo.dynamic_sampling_rounds: compares"),
         (["ppo.max_new_tokens=40"], "ppo.max_new_tokens: must be less than data.max_sequence_length"),
-        (["checkpoint.export_hf=false"], "critic.export_hf: nothing is exported with checkpoint.export_hf=false"),
+        (["checkpoint.export_hf=false"], "critic.export_hf: checkpoint.export_hf=false exports nothing"),
         (["model.head=reward"], "model.head: head=reward is trained by train_rm.py alone"),
     ],
 )

@@ -276,7 +276,7 @@ def test_force_on_policy_ratio_is_chosen_or_decided(step):
     run = step(None, {"force_on_policy_ratio": False})
     assert run.loss_fn.force_on_policy_ratio is False
     assert "prev_logprobs" in run.policy.trained[0]
-    with pytest.raises(UserError, match="force_on_policy_ratio: is for a single update"):
+    with pytest.raises(UserError, match="force_on_policy_ratio: needs exactly one update"):
         step(None, {"force_on_policy_ratio": True}, num_updates_per_rollout=2)
 
 
@@ -308,7 +308,7 @@ def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
     run.steps_before = 2
     failed = [replace(rollout, error="down").outcome for rollout in Worker().answers([(0, None)], range(1))]
     run._check_judged(3, failed)
-    with pytest.raises(TrainingError, match="step 4: no sample could be judged in 2 steps on end"):
+    with pytest.raises(TrainingError, match="step 4: no sample could be judged in 2 consecutive steps"):
         run._check_judged(4, failed)
 
 
@@ -324,7 +324,7 @@ def test_steps_without_update_because_most_samples_failed_end_the_run(tmp_path):
     for step, outcomes in enumerate((most, most, half, most, every), start=1):
         run._check_judged(step, outcomes)
     told = (
-        r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged in 3 steps on end"
+        r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged in 3 consecutive"
     )
     with pytest.raises(TrainingError, match=f"{told}; the last error: down"):
         run._check_judged(6, most)

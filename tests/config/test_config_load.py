@@ -105,10 +105,10 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["seed.x=1"], "seed is a value, not a section"),
         (["seed"], "write it as section.key=value"),
         (["optimizer={lr: 1e-3, lr: 0.5}"], "is not a YAML value: the key lr is given in line 1 and again in line 1"),
-        (["optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1"], "optimizer.warmup_ratio: give it or warmup_steps"),
+        (["optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1"], "optimizer.warmup_ratio: cannot be combined with"),
         (["optimizer.decay_ratio=0.2"], "optimizer.decay_ratio: requires schedule=wsd, not cosine"),
         (["optimizer.lr=${NOT_SET_ANYWHERE}"], "the environment variable NOT_SET_ANYWHERE is not set"),
-        (["optimizer.lr=${a b}"], r"names no environment variable; \$\${ is a plain"),
+        (["optimizer.lr=${a b}"], r"does not name an environment variable; to write a plain \${, use \$\${"),
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
         (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
@@ -179,7 +179,7 @@ def test_what_need_not_be_said(write):
     assert load_config(DPOConfig, write(text)).optimizer.lr == 1e-6
     assert load_config(SFTConfig, write(text), ["optimizer.min_lr=1e-6"]).optimizer.lr == 2e-5
     assert load_config(SFTConfig, write(text), ["trainer.max_steps=4"]).trainer.max_epochs is None
-    with pytest.raises(UserError, match=r"model\.head: a reward model is trained with head=reward"):
+    with pytest.raises(UserError, match=r"model\.head: must be reward to train a reward model"):
         load_config(RMConfig, write(text), ["model.head=lm"])
 
 
@@ -196,7 +196,7 @@ def test_a_file_builds_on_another(tmp_path):
     assert config.data.columns == {"a": "b", "c": "d"}
     assert config.data.max_sequence_length == 64
     for text, message in [
-        ("base: child.yaml", "base: child.yaml includes this file again"),
+        ("base: child.yaml", "base: child.yaml includes .* again"),
         ("base: missing.yaml", r"missing.yaml: cannot be read \(No such file or directory\) \(base of .*child.yaml\)"),
         ("base: [a]", r"base: must be the path of a file, got \['a'\]"),
         ("base:", "base: must be the path of a file, got None"),
@@ -206,7 +206,7 @@ def test_a_file_builds_on_another(tmp_path):
             load_config(SFTConfig, child)
     (tmp_path / "deep" / "grand.yaml").write_text("base: ../child.yaml")
     child.write_text("base: deep/base.yaml")
-    with pytest.raises(UserError, match="includes this file again"):
+    with pytest.raises(UserError, match=r"includes .* again"):
         load_config(SFTConfig, child)
 
 
@@ -242,7 +242,7 @@ def test_variables_of_the_environment(write, monkeypatch):
     assert config.data.chat_template == "{{ ${x} }}${"
     assert load_config(SFTConfig, write(resolved_yaml(config))) == config
     for odd in ("${HOME:?x}", "${RATE:1}", "${}", "${:-x}"):
-        with pytest.raises(UserError, match="names no environment variable"):
+        with pytest.raises(UserError, match="does not name an environment variable"):
             load_config(SFTConfig, write(MINIMAL), [f"data.train='{odd}'"])
     assert load_config(SFTConfig, write(MINIMAL), ["data.train=${NOT_SET:-}x"]).data.train == "x"
     with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
@@ -285,12 +285,12 @@ def test_what_is_laid_over_need_not_be_set(write, tmp_path):
         (
             DPOConfig,
             ["dpo={preference_loss: aot}", "model.lora={rank: 4, dropout: 0.1}"],
-            "model.lora.dropout: preference_loss=aot sorts the scores of a pass without dropout; set dropout=0",
+            "model.lora.dropout: preference_loss=aot sorts scores that are computed without dropout; set model.lora",
         ),
         (
             KTOConfig,
             ["kto.mismatched=batch", "batch.global_batch_size=1"],
-            "kto.mismatched: a batch of one record has no other response; set dataset",
+            "kto.mismatched: batch needs another record's response, but batch.global_batch_size is 1; set kto.mism",
         ),
         (KTOConfig, ["kto={loss: apo_zero_unpaired, mismatched: batch}"], "kto: mismatched is for the reference point"),
         (DPOConfig, ["dpo={discopop_tau: 0.1}"], "discopop_tau applies to preference_loss=discopop, not to sigmoid"),

@@ -169,13 +169,13 @@ def test_columns_of_each_source(tmp_path):
     [
         (
             {"columns": {"b.jsonl": {"prompt": "q"}}},
-            r"columns: b.jsonl is not a source of train or validation \(a.jsonl\)",
+            r"columns: b.jsonl is not a source of train or validation; the sources are a.jsonl",
         ),
-        ({"columns": {"prompt": "q", "completion": "q"}}, "columns: q cannot be both prompt and completion"),
+        ({"columns": {"prompt": "q", "completion": "q"}}, "columns: the column q cannot be both prompt and completion"),
         ({"columns": {"a.jsonl": {"prompt": "q"}, "completion": "c"}}, "columns.*completion"),
-        ({"train": {"d/a.jsonl": 1, "d": 2}}, "train: d/a.jsonl is one of the files in d; leave one out"),
-        ({"train": {"a.jsonl": 1e308, "b.jsonl": 1e308}}, "train: the sum of the weights is too large"),
-        ({"train": {"a.jsonl": 1, "./a.jsonl": 2}}, "train: a.jsonl and ./a.jsonl are one source; leave one out"),
+        ({"train": {"d/a.jsonl": 1, "d": 2}}, "train: d/a.jsonl is one of the files in d; leave one of the two out"),
+        ({"train": {"a.jsonl": 1e308, "b.jsonl": 1e308}}, "train: the sum of the weights is infinite"),
+        ({"train": {"a.jsonl": 1, "./a.jsonl": 2}}, "train: a.jsonl and ./a.jsonl are the same source; leave one out"),
         ({"train": ["a.jsonl", "b.jsonl"]}, r"(?s)train.*or several as {SOURCE: WEIGHT, …}, not a list"),
         ({"validation": []}, r"(?s)validation.*or several as {NAME: SOURCE, …}, not a list"),
     ],

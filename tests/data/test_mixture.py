@@ -121,7 +121,7 @@ def test_the_best_metric_is_of_a_set_that_there_is(tmp_path):
     values |= {"data": {"train": "a.jsonl", "validation": {"x": "a.jsonl", "y": "b.jsonl"}}}
     for metric in ("z/loss", "loss"):
         with pytest.raises(
-            UserError, match=r"checkpoint\.best_metric: .* a set of data\.validation \(x, y\), for example x/loss"
+            UserError, match=r"checkpoint\.best_metric: .* the name of a validation set \(x, y\), for example x/loss"
         ):
             build_config(SFTConfig, {**values, "checkpoint": {"best_metric": metric}}, [], "file")
 
@@ -134,7 +134,10 @@ def test_the_best_metric_is_of_a_set_that_there_is(tmp_path):
         ({"train": {"a.jsonl": True}}, "data.train.a.jsonl"),
         ({"train": {"a.jsonl": "much"}}, "data.train.a.jsonl"),
         ({"train": ["a.jsonl"]}, "data.train"),
-        ({"train": "a.jsonl", "validation": {"a/b": "a.jsonl"}}, "validation: the set's name 'a/b' must be of letters"),
+        (
+            {"train": "a.jsonl", "validation": {"a/b": "a.jsonl"}},
+            "validation: the name 'a/b' of a set may contain only letters",
+        ),
         ({"train": "a.jsonl", "validation": {"a": ""}}, "data.validation.a"),
     ],
 )

@@ -266,7 +266,7 @@ def test_run_saves_checkpoint_when_judge_fails_on_most_samples(files, monkeypatc
     (files / "calls_of_fading").unlink(missing_ok=True)
     ended = run("train_grpo.py", *overrides, check=False)
     assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
-    told = "more than environment.max_failed_fraction=0.5 of the samples could not be judged in 3 steps on end"
+    told = "more than environment.max_failed_fraction=0.5 of the samples could not be judged in 3 consecutive steps"
     assert f"{told}; the last error: RuntimeError: the judge is overloaded" in ended.stderr_text
     (step,) = re.findall(r"error: step (\d+): ", ended.stderr_text)
     assert saved(out) == [f"iter_{int(step) - 1:07d}"]

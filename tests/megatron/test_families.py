@@ -222,7 +222,7 @@ def test_layouts_that_do_not_fit_the_experts(family, sizes, message):
 
 
 def test_expert_layouts_that_megatron_would_get_wrong():
-    with pytest.raises(ValueError, match="expert_tensor_parallel_size: other than tensor_model_parallel_size"):
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size: needs expert_model_parallel_size > 1"):
         ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
     with pytest.raises(UserError, match=r"expert 2 x expert tensor 2 x pipeline 1 = 4 must divide .* \(2\)"):
         ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2).data_parallel_size(2)

@@ -89,5 +89,7 @@ def test_embeddings_alone(model_of):
 
 def test_adapters_train_no_embeddings():
     values = {"output_dir": "o", "model": {"path": "m", "lora": {"rank": 2}}, "data": {"train": "x"}}
-    with pytest.raises(UserError, match=r"optimizer\.embedding_lr: adapters alone are trained"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.embedding_lr: has no effect, because model.lora trains only adapters"
+    ):
         build_config(SFTConfig, values, ["optimizer.embedding_lr=1e-4"], "")

@@ -125,9 +125,12 @@ def test_adapters_in_a_part_whose_input_has_no_gradient_learn(model_of):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"recompute_modules": ["mlp"], "recompute_activations": True}, "computes whole layers again; choose one"),
+        (
+            {"recompute_modules": ["mlp"], "recompute_activations": True},
+            "recompute_activations=true, which recomputes whole layers",
+        ),
         ({"recompute_modules": ["mlp", "mlp"]}, "names a module twice"),
-        ({"recompute_modules": ["moe", "shared_experts"]}, "shared_experts are a part of moe"),
+        ({"recompute_modules": ["moe", "shared_experts"]}, "shared_experts are already a part of moe"),
         ({"recompute_modules": ["core_attn"]}, "shared_experts"),
     ],
 )

@@ -224,14 +224,26 @@ def test_a_run_begun_from_other_weights_keeps_its_reference(model_of, tmp_path):
     [
         (DPOConfig, ["reference_sync.alpha=0"], r"reference_sync\.alpha: Input should be greater than 0"),
         (DPOConfig, ["reference_sync.alpha=1.5"], r"reference_sync\.alpha: Input should be less than or equal to 1"),
-        (DPOConfig, ["reference_sync.interval=4", "dpo.reference=precompute"], "reference_sync: updates the policy's"),
-        (DPOConfig, ["reference_sync.interval=4", "dpo.preference_loss=simpo"], "reference_sync: updates the policy's"),
+        (
+            DPOConfig,
+            ["reference_sync.interval=4", "dpo.reference=precompute"],
+            "reference_sync: updates the reference that",
+        ),
+        (
+            DPOConfig,
+            ["reference_sync.interval=4", "dpo.preference_loss=simpo"],
+            "reference_sync: updates the reference that",
+        ),
         (
             DPOConfig,
             ["reference_sync.interval=4", "model.lora.rank=2"],
             r"reference_sync\.alpha: must be 1 with model\.lora",
         ),
-        (GRPOConfig, ["reference_sync.interval=4"], "reference_sync: needs a reference, which loss.reference_policy"),
+        (
+            GRPOConfig,
+            ["reference_sync.interval=4"],
+            "reference_sync: needs a reference, which a run with loss.reference_policy",
+        ),
     ],
 )
 def test_what_is_refused(kind, overrides, message):

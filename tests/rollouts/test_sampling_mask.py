@@ -126,9 +126,9 @@ def test_the_sampler_returns_the_tokens_of_its_distribution(filters):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_sampling_mask": True}, "all tokens are kept without top_k, top_p or min_p"),
-        ({"max_kept_tokens": 5}, "applies only where the sampling mask is kept"),
-        ({"top_k": 3, "keep_sampling_mask": False, "max_kept_tokens": 5}, "applies only where"),
+        ({"keep_sampling_mask": True}, "needs top_k, top_p or min_p; without them all tokens are kept"),
+        ({"max_kept_tokens": 5}, "has an effect only if the sampling mask is kept"),
+        ({"top_k": 3, "keep_sampling_mask": False, "max_kept_tokens": 5}, "has an effect only if"),
     ],
     ids=str,
 )

@@ -58,7 +58,7 @@ def test_which_way_is_up(metric, mode, highest):
 def test_a_way_that_the_name_does_not_tell():
     values = {"output_dir": "o", "model": {"path": "m"}, "data": {"train": "x", "validation": "y"}}
     values |= {"trainer": {"validation_interval": 1}, "checkpoint": {"best_metric": "kl"}}
-    with pytest.raises(UserError, match=r"checkpoint\.best_mode: choose whether the lowest \(min\) or the highest"):
+    with pytest.raises(UserError, match=r"checkpoint\.best_mode: must say whether the lowest \(min\) or the highest"):
         build_config(SFTConfig, values, [], "")
 
 

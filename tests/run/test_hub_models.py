@@ -254,5 +254,7 @@ def test_nothing_is_written_before_all_checks(cache, tmp_path):
 @pytest.mark.parametrize("name", ["trained", "a/..b", "someone/trained/more", "some one/trained", "-a/b", "a/b--c"])
 def test_push_to_hub_refuses_invalid_names(cache, name):
     values = {"output_dir": "out", "model": {"path": str(cache)}, "data": {"train": "data.jsonl"}}
-    with pytest.raises(UserError, match=re.escape(f"checkpoint.push_to_hub: must read OWNER/NAME, got {name}")):
+    with pytest.raises(
+        UserError, match=re.escape(f"checkpoint.push_to_hub: must have the form OWNER/NAME, got {name}")
+    ):
         build_config(SFTConfig, values, (f"checkpoint.push_to_hub={name}",), "file.yaml")
