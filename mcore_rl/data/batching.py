@@ -143,7 +143,7 @@ class MicrobatchPlanner:
     def _whole_units(self, lengths: Sequence[int]) -> int:
         """Return `rows_per_unit`; raise ValueError if it does not divide the number of rows."""
         if len(lengths) % self.rows_per_unit:
-            raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
+            raise ValueError(f"{len(lengths)} rows cannot be divided into units of {self.rows_per_unit} rows")
         return self.rows_per_unit
 
     def _work(self, before: int, length: int) -> float:

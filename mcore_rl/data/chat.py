@@ -41,20 +41,25 @@ def _check_message(message: Message, where: str) -> Message:
     message = _with_values(message)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where}: must have a role and a content, has {', '.join(map(str, message)) or 'nothing'}")
+        raise ValueError(
+            f"{where}: must have a role and a content; its keys are {', '.join(map(str, message)) or 'none'}"
+        )
     if "tool_calls" in message:
         message["tool_calls"] = [_check_call(call, where) for call in _list(message["tool_calls"], where)]
     if "content" in message:
         message["content"] = _text(message["content"], where)
     elif not message.get("tool_calls"):
-        raise ValueError(f"{where}: has no content")
+        raise ValueError(f"{where}: has neither content nor tool_calls; write one of them")
     if not isinstance(message.get("reasoning_content", ""), str):
         raise ValueError(f"{where}: reasoning_content must be a text, found {_kind(message['reasoning_content'])}")
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise ValueError(f"{where}: weight must be 0 or 1, got {weight!r}")
     if weight == 1 and role != "assistant":
-        raise ValueError(f"{where}: weight 1 on the role {role}; only the assistant's messages are trained on")
+        raise ValueError(
+            f"{where}: has weight 1 and the role {role}; only messages of the assistant can be trained on, so "
+            "leave weight out"
+        )
     return message
 
 
@@ -66,7 +71,7 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise ValueError(f'{where}: parts must be {{"type": "text", "text": …}}, found {kind}')
+            raise ValueError(f'{where}: each part of content must be {{"type": "text", "text": …}}, found {kind}')
     return "".join(part["text"] for part in content)
 
 
@@ -206,7 +211,7 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template for messages; give one as data.chat_template")
+        raise ValueError("the tokenizer has no chat template, which messages need; set data.chat_template")
     messages = [_without(message, "weight") for message in messages]
     try:
         return str(
@@ -283,8 +288,8 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
     responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if len(starts) != len(responses):
         raise ValueError(
-            f"the chat template marks {len(starts)} passages as generated; the conversation has {len(responses)} "
-            "messages of the assistant"
+            f"the chat template marks {len(starts)} passages as generated, but the conversation has "
+            f"{len(responses)} messages of the assistant; the template must mark each of these messages once"
         )
     kept = {start for start, index in zip(starts, responses, strict=True) if index in wanted}
     run = -1
@@ -303,7 +308,8 @@ def _by_marks(
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            "the tokenizer does not return the positions of its tokens in a text; messages need a fast tokenizer"
+            "the tokenizer does not return the positions of its tokens in a text, which messages need; use a "
+            "fast tokenizer"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
@@ -312,7 +318,7 @@ def _by_marks(
     spans = [_span(_Marked(tokenizer, messages, tools, text, index), end_tokens) for index in wanted]
     for before, after in itertools.pairwise(spans):
         if before.end > after.start:
-            raise ValueError("the chat template mixes the text of two messages of the assistant")
+            raise ValueError("the chat template mixes the texts of two messages of the assistant")
     mask = [False] * len(ids)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
     for span in spans:  # a token that overlaps a response belongs to it
@@ -341,7 +347,7 @@ class _Marked:
         marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)
         if not found or mark in after:
-            raise ValueError(f"the chat template does not write message {index + 1} exactly once")
+            raise ValueError(f"the chat template must write message {index + 1} exactly once")
         return before, after
 
     def start(self, before: str) -> int:
@@ -365,7 +371,9 @@ class _Marked:
             if self.text.startswith(history) and asked.startswith(history) and shared > len(history):
                 return shared if content is None else min(shared, content)
         if content is None:
-            raise ValueError(f"the chat template rewrites text before {self.name}")
+            raise ValueError(
+                f"the chat template changes the text before {self.name} when the content of this message changes"
+            )
         return content
 
     def limit(self) -> int:
@@ -449,17 +457,19 @@ def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> N
         ValueError: the template omits a part; the message names it.
     """
     if tools and render(tokenizer, messages) == text:
-        raise ValueError("the chat template does not show the record's tools")
+        raise ValueError(
+            "the chat template does not write the record's tools; use another template, or leave tools out"
+        )
     for index, message in enumerate(messages):
         if not _shows(tokenizer, messages, tools, text, index, "content"):
-            raise ValueError(f"the chat template leaves out message {index + 1} ({message['role']})")
+            raise ValueError(f"the chat template does not write message {index + 1} ({message['role']})")
         if message.get("tool_calls"):
             without = _without(message, "tool_calls")
             if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
-                raise ValueError(f"the chat template does not show the tool calls of message {index + 1}")
+                raise ValueError(f"the chat template does not write the tool calls of message {index + 1}")
     # Templates may omit the thoughts of earlier turns. The thoughts of the last turn are trained on.
     if messages and not _shows(tokenizer, messages, tools, text, len(messages) - 1, "reasoning_content"):
-        raise ValueError(f"the chat template leaves out the reasoning_content of message {len(messages)}")
+        raise ValueError(f"the chat template does not write the reasoning_content of message {len(messages)}")
 
 
 def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int, key: str) -> bool:
@@ -491,7 +501,7 @@ def tokens_between(tokenizer: Any, conversation: Messages, observation: str, res
     answered = [*conversation, {"role": "assistant", "content": mark}, {"role": "user", "content": observation}]
     _, found, after = render(tokenizer, answered, add_generation_prompt=True).rpartition(mark)
     if not found:
-        raise ValueError("the chat template leaves out earlier responses")
+        raise ValueError("the chat template does not write earlier responses")
     tokens = list(tokenizer(after, add_special_tokens=False)["input_ids"])
     ended = bool(response) and bool(tokens) and response[-1] == tokens[0] and tokens[0] in end_token_ids(tokenizer)
     return tokens[1:] if ended else tokens
@@ -514,10 +524,13 @@ def check_keeps_turns(tokenizer: Any) -> None:
             if not (kept and third.startswith(second)):
                 what = "thoughts in earlier responses" if "<think>" in answer else "earlier turns"
                 raise UserError(
-                    f"environment.max_turns: the chat template rewrites {what}, so the model would be trained on other "
-                    "conversations than it had; set data.chat_template to one without such changes, or use max_turns=1"
+                    f"environment.max_turns: the chat template rewrites {what} in a longer conversation, so the "
+                    "model would be trained on other texts than it read; set data.chat_template to one that "
+                    "keeps them, or use max_turns=1"
                 )
     except ValueError as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"environment.max_turns: a conversation of several turns cannot be written: {error}") from None
+        raise UserError(
+            f"environment.max_turns: the chat template cannot write a conversation of several turns: {error}"
+        ) from None

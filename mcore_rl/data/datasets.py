@@ -217,7 +217,7 @@ def _load_pairs(
     equal = dataset.units.counts["equal"]
     if equal == len(dataset):
         raise UserError(
-            f"{named(source)}: chosen and rejected are the same in every record; there is nothing to prefer"
+            f"{named(source)}: chosen and rejected are the same in every record, so there is no preference to learn"
         )
     if equal:
         say(
@@ -273,8 +273,9 @@ class Teaching:
         response = max(min(len(sequence), max_length) - own, min(self.max_new_tokens or 0, max_length - own))
         if length + response > max_length:
             raise ValueError(
-                f"distillation.teacher_prompt: the teacher's prompt has {length} tokens and the response {response}, "
-                f"together more than data.max_sequence_length={max_length}; raise it, or leave out the record"
+                f"distillation.teacher_prompt: the teacher's prompt has {length} tokens and the response "
+                f"{response}, together more than data.max_sequence_length={max_length}; raise "
+                "data.max_sequence_length, or remove the record"
             )
         return unit
 
@@ -295,7 +296,9 @@ class Teaching:
         named = record["teacher"] if isinstance(record["teacher"], dict) else {record["teacher"]: 1.0}
         if not named or any(name not in self.teachers for name in named):
             known = ", ".join(self.teachers)
-            raise ValueError(f"teacher: {record['teacher']!r} is not a name in distillation.teacher ({known})")
+            raise ValueError(
+                f"teacher: {record['teacher']!r} is not a name in distillation.teacher; the names are {known}"
+            )
         for name, weight in named.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"teacher: the weight of {name} must be a positive number, got {weight!r}")
@@ -308,14 +311,20 @@ class Teaching:
             messages = record["messages"]
             trained = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
             if len(trained) != 1:
-                raise ValueError("distillation.teacher_prompt: needs one response; give the other messages weight 0")
+                raise ValueError(
+                    "distillation.teacher_prompt: needs exactly one trained response in messages; give the other "
+                    "responses weight 0"
+                )
             prompt = list(messages[: trained[0]])
         if not prompt:
-            raise ValueError("distillation.teacher_prompt: there is no prompt to replace")
+            raise ValueError("distillation.teacher_prompt: the record has no prompt that could be replaced")
         names = [name for _, name, _, _ in Formatter().parse(template) if name not in (None, "prompt")]
         require(record, *names)
         if numbers := [name for name in names if not isinstance(record[name], str)]:
-            raise ValueError(f"{numbers[0]}: distillation.teacher_prompt needs a text, got {record[numbers[0]]!r}")
+            raise ValueError(
+                f"{numbers[0]}: must be a text, because distillation.teacher_prompt inserts it; got "
+                f"{record[numbers[0]]!r}"
+            )
         filled = template.format_map({**record, "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"]})
         return filled if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": filled}]
 
@@ -347,7 +356,7 @@ def load_unpaired_dataset(
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
     dataset = UnpairedDataset(_load(source, tokenizer, data, what, say, cache).units)
     if len(dataset) < 2:
-        raise UserError(f"{named(source)}: KTO compares responses of several records, but there is only one record")
+        raise UserError(f"{named(source)}: has only one record, but KTO compares the responses of several records")
     if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
         say(f"{named(source)}: all responses are {'desirable' if desirable else 'undesirable'}")
     return dataset
@@ -427,7 +436,7 @@ def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     if record.get("messages") is not None:
         if record.get("completion") is not None:  # a prompt without completion is allowed
-            raise ValueError("has both messages and a completion; leave out the field that must not be trained")
+            raise ValueError("has both messages and a completion; keep only the key that must be trained")
         return (tokenize_messages(tokenizer, record["messages"], record.get("tools")),)
     require(record, "prompt", "completion")
     return (tokenize_completion(tokenizer, record["prompt"], record["completion"], record.get("tools")),)

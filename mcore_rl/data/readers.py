@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = ord(error.object[error.start])
-            raise ValueError(f"\\u{half:04x} is half a character (a surrogate without its other half)") from None
+            raise ValueError(f"\\u{half:04x} is one half of a surrogate pair; the other half is missing") from None
     return value
 
 
@@ -132,7 +132,8 @@ def check_file(source: str) -> None:
             entry.name for entry in sorted(path.iterdir()) if str(entry) not in files and not _is_aside(entry)
         ]:
             raise UserError(
-                f"data: {source} holds {', '.join(others[:3])}, which would be left out; unpack, rename or move it away"
+                f"data: {source} contains {', '.join(others[:3])}, which cannot be read as data; unpack, rename "
+                "or move these files"
             )
         for name in files:
             check_file(name)
@@ -175,7 +176,7 @@ def _read_json(source: str) -> Iterator[tuple[Records, float]]:
         return
     records = _parse(Path(source).read_bytes(), source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{source}: must be a JSON list of objects, or have one object per line")
+        raise UserError(f"{source}: must be a JSON list of objects, or have one JSON object in each line")
     yield from _rows(source, records, len(records))
 
 
@@ -202,7 +203,7 @@ def _parse(text: bytes, where: str) -> Any:
         what = error.msg.removesuffix(" at").removesuffix(" starting")  # "starting" is for unterminated strings
         raise UserError(f"{where}: not valid JSON: {what} at {line}column {error.colno}") from None
     except RecursionError:
-        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
+        raise UserError(f"{where}: not valid JSON: too many nested lists or objects") from None
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -249,7 +250,7 @@ def load_hub_dataset(source: str) -> Any:
         return datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be reached: "
+            f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be loaded: "
             f"{' '.join(str(error).split())}"
         ) from None
 

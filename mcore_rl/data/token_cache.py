@@ -70,7 +70,7 @@ class TokenCache:
         try:
             return TokenStore.open(path)
         except ValueError as error:
-            raise UserError(f"data.cache_dir: {error}; remove it") from None
+            raise UserError(f"data.cache_dir: {error}; delete this directory") from None
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class TokenCache:
                 chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
                 collect(chunks, what.sequences_per_unit, temporary)
                 if _states(source) != before:  # the store's name is a digest of the earlier contents
-                    raise UserError(f"data: {source} was written to while it was tokenized; start again")
+                    raise UserError(f"data: {source} changed while it was tokenized; start the run again")
                 temporary.rename(path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -121,7 +121,10 @@ class TokenCache:
             if _is_locked(path.with_suffix(".lock")):
                 lost_since = None
             elif time.monotonic() - (lost_since := lost_since or time.monotonic()) > LOST_SECONDS:
-                raise UserError(f"data.cache_dir: the process that creates {path} has ended, or uses another directory")
+                raise UserError(
+                    f"data.cache_dir: {path} is missing: the process that creates it has ended, or uses another "
+                    "directory; use one directory for all processes of a node"
+                )
 
     def _key(self, source: str, tokenizer: Any, what: TokenizationSpec) -> str:
         parts = {

@@ -285,7 +285,7 @@ class TokenStore(Sequence[SequenceGroup]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"unit {index} of {len(self)}")
+            raise IndexError(f"there is no unit {index}; the store has {len(self)} units")
         first = index % len(self) * self._rows
         return tuple(self._sequence(first + row) for row in range(self._rows))
 
@@ -312,7 +312,7 @@ class _FileArray:
     def __init__(self, path: Path, kind: type, size: int) -> None:
         self._kind, self._size = np.dtype(kind), size
         if path.stat().st_size != size * self._kind.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {size} of {self._kind}")
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes; {size} of {self._kind} were expected")
         self._file = open(path, "rb")  # noqa: SIM115
 
     def __len__(self) -> int:
@@ -400,9 +400,15 @@ class MixedTokenStore(TokenStore):
         self.quotas = quotas_of([weights[name] for name in stores])
         for (name, store), quota in zip(stores.items(), self.quotas, strict=True):
             if not len(store):
-                raise UserError(f"data.train: no record of {name} is short enough; leave this source out")
+                raise UserError(
+                    f"data.train: no record of {name} is short enough for data.max_sequence_length; leave this "
+                    "source out"
+                )
             if not quota:
-                raise UserError(f"data.train: the weight of {name} is less than a sample in {PERIOD:,}; leave it out")
+                raise UserError(
+                    f"data.train: the weight of {name} gives it less than one of {PERIOD:,} samples; leave this "
+                    "source out, or raise its weight"
+                )
         self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))
         # The file's name without its directory, if that is unique.
         short = [plain_name(Path(name).stem) for name in stores]

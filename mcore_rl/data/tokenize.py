@@ -171,7 +171,7 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
     tools = check_tools(tools)
     if isinstance(prompt, str):
         if tools:
-            raise ValueError("tools need a chat template: write the prompt as messages, or leave out tools")
+            raise ValueError("tools need a chat template; write the prompt as messages, or leave tools out")
         return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
     messages = check_messages(prompt, "prompt")
     text = render_prompt(tokenizer, messages, tools)

@@ -214,17 +214,17 @@ def test_tools_and_calls(tokenizer_of):
     [
         ("mistral", conversation("a", "b", system="s"), "the chat template fails: roles must alternate"),
         ("gemma", conversation("a", "b", system="s"), "the chat template fails: System role not supported"),
-        ("qwen2.5", [{"content": "a"}], "messages, message 1: must have a role and a content, has content"),
-        ("qwen2.5", [{"from": "human", "value": "a"}], "message 1: must have a role and a content, has from, value"),
-        ("qwen2.5", [{"role": "user"}], "message 1: has no content"),
+        ("qwen2.5", [{"content": "a"}], "messages, message 1: must have a role and a content; its keys are content"),
+        ("qwen2.5", [{"from": "human", "value": "a"}], "must have a role and a content; its keys are from, value"),
+        ("qwen2.5", [{"role": "user"}], "message 1: has neither content nor tool_calls"),
         ("qwen2.5", [{"role": "user", "content": 5}], "content must be a text or a list of parts, found a number"),
-        ("qwen2.5", [{"role": "user", "content": [{"type": "image"}]}], "parts must be .* found image"),
-        ("qwen2.5", [{"role": "user", "content": "a", "weight": 1}], "weight 1 on the role user"),
+        ("qwen2.5", [{"role": "user", "content": [{"type": "image"}]}], "each part of content must be .* found image"),
+        ("qwen2.5", [{"role": "user", "content": "a", "weight": 1}], "has weight 1 and the role user"),
         ("qwen2.5", [{"role": "assistant", "content": "a", "weight": 0.5}], "weight must be 0 or 1, got 0.5"),
         ("qwen2.5", [*conversation("a"), {"role": "assistant", "content": " "}], r"message 2 \(assistant\) is empty"),
         ("qwen2.5", [{**conversation("a", "b")[1], "weight": 0}], "no response tokens: no message of the assistant"),
         ("llama3", [*conversation("a"), {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
-         "does not show the tool calls of message 2"),
+         "does not write the tool calls of message 2"),
         ("qwen2.5", [*conversation("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f",
          "arguments": "{"}}]}], "the arguments of the tool call f are not JSON"),
         ("qwen2.5", "text", "messages must be a list of messages, found a text"),
@@ -238,22 +238,22 @@ def test_what_cannot_be_rendered_is_refused(name, messages, message, tokenizer_o
 
 def test_templates_that_lose_text_are_refused(tokenizer_of):
     tokenizer = tokenizer_of("qwen2.5")
-    with pytest.raises(ValueError, match="does not show the record's tools"):
+    with pytest.raises(ValueError, match="does not write the record's tools"):
         tokenize_messages(tokenizer_of("llama3"), conversation("a", "b"), [{"name": "f"}])
     tokenizer.chat_template = LLAMA3.replace("{{ system }}", "")
-    with pytest.raises(ValueError, match=r"the chat template leaves out message 1 \(system\)"):
+    with pytest.raises(ValueError, match=r"the chat template does not write message 1 \(system\)"):
         tokenize_messages(tokenizer, conversation("a", "b", system="s"))
-    with pytest.raises(ValueError, match=r"the chat template leaves out message 1 \(system\)"):
+    with pytest.raises(ValueError, match=r"the chat template does not write message 1 \(system\)"):
         tokenize_prompt(tokenizer, conversation("a", system="s"))
-    with pytest.raises(ValueError, match="does not show the record's tools"):
+    with pytest.raises(ValueError, match="does not write the record's tools"):
         tokenize_prompt(tokenizer, conversation("a"), [{"name": "f"}])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}"
     )
-    with pytest.raises(ValueError, match="does not write message 2 exactly once"):
+    with pytest.raises(ValueError, match="must write message 2 exactly once"):
         tokenize_messages(tokenizer, conversation("a", "b"))
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"no chat template for messages; give one as data\.chat_template"):
+    with pytest.raises(ValueError, match=r"no chat template, which messages need; set data\.chat_template"):
         tokenize_messages(tokenizer, conversation("a", "b"))
 
 
@@ -262,7 +262,7 @@ def test_a_last_thought_that_the_template_leaves_out_is_refused(tokenizer_of):
     first[1]["reasoning_content"] = "easy"
     tokenizer = tokenizer_of("qwen2.5")
     assert trained(tokenizer, tokenize_messages(tokenizer, [*first, *last])) == ["one<|im_end|>", "two<|im_end|>"]
-    with pytest.raises(ValueError, match="leaves out the reasoning_content of message 2"):
+    with pytest.raises(ValueError, match="does not write the reasoning_content of message 2"):
         tokenize_messages(tokenizer, first)
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
     assert "easy" in trained(tokenizer, tokenize_messages(tokenizer, first))[0]

@@ -131,7 +131,7 @@ def test_a_directory_of_shards(tmp_path):
     few = load_sft_dataset(source, TOKENIZER, settings_of(max_samples=3))
     assert [len(unit[0]) for unit in few.units] == [3, 4, 5]
     (tmp_path / "shards" / "d.jsonl.gz").write_bytes(b"")
-    with pytest.raises(UserError, match=r"shards holds d.jsonl.gz, which would be left out"):
+    with pytest.raises(UserError, match=r"shards contains d.jsonl.gz, which cannot be read as data"):
         load_sft_dataset(source, TOKENIZER, settings_of())
     (tmp_path / "shards" / "d.jsonl.gz").unlink()
     write(tmp_path / "shards" / "c.jsonl", [{"prompt": "p"}])
@@ -192,7 +192,7 @@ def test_sources_and_columns_that_do_not_go_together(section, message):
         (['{"prompt": "a'], "line 1: not valid JSON: Unterminated string at column 12"),
         (["[1, 2]"], "line 1: must be a JSON object, found a list"),
         (['{"prompt": "a", "prompt": "c", "completion": "b"}'], "line 1: the key prompt occurs twice in an object"),
-        ([r'{"prompt": "a", "completion": "\ud83d\ude00 \ud83d"}'], r"line 1: \\ud83d is half a character"),
+        ([r'{"prompt": "a", "completion": "\ud83d\ude00 \ud83d"}'], r"line 1: \\ud83d is one half of a surrogate pair"),
         (['{"prompt": "a", "completion": "b", "id": ' + "9" * 5000 + "}"], "line 1: Exceeds the limit"),
         (
             ['{"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}'],
@@ -240,7 +240,7 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
     for module in (datasets.config, huggingface_hub.constants):  # so that they are put back
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"no/such-name is neither a \.jsonl, .* nor a dataset that can be reached"):
+    with pytest.raises(UserError, match=r"no/such-name is neither a \.jsonl, .* nor a dataset that can be loaded"):
         load_sft_dataset("no/such-name", TOKENIZER, settings_of())
     assert time.monotonic() - started < 5
 
@@ -370,7 +370,7 @@ def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
             {},
             "a.jsonl, line 1: lacks the key prompt; it has completion, question",
         ),
-        (chat, {}, "a.jsonl, line 1: the tokenizer has no chat template for messages"),
+        (chat, {}, "a.jsonl, line 1: the tokenizer has no chat template, which messages need"),
         (chat, {"chat_template": "{{ messages }}"}, None),
         ({"prompt": "a", "completion": "b"}, {}, None),
         (chat, {"max_sequence_length": 65}, "the model has 64 positions.*; set data.max_sequence_length=64 or less"),

@@ -77,7 +77,7 @@ def test_data_written_to_while_they_are_tokenized(files, monkeypatch):
 
     with monkeypatch.context() as writing:
         writing.setattr(token_cache, "collect", collect)
-        with pytest.raises(UserError, match="was written to while it was tokenized; start again"):
+        with pytest.raises(UserError, match="changed while it was tokenized; start the run again"):
             load(files)
     assert not stores(files)
     assert len(load(files)) == 700
