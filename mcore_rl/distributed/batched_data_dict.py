@@ -79,7 +79,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if len(rows) != self.size:
-                raise ContractError(f"select_indices: a mask of {len(rows)} entries does not fit {self.size} rows")
+                raise ContractError(
+                    f"select_indices: the boolean mask has {len(rows)} entries, but the batch has {self.size} rows"
+                )
             rows = rows.nonzero().flatten()
         rows = rows.long()
         order = rows.tolist()
@@ -112,9 +114,11 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             count, start = -(-self.size // batch_size), batch_idx * batch_size
             end = start + batch_size
         else:
-            raise ContractError("get_batch: this shard was not packed: give its batch_size")
+            raise ContractError("get_batch: needs batch_size, because this shard has no planned batches")
         if not 0 <= batch_idx < count:
-            raise ContractError(f"get_batch: no batch {batch_idx} of {count}")
+            raise ContractError(
+                f"get_batch: batch_idx={batch_idx} must be at least 0 and less than the number of batches ({count})"
+            )
         batch = self.slice(start, end)
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
@@ -132,7 +136,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         if size % chunks:
             raise ContractError(f"batch size ({size}) is not a multiple of chunks ({chunks})")
         if not 0 <= rank < chunks:
-            raise ContractError(f"index OOB: no chunk {rank} of {chunks}")
+            raise ContractError(f"index OOB: chunk {rank} must be at least 0 and less than chunks ({chunks})")
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
@@ -145,7 +149,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             ContractError: the indices are not a permutation of the rows.
         """
         if sorted(reordered_indices) != list(range(self.size)):
-            raise ContractError(f"reordered_indices must name each of the {self.size} rows once")
+            raise ContractError(f"reordered_indices must contain each number from 0 to {self.size - 1} exactly once")
         inverse = torch.empty(len(reordered_indices), dtype=torch.long)
         inverse[torch.tensor(reordered_indices, dtype=torch.long)] = torch.arange(len(reordered_indices))
         self.data = self.select_indices(inverse).data
@@ -230,7 +234,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         described = gather_objects({key: _describe(value) for key, value in self.data.items()}, group)
         alike = [{key: kind for key, (kind, _) in one.items()} for one in described]
         if any(one != alike[0] for one in alike):
-            raise ContractError(f"all_gather: the ranks' entries differ: {alike}")
+            raise ContractError(f"all_gather: all ranks must have the same entries, but they have {alike}")
         gathered = type(self)()
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim:
@@ -292,7 +296,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def _planned(self) -> list[tuple[int, int, int]]:
         """Return (start, end, length) of each microbatch; rows are counted from the first row of this shard."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
-            raise ContractError("the shard was made without sequence_packing_args or dynamic_batching_args")
+            raise ContractError(
+                "this shard has no planned microbatches; make it with sequence_packing_args or dynamic_batching_args"
+            )
         planned, first = [], 0
         for indices, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
             planned += [(first + start, first + end, n) for (start, end), n in zip(indices, lengths, strict=True)]
@@ -327,7 +333,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             ContractError: the batches have different entries.
         """
         if len({tuple(sorted(batch)) for batch in batches}) > 1:
-            raise ContractError(f"batches differ in their entries: {[sorted(batch) for batch in batches]}")
+            raise ContractError(
+                f"all batches must have the same entries, but they have {[sorted(batch) for batch in batches]}"
+            )
         joined = cls()
         for key in batches[0] if batches else ():
             values = [batch[key] for batch in batches]
@@ -453,7 +461,7 @@ class LocalBatch(BatchedDataDict[DictT]):
         super().__init__(entries)
         self.share, self.plans = share, {} if plans is None else plans
         if self.data and self.size != len(share.indices):
-            raise ContractError(f"the batch has {self.size} rows, but its share has {len(share.indices)}")
+            raise ContractError(f"the batch has {self.size} rows, but its share lists {len(share.indices)} rows")
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
         return type(self)(entries, self.share, self.plans)

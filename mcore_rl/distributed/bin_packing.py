@@ -49,7 +49,7 @@ def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
     free: list[tuple[int, int]] = []  # (room, bin), ascending
     for unit in sorted(range(len(size)), key=lambda unit: -size[unit]):
         if size[unit] > capacity:
-            raise ContractError(f"a record of {size[unit]} padded tokens does not fit a pack of {capacity}")
+            raise ContractError(f"a record of {size[unit]} padded tokens does not fit a pack of {capacity} tokens")
         place = bisect.bisect_left(free, (size[unit], -1))
         if place == len(free):
             bins.append([])
@@ -226,7 +226,7 @@ def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[Bin]:
     bins: list[Bin] = []
     for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
         if widths[unit] > capacity:
-            raise ContractError(f"a row of {widths[unit]} tokens does not fit a microbatch of {capacity}")
+            raise ContractError(f"a row of {widths[unit]} tokens does not fit a microbatch of {capacity} tokens")
         if bins and widths[bins[-1][0]] * (len(bins[-1]) + 1) <= capacity:
             bins[-1].append(unit)
         else:

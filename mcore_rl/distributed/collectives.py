@@ -140,7 +140,7 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
         pickle.loads(pickle.dumps(work.result() if error is None and sends_result else error))
     except Exception as unsent:
         if error is None:
-            return WorkerError(f"{where}: the result cannot be sent: {type(unsent).__name__}: {unsent}")
+            return WorkerError(f"{where}: the result cannot be sent to other ranks: {type(unsent).__name__}: {unsent}")
         return WorkerError(f"{where}: {type(error).__name__}: {error}")
     known = type(error).__module__.partition(".")[0] in ("builtins", "mcore_rl")
     return error if error is None or known else WorkerError(f"{where}: {type(error).__name__}: {error}")

@@ -136,8 +136,8 @@ def linear_divergences(
     (teacher_tokens, teacher_width), (teacher_rows, teacher_columns) = sizes[1]
     if (tokens, rows, width, teacher_width) != (teacher_tokens, teacher_rows, columns, teacher_columns):
         raise ContractError(
-            f"hidden states and LM heads must be [T, H] and [Vp, H], with equal T and Vp for both models; the student "
-            f"has {sizes[0]}, the teacher {sizes[1]}"
+            "hidden states must be [T, H] and LM heads [Vp, H], with the same T and Vp in student and teacher; "
+            f"the student has {sizes[0]}, the teacher {sizes[1]}"
         )
     if temperature <= 0:
         raise ContractError(f"temperature must be positive, got {temperature}")

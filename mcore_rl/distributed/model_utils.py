@@ -47,7 +47,7 @@ def from_parallel_logits_to_logprobs(
     cp_size = group_size(cp_group)
     padded = vocab_parallel_logits.shape[1] * cp_size
     if padded < width:
-        raise ContractError(f"the logits have {padded} positions, fewer than the {width} of target")
+        raise ContractError(f"the logits have {padded} positions, but target has {width}")
     layout = PackLayout((width,) * rows, (padded,) * rows, rows * padded, cp_size)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         logits = vocab_parallel_logits.flatten(0, 1)
@@ -91,7 +91,8 @@ def allgather_cp_sharded_tensor(
         return tensor
     if tensor.shape[seq_dim] % 2:
         raise ContractError(
-            f"a context-parallel share must have two chunks of equal length, got {tensor.shape[seq_dim]} tokens"
+            "a context-parallel share must have two chunks of equal length, so its length must be even; got "
+            f"{tensor.shape[seq_dim]} tokens"
         )
     shares = all_gather_forward_reduce_scatter_backward(tensor.movedim(seq_dim, 0), cp_group)
     first, second = shares.chunk(2 * group_size(cp_group))[::2], shares.chunk(2 * group_size(cp_group))[1::2]
@@ -105,7 +106,9 @@ def _get_tokens_on_this_cp_rank(
     if cp_size == 1:
         return input_ids
     if input_ids.shape[seq_dim] % (2 * cp_size):
-        raise ContractError(f"{input_ids.shape[seq_dim]} tokens are not a multiple of 2 x {cp_size}: pad them")
+        raise ContractError(
+            f"the number of tokens ({input_ids.shape[seq_dim]}) must be a multiple of 2 x {cp_size}; pad the sequence"
+        )
     chunks = input_ids.chunk(2 * cp_size, dim=seq_dim)
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]), dim=seq_dim)
 
@@ -114,5 +117,5 @@ def _rank_of_columns(logits: Tensor, start: int, end: int) -> int:
     """Return the index of the vocabulary shard that has the token ids from `start` to `end` − 1."""
     size = logits.shape[-1]
     if end - start != size or start % size:
-        raise ContractError(f"columns {start} … {end} are not a shard of {size} logits")
+        raise ContractError(f"vocab_start_index={start} and vocab_end_index={end} do not fit a shard of {size} logits")
     return start // size

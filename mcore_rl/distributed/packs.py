@@ -49,10 +49,10 @@ class PackLayout:
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.padded_lengths):
-            raise ValueError(f"{len(self.lengths)} lengths but {len(self.padded_lengths)} padded lengths")
+            raise ValueError(f"there are {len(self.lengths)} lengths, but {len(self.padded_lengths)} padded lengths")
         for true, padded in zip(self.lengths, self.padded_lengths, strict=True):
             if not 0 <= true <= padded:
-                raise ValueError(f"sequence of {true} tokens does not fit its padded length {padded}")
+                raise ValueError(f"a sequence has {true} tokens, but its padded length is {padded}")
         multiple = 2 * self.cp_size if self.cp_size > 1 else 1
         if any(n % multiple for n in self.segment_lengths):
             raise ValueError(
@@ -93,7 +93,9 @@ class PackLayout:
         """Lengths of all segments: the padded sequences and the tail, if there is one."""
         tail = self.total - sum(self.padded_lengths)
         if tail < 0:
-            raise ValueError(f"{sum(self.padded_lengths)} padded tokens do not fit a pack of {self.total}")
+            raise ValueError(
+                f"the padded sequences have {sum(self.padded_lengths)} tokens, but the pack has only {self.total}"
+            )
         return self.padded_lengths + ((tail,) if tail else ())
 
     @property

@@ -133,7 +133,7 @@ class JudgeProcesses:
             except Exception as error:
                 lost: Exception = error
                 if isinstance(error, UserError | OSError):
-                    lost = TrainingError(f"a judging process has ended and cannot be started again: {error}")
+                    lost = TrainingError(f"a judging process has ended, and starting it again failed: {error}")
                 for _, future in batch:
                     future.set_exception(lost)
                 continue

@@ -90,19 +90,19 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         if isinstance(result, BaseException):
             raise result
         if result is None:
-            raise ValueError("no reward applies to this sample")
+            raise ValueError("the judge returned no reward (None) for this sample")
         step = step_of(result)
         if not abs(step.reward) <= LARGEST:
-            raise ValueError(f"the reward is {step.reward}")
+            raise ValueError(f"the reward must be a finite number (float32), got {step.reward}")
         if step.error is not None and not (isinstance(step.error, str) and step.error):
             raise TypeError(f"the error must be a text, got {step.error!r}")
         if step.error is not None:
             step = replace(step, error=printable(step.error))
         if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
-            raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
+            raise TypeError(f"rewards must be a dictionary from names to numbers, got {step.rewards!r}")
         for name, reward in step.rewards.items():
             if not _is_number(reward):
-                raise ValueError(f"the reward {name} is {reward!r}")
+                raise ValueError(f"the reward {name} must be a finite number (float32), got {reward!r}")
         if not all(_is_number(reward) for reward in step.token_rewards):
             raise ValueError(f"token_rewards must be finite numbers, got {list(step.token_rewards)!r}")
         if not isinstance(step.done, bool):

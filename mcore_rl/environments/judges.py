@@ -55,7 +55,9 @@ class HTTPJudge:
         answer = await asyncio.to_thread(self._ask, body, self.seconds * max(1, len(samples)))
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list):
-            raise ValueError(f"{self.url} must answer an object with a list of rewards, got {str(answer)[:200]}")
+            raise ValueError(
+                f"{self.url} must answer with an object that has a list of rewards, got {str(answer)[:200]}"
+            )
         if len(rewards) != len(samples):
             raise ValueError(f"{self.url} answered {len(rewards)} rewards for {len(samples)} samples")
         return [Step(**reward) if isinstance(reward, dict) else reward for reward in rewards]
@@ -78,7 +80,7 @@ class HTTPJudge:
             left = seconds - (time.monotonic() - started)
             if attempt + 1 < self.attempts:
                 time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))
-        raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")
+        raise RuntimeError(f"{self.url}: {reason} (in {self.attempts} attempts)")
 
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
         """Send a request; its whole answer must arrive within `seconds`.
@@ -174,7 +176,7 @@ class MathVerify:
         try:
             from math_verify import parse, verify
         except ImportError:
-            raise ImportError("install the math extra (pip install 'mcore_rl[math]')") from None
+            raise ImportError("environment.name=math needs the math extra (pip install 'mcore_rl[math]')") from None
         self.parse, self.verify = parse, verify
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:

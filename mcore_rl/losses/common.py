@@ -119,7 +119,9 @@ def counts_of(data: Mapping[str, Any], mask: Tensor) -> dict[str, Tensor]:
 def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
     """Raise ContractError if `data` lacks one of the `keys`; the error lists every missing key."""
     if missing := [key for key in keys if key not in data]:
-        raise ContractError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
+        raise ContractError(
+            f"{type(loss).__name__}: data lacks {', '.join(missing)}; its keys are {', '.join(sorted(data))}"
+        )
 
 
 def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: object) -> None:
@@ -192,7 +194,9 @@ class LogprobLoss(LossFunction):
             ValueError: a log-probability that is not masked is not finite (checked on the CPU only).
         """
         if data is None or isinstance(data, Tensor) or (next_token_logits is None) == (next_token_logprobs is None):
-            raise ContractError(f"{type(self).__name__}: give data, and next_token_logits or next_token_logprobs")
+            raise ContractError(
+                f"{type(self).__name__}: needs data, and either next_token_logits or next_token_logprobs"
+            )
         entropy = None
         if next_token_logprobs is None:
             next_token_logprobs, entropy = self.next_token_logprobs(
@@ -258,8 +262,8 @@ class LogprobLoss(LossFunction):
         if where := locate_nonfinite(logprobs.detach(), token_mask_of(data, logprobs)):
             row, position = where
             raise ValueError(
-                f"{type(self).__name__}: log-probability of row {row}, position {position} is "
-                f"{logprobs[row, position - 1].item()}"
+                f"{type(self).__name__}: the log-probability of row {row}, position {position} must be finite, "
+                f"got {logprobs[row, position - 1].item()}"
             )
 
 
@@ -324,7 +328,8 @@ def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
     declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
     if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
         raise ContractError(
-            f"{type(loss_fn).__name__}.metric_reductions: {unknown}; known are {', '.join(map(repr, _REDUCE))}"
+            f"{type(loss_fn).__name__}.metric_reductions: {unknown} is not supported; supported are "
+            f"{', '.join(map(repr, _REDUCE))}"
         )
     return declared
 

@@ -312,7 +312,9 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-        raise ContractError(f"{type(self).__name__} cannot use logits: pass it to a policy, which has hidden states")
+        raise ContractError(
+            f"{type(self).__name__} needs hidden states and cannot be called with logits; pass this loss to a policy"
+        )
 
     def from_hidden_states(
         self,

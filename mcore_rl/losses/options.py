@@ -110,7 +110,10 @@ class LossOptions:
         for key, value in cfg.items():
             name = cls.aliases.get(key, key)
             if name in values and values[name] != value:
-                raise ContractError(f"{name} has two values, {values[name]!r} and {value!r} ({key} is another name)")
+                raise ContractError(
+                    f"{name} has two values, {values[name]!r} and {value!r}, because {key} is another name of "
+                    f"{name}; give only one of them"
+                )
             values[name] = value
         return values
 
@@ -124,16 +127,16 @@ class LossOptions:
         if isinstance(cfg, cls):
             return cfg
         if not isinstance(cfg, Mapping):
-            raise ContractError(f"{loss}: its configuration must be a dictionary, got a {type(cfg).__name__}")
+            raise ContractError(f"{loss}: the configuration must be a dictionary, got a {type(cfg).__name__}")
         values = {key: value for key, value in cls.translate(cfg).items() if key not in cls.ignored}
         fields = {field.name: field for field in dataclasses.fields(cls)}
         missing = [name for name, field in fields.items() if cls.requires(field) and name not in values]
         if missing:
-            raise ContractError(f"{loss}: its configuration lacks {', '.join(missing)}")
+            raise ContractError(f"{loss}: the configuration lacks {', '.join(missing)}")
         if unknown := sorted(set(values) - set(fields)):
             nearest = difflib.get_close_matches(unknown[0], fields, n=1)
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-            raise ContractError(f"{loss}: its configuration has unknown keys {', '.join(unknown)}{hint}")
+            raise ContractError(f"{loss}: the configuration has unknown keys {', '.join(unknown)}{hint}")
         try:
             return cls(**values)
         except ContractError as error:

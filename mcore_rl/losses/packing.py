@@ -41,8 +41,8 @@ class SequencePackingLossWrapper:
     def __init__(self, loss_fn: LossFunction, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
         if cu_seqlens_q_padded is not None and cu_seqlens_q_padded.shape != cu_seqlens_q.shape:
             raise ContractError(
-                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_q_padded "
-                f"{tuple(cu_seqlens_q_padded.shape)} must have the same number of entries"
+                f"cu_seqlens_q and cu_seqlens_q_padded must have the same shape, got {tuple(cu_seqlens_q.shape)} "
+                f"and {tuple(cu_seqlens_q_padded.shape)}"
             )
         self.loss_fn = loss_fn
         self.cu_seqlens_q = cu_seqlens_q
@@ -86,7 +86,7 @@ class SequencePackingLossWrapper:
         if logits.ndim != 3 or logits.shape[0] != 1:
             raise ContractError(f"a pack's logits must be [1, T / CP, V / TP], got {tuple(logits.shape)}")
         if len(self.cu_seqlens_q) != rows + 1:
-            raise ContractError(f"cu_seqlens_q has {len(self.cu_seqlens_q) - 1} sequences, data has {rows} rows")
+            raise ContractError(f"cu_seqlens_q has {len(self.cu_seqlens_q) - 1} sequences, but data has {rows} rows")
         layout = PackLayout.from_cu_seqlens(
             self.cu_seqlens_q, self.cu_seqlens_q_padded, logits.shape[1] * cp_size, cp_size
         )
@@ -106,7 +106,8 @@ class SequencePackingLossWrapper:
         size = getattr(self.loss_fn, "rows_per_unit", 1)
         if layout.num_sequences % size:
             raise ContractError(
-                f"{type(self.loss_fn).__name__}: needs a multiple of {size} rows, the pack has {layout.num_sequences}"
+                f"{type(self.loss_fn).__name__}: needs a multiple of {size} rows, but the pack has "
+                f"{layout.num_sequences} rows"
             )
         total: Tensor = logits.new_zeros((), dtype=torch.float32)
         parts, samples = [], []
@@ -142,7 +143,7 @@ def accepted_groups(
     for name, (_, group) in offered.items():
         if name not in taken and group_size(group) > 1:
             raise ContractError(
-                f"{type(loss_fn).__name__} does not take the argument {name}, which it needs: logits are split over "
+                f"{type(loss_fn).__name__} must have a parameter {name}, because the logits are split over "
                 f"{group_size(group)} ranks"
             )
     return taken

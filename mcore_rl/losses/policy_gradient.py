@@ -454,7 +454,9 @@ class PolicyGradientLossFn(LogprobLoss):
             loss = loss + options.reference_policy_kl_penalty * kl
         if options.entropy_bonus:
             if entropy is None:
-                raise ContractError(f"{type(self).__name__}: entropy_bonus needs logits, or the entropies [B, S - 1]")
+                raise ContractError(
+                    f"{type(self).__name__}: entropy_bonus needs logits, or the argument entropies [B, S - 1]"
+                )
             loss = loss - options.entropy_bonus * mean(entropy)
         likelihoods = self._likelihoods(next_token_logprobs, batch, data)
         for weight, name in LIKELIHOODS.items():
@@ -684,7 +686,9 @@ class ValueLossFn(LossFunction):
 
     def __init__(self, value_clip: float | None = None) -> None:
         if value_clip is not None and not value_clip > 0:
-            raise ContractError(f"ValueLossFn: value_clip must be more than 0, or None for no clip, got {value_clip}")
+            raise ContractError(
+                f"ValueLossFn: value_clip must be more than 0, or None to clip nothing, got {value_clip}"
+            )
         self.value_clip = value_clip
         self.required_keys = ("token_mask", "sample_mask", "returns", *(() if value_clip is None else ("values",)))
 

@@ -198,7 +198,9 @@ class ClippedPGOptions(PolicyLossOptions):
                 raise ContractError(f"use_cispo: must be true or false, got {cispo!r}")
             clip_type = "cispo" if cispo else "ppo"
             if values.setdefault("clip_type", clip_type) != clip_type:
-                raise ContractError(f"use_cispo={cispo} and clip_type={values['clip_type']} contradict each other")
+                raise ContractError(
+                    f"use_cispo={cispo} and clip_type={values['clip_type']} contradict each other; give only clip_type"
+                )
         return values
 
     def check(self) -> None:
@@ -369,7 +371,9 @@ def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
     known = {field.name for field in fields(chosen)} | set(chosen.aliases)
     for key in sorted(set(cfg) - known):
         if owners := [other for other, kind in POLICY_LOSS_OPTIONS.items() if key in kind.__dataclass_fields__]:
-            raise ContractError(f"{key}: is an option of name={' or '.join(owners)}, not of {name}")
+            raise ContractError(
+                f"{key}: is an option of name={' or '.join(owners)}, not of name={name}; leave {key} out"
+            )
     return chosen
 
 
@@ -385,7 +389,7 @@ def policy_loss_options(cfg: Mapping[str, Any] | PolicyLossOptions, loss: str) -
     if isinstance(cfg, PolicyLossOptions):
         return cfg
     if not isinstance(cfg, Mapping):
-        raise ContractError(f"{loss}: its configuration must be a dictionary, got a {type(cfg).__name__}")
+        raise ContractError(f"{loss}: the configuration must be a dictionary, got a {type(cfg).__name__}")
     try:
         chosen = options_class(cfg)
     except ContractError as error:

@@ -319,7 +319,7 @@ class PreferenceLoss(LossFunction):
         """
         rewards = rewards if logits is None else logits
         if rewards is None or data is None:
-            raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
+            raise ContractError(f"{type(self).__name__}: needs rewards [2n] and data")
         require_keys(data, ("sample_mask",), self)
         rewards = rewards.squeeze(-1) if rewards.ndim == 2 else rewards
         rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
@@ -343,7 +343,9 @@ class PreferenceLoss(LossFunction):
             ContractError: the number of rows is odd.
         """
         if tensor.shape[0] % 2:
-            raise ContractError(f"{type(self).__name__}: pairs need an even number of rows, got {tensor.shape[0]}")
+            raise ContractError(
+                f"{type(self).__name__}: needs an even number of rows (pairs of responses), got {tensor.shape[0]}"
+            )
         return tensor[::2], tensor[1::2]
 
     def _preference_loss(
@@ -433,7 +435,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.options = DPOOptions.from_config(cfg, type(self).__name__)
         if self.options.use_weighting and not isinstance(self, WeightedDPOLossFn):
-            raise ContractError(f"{type(self).__name__}: use_weighting=True is for WeightedDPOLossFn")
+            raise ContractError(f"{type(self).__name__}: does not support use_weighting=True; use WeightedDPOLossFn")
         self.sft_loss = NLLLoss()
         # These properties are cached, because every microbatch reads them.
         self.kinds, self.averages = self.options.preference_losses, self.options.averages
@@ -619,7 +621,7 @@ class WeightedDPOLossFn(DPOLossFn):
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         super().__init__(cfg)
         if not self.options.use_weighting:
-            raise ContractError(f"{type(self).__name__}: use_weighting=False is for DPOLossFn")
+            raise ContractError(f"{type(self).__name__}: does not support use_weighting=False; use DPOLossFn")
 
     def __call__(  # type: ignore[override]  # called with logits, not rewards
         self,
@@ -633,14 +635,18 @@ class WeightedDPOLossFn(DPOLossFn):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss from logits. `groups` are the parallel groups, in the order of `LogprobLoss.__call__`."""
         if data is None or next_token_logits is None or next_token_logprobs is not None:
-            raise ContractError(f"{type(self).__name__}: give data and next_token_logits, not log-probabilities")
+            raise ContractError(
+                f"{type(self).__name__}: needs data and next_token_logits; log-probabilities are not enough"
+            )
         logprobs, _ = self.next_token_logprobs(next_token_logits, data, *groups, **named_groups)
         with torch.no_grad():
             doubled, _ = self.next_token_logprobs(2 * next_token_logits, data, *groups, **named_groups)
         return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
 
     def from_logprobs(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-        raise ContractError(f"{type(self).__name__} needs whole distributions: give it logits or hidden states")
+        raise ContractError(
+            f"{type(self).__name__} needs whole distributions, not log-probabilities; pass logits or hidden states"
+        )
 
     def from_hidden_states(
         self,

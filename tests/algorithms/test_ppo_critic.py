@@ -266,10 +266,10 @@ def test_a_loss_of_nothing_is_nothing():
 
 
 def test_wrong_arguments_of_the_loss():
-    with pytest.raises(ContractError, match="value_clip must be more than 0, or None for no clip, got 0"):
+    with pytest.raises(ContractError, match="value_clip must be more than 0, or None to clip nothing, got 0"):
         ValueLossFn(0.0)
     data = {"returns": torch.zeros(1, 3), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-    with pytest.raises(ContractError, match="ValueLossFn: data lacks values; it has"):
+    with pytest.raises(ContractError, match="ValueLossFn: data lacks values; its keys are"):
         ValueLossFn(0.2)(torch.zeros(1, 3), data, torch.ones(()), torch.ones(()))
     with pytest.raises(ContractError, match=r"returns must be \(1, 4\), got \(1, 3\)"):
         ValueLossFn()(torch.zeros(1, 4), {**data, "token_mask": torch.ones(1, 4)}, torch.ones(()), torch.ones(()))

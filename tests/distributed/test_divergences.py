@@ -181,7 +181,7 @@ def test_bad_input():
         (
             HiddenAndHead(teacher.hidden[:2], teacher.weight),
             {},
-            r"equal T and Vp for both models; the student has \(\(3, 7\), \(8, 7\)\)",
+            r"the same T and Vp in student and teacher; the student has \(\(3, 7\), \(8, 7\)\)",
         ),
         (HiddenAndHead(teacher.hidden, teacher.weight[:7]), {}, r"the teacher \(\(3, 7\), \(7, 7\)\)"),
         (teacher, {"temperature": 0.0}, "temperature must be positive"),

@@ -304,7 +304,7 @@ def test_run_saves_offloaded_state_when_judge_is_lost(processes, files, monkeypa
     (files / "calls_of_dying").unlink(missing_ok=True)
     ended = run("train_grpo.py", *overrides, processes=processes, check=False)
     assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
-    assert "a judging process has ended and cannot be started again" in ended.stderr_text
+    assert "a judging process has ended, and starting it again failed" in ended.stderr_text
     assert "RuntimeError: the judge is gone" in ended.stderr_text
     (name,) = saved(out)
     state = torch.load(out / "checkpoints" / name / "common.pt", weights_only=True)["state"]

@@ -62,7 +62,10 @@ def test_a_server_that_tells_no_experts_is_named(root, tmp_path):
     with serving(root / "mixture", tmp_path, []) as (urls, _, _):
         process, _ = train(root, tmp_path.name, *options, urls, check=False)
     assert process.returncode == 3 and process.stderr_text.count("\n") == 1
-    assert "its response has no routed_experts (it must run with --enable-return-routed-experts)" in process.stderr_text
+    assert (
+        "its response has no routed_experts; start the server with --enable-return-routed-experts"
+        in process.stderr_text
+    )
 
 
 # ------------------------------------------------------------------ sampling masks
@@ -199,7 +202,7 @@ def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
         assert [server.wait(5) for server in processes] == [-signal.SIGKILL] * 2
     assert process.returncode == 3
     errors = [line for line in process.stderr_text.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "no vLLM server is left; the last one's failure: http://127.0.0.1:" in errors[0]
+    assert len(errors) == 1 and "no vLLM server is left; the last server's failure: http://127.0.0.1:" in errors[0]
     assert [step["step"] for step in metrics] == [1, 2]
 
 

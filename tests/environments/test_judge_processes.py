@@ -55,7 +55,7 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert errors["raise"] == "ValueError: no such answer"
     assert errors["hang"] == "no answer within environment.time_limit_seconds=1"
     assert errors["die"] == "the process that judged it died"
-    assert errors["nan"] == "ValueError: the reward is nan"
+    assert errors["nan"] == "ValueError: the reward must be a finite number (float32), got nan"
     assert errors["ab"] is None
     wrong = judged(environment, [Sample(log("say", response), {}) for response in ("observe", "half", "done")])
     assert wrong[0].error == "TypeError: the observation must be a text, got 5"

@@ -56,7 +56,7 @@ def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
 @pytest.mark.parametrize(
     ("bad", "error"),
     and_long(
-        [("none", "ValueError: no reward applies to this sample")],
+        [("none", "ValueError: the judge returned no reward (None) for this sample")],
         [
             ("die", "the process that judged it died"),
             ("raise", "ValueError: no such completion"),
@@ -187,7 +187,7 @@ def test_weighted_judge_sums_rewards(judge):
     assert steps[1].reward == 0.0
     assert (steps[2].reward, steps[2].error) == (0.0, "length: ValueError: no such completion")
     only = judge([sample("none", scale=1)], name="weighted", rewards={"length": rewards["length"]})
-    assert only[0].error == "ValueError: no reward applies to this sample"
+    assert only[0].error == "ValueError: the judge returned no reward (None) for this sample"
 
 
 @pytest.mark.long
@@ -234,8 +234,16 @@ def test_weighted_judge_sums_token_rewards(judge):
 
 def test_invalid_step_fails_only_its_sample(judge):
     steps = judge([sample(text) for text in ODD], name="function", function="judge_functions:oddly", num_workers=1)
-    told = ("rewards must be numbers by name, got None", "the reward a is 'x'", "the reward a is nan")
-    for step, error in zip(steps, (*told, "the reward a is True", "the error must be a text, got ''"), strict=True):
+    told = (
+        "rewards must be a dictionary from names to numbers, got None",
+        "the reward a must be a finite number (float32), got 'x'",
+        "the reward a must be a finite number (float32), got nan",
+    )
+    for step, error in zip(
+        steps,
+        (*told, "the reward a must be a finite number (float32), got True", "the error must be a text, got ''"),
+        strict=True,
+    ):
         assert step.reward == 0.0 and step.error.endswith(error), step
 
 
@@ -297,7 +305,7 @@ def test_http_judge_accepts_numbers_null_and_objects(judge, remote):
     _, url = remote(lambda n, body: (200, {"rewards": [[0.5, None, going][s["record"]["n"]] for s in body["samples"]]}))
     steps = judge([sample("x", n=n) for n in range(3)], name="http", url=url, num_workers=1, batch_size=3)
     assert steps[0] == Step(0.5)
-    assert steps[1].error == "ValueError: no reward applies to this sample"
+    assert steps[1].error == "ValueError: the judge returned no reward (None) for this sample"
     assert steps[2] == Step(0.25, done=False, observation="go on")
 
 
@@ -308,9 +316,9 @@ def test_http_judge_accepts_numbers_null_and_objects(judge, remote):
         (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
         (lambda n, body: time.sleep(30), 3, 2, r"took too long \(2 attempts\)"),
         (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
-        (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer an object with a list of"),
-        (lambda n, body: (200, [1]), 3, 1, "/judge must answer an object with a list of rewards, got \\[1\\]"),
-        (lambda n, body: (200, {"rewards": [{"reward": 1, "rewards": None}]}), 3, 1, "rewards must be numbers by name"),
+        (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer with an object that has a list of"),
+        (lambda n, body: (200, [1]), 3, 1, "/judge must answer with an object that has a list of rewards, got \\[1\\]"),
+        (lambda n, body: (200, {"rewards": [{"reward": 1, "rewards": None}]}), 3, 1, "rewards must be a dictionary"),
         (None, 3, 0, r"does not answer \(2 attempts\)"),
     ],
     ids=["fails", "refuses", "hangs", "too few", "other words", "a list", "no rewards", "not there"],

@@ -647,7 +647,7 @@ def test_servers_die_while_they_answer_and_while_they_get_weights(root, served):
     same, left, difference, end, said = results[0]
     assert same and left
     assert difference < CLOSE
-    assert end.startswith("no vLLM server is left; the last one's failure: http://127.0.0.1:")
+    assert end.startswith("no vLLM server is left; the last server's failure: http://127.0.0.1:")
     assert results[1][3] == end, "every rank ends"
     assert len(said) == 3, said
     assert served.process.wait(60) == 3

@@ -64,9 +64,9 @@ FAILURES = {
             200,
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(("a.2", "a.3"))]},
         ),
-        "has the weights of version a.2/a.3, not a.3",
+        "has weights of version a.2/a.3; version a.3 or newer is needed",
     ),
-    "aborted": (lambda n: (200, {"finish_reason": "abort"}), "the request ended early"),
+    "aborted": (lambda n: (200, {"finish_reason": "abort"}), "the request ended before its response was complete"),
 }
 
 
@@ -84,7 +84,7 @@ def test_what_a_failed_server_was_asked_is_asked_of_another(behave, reason):
 def test_none_left_is_told_in_one_line():
     with pool_of(lambda n: (500, {}), lambda n: (None, {})) as (pool, _, dropped):
         with pytest.raises(
-            TrainingError, match=r"^no vLLM server is left; the last one's failure: http://\S+: [^\n]+$"
+            TrainingError, match=r"^no vLLM server is left; the last server's failure: http://\S+: [^\n]+$"
         ):
             ask_all(pool)
         assert len(dropped) == 2
@@ -121,7 +121,7 @@ def test_weights_may_change_while_a_server_answers():
         pool.settle(list(pool.servers))
         changing.set()
         assert first.result(20).weight_versions == [(3, 1), (4, 1)]
-        with pytest.raises(TrainingError, match=r"has the weights of version a.3/a.4, not a.4"):
+        with pytest.raises(TrainingError, match=r"has weights of version a.3/a.4; version a.4 or newer is needed"):
             pool.submit(GROUPS[0][0], PARAMS).result(20)
         assert len(dropped) == 1
         with pytest.raises(TrainingError, match="no vLLM server is left"):

@@ -60,21 +60,24 @@ def changed(index, value):
 
 WRONG = {
     "none": (None, "has no routed_experts .it must run with --enable-return-routed-experts."),
-    "of fewer tokens": (encode(told(8)), r"of shape \(7, 5, 2\) and type uint16, not \(8, 5, 2\)"),
+    "of fewer tokens": (encode(told(8)), r"of shape \(7, 5, 2\) and type uint16; the shape must be \(8, 5, 2\)"),
     "of more tokens": (encode(told(10)), r"of shape \(9, 5, 2\)"),
     "of sparse layers alone": (encode(told(9)[:, [1, 2, 4]]), r"of shape \(8, 3, 2\)"),
     "of fewer experts": (encode(told(9)[..., :1]), r"of shape \(8, 5, 1\)"),
     "flat": (encode(told(9).ravel()), r"of shape \(80,\)"),
-    "of another type": (encode(told(9).astype(np.float32)), "type float32, not .* one of uint8, uint16, int32"),
+    "of another type": (
+        encode(told(9).astype(np.float32)),
+        "type float32; the shape must be .* one of uint8, uint16, int32",
+    ),
     "long": (encode(told(9).astype(np.int64)), "type int64"),
-    "no such expert": (changed((3, 2, 1), 300), "to 300; there are 300 experts"),
+    "no such expert": (changed((3, 2, 1), 300), "to 300, but the model has 300 experts"),
     "negative": (changed((0, 4, 0), -1), "from -1 to"),
-    "twice": (changed((7, 1), (4, 4)), "that name an expert twice"),
-    "not written": (changed((5,), 0), "that name an expert twice"),
-    "not base64": ("%%%", "that are not an array"),
-    "empty": ("", "that are not an array"),
-    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that are not an array"),
-    "pickled": (encode(np.array([{}]), allow_pickle=True), "that are not an array"),
+    "twice": (changed((7, 1), (4, 4)), "that contain the same expert twice"),
+    "not written": (changed((5,), 0), "that contain the same expert twice"),
+    "not base64": ("%%%", "that cannot be read as an array"),
+    "empty": ("", "that cannot be read as an array"),
+    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that cannot be read as an array"),
+    "pickled": (encode(np.array([{}]), allow_pickle=True), "that cannot be read as an array"),
 }
 
 

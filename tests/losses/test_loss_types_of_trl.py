@@ -215,13 +215,13 @@ def test_weights_of_pairs_equal_trls(kind):
 def test_weighted_loss_refuses_logprobs():
     logprobs, data = batch()
     loss_fn = WeightedDPOLossFn({**OPTIONS, "use_weighting": True})
-    with pytest.raises(ContractError, match="needs whole distributions: give it logits or hidden states"):
+    with pytest.raises(ContractError, match="needs whole distributions, not log-probabilities; pass logits"):
         loss_fn.from_logprobs(logprobs, data, torch.tensor(10.0), None)
-    with pytest.raises(ContractError, match="give data and next_token_logits, not log-probabilities"):
+    with pytest.raises(ContractError, match="needs data and next_token_logits; log-probabilities are not"):
         loss_fn(data=data, global_valid_seqs=torch.tensor(10.0), next_token_logprobs=logprobs)
-    with pytest.raises(ContractError, match="use_weighting=True is for WeightedDPOLossFn"):
+    with pytest.raises(ContractError, match="does not support use_weighting=True; use WeightedDPOLossFn"):
         DPOLossFn({**OPTIONS, "use_weighting": True})
-    with pytest.raises(ContractError, match="use_weighting=False is for DPOLossFn"):
+    with pytest.raises(ContractError, match="does not support use_weighting=False; use DPOLossFn"):
         WeightedDPOLossFn(OPTIONS)
 
 

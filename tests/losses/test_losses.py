@@ -460,7 +460,7 @@ def test_shapes_that_do_not_fit():
         NLLLoss()(logits, data, seqs, None)
     with pytest.raises(ValueError, match="even number of rows"):
         DPOLossFn(DPO)(logits[:3], data.slice(0, 3), seqs, toks)
-    with pytest.raises(ValueError, match="cu_seqlens_q has 2 sequences, data has 6"):
+    with pytest.raises(ValueError, match="cu_seqlens_q has 2 sequences, but data has 6"):
         SequencePackingLossWrapper(NLLLoss(), torch.tensor([0, 4, 8]))(logits[:1], data, seqs, toks)
     data["advantages"] = data["advantages"][:, :-1]
     with pytest.raises(ValueError, match="advantages must be"):

@@ -158,7 +158,7 @@ def _refuse_split_logits():
     packed, true, padded = pack(logits, data, multiple=4, tail=0)
     with pytest.raises(
         ValueError,
-        match="OwnMetrics does not take the argument vocab_parallel_rank, which it needs: logits are split over 2",
+        match="OwnMetrics must have a parameter vocab_parallel_rank, because the logits are split over 2",
     ):
         SequencePackingLossWrapper(OwnMetrics(), true, padded)(
             packed, data, seqs, toks, torch.distributed.get_rank(), torch.distributed.group.WORLD
@@ -235,7 +235,7 @@ def test_losses_take_logprobs_by_name():
         lambda: NLLLoss()(data=data, **counts),
         lambda: NLLLoss()(logits, data, seqs, toks, next_token_logprobs=ready),
     ):
-        with pytest.raises(ValueError, match="give data, and next_token_logits or next_token_logprobs"):
+        with pytest.raises(ValueError, match="needs data, and either next_token_logits or next_token_logprobs"):
             call()
 
 
@@ -282,7 +282,7 @@ def test_options_are_attributes_under_their_other_names_too():
 
 
 def test_context_parallel_shares_of_odd_lengths_are_refused():
-    with pytest.raises(AssertionError, match="6 tokens are not a multiple of 2 x 2"):
+    with pytest.raises(AssertionError, match="tokens \(6\) must be a multiple of 2 x 2"):
         model_utils._get_tokens_on_this_cp_rank(torch.zeros(1, 6), 0, 2)
 
 
@@ -376,5 +376,7 @@ def test_logprobs_by_the_references_names(tp, cp):
         torch.testing.assert_close(of_pack, expected.detach())
         for gradient in gradients:
             torch.testing.assert_close(gradient, logits.grad[..., start:end])
-    with pytest.raises(AssertionError, match=r"columns 3 … 9 are not a shard of 12 logits"):
+    with pytest.raises(
+        AssertionError, match=r"vocab_start_index=3 and vocab_end_index=9 do not fit a shard of 12 logits"
+    ):
         model_utils.from_parallel_logits_to_logprobs(logits.detach(), ids, 3, 9, None)

@@ -141,7 +141,7 @@ def test_vllm_s_sampling_mask_is_checked():
     assert decode_sampling_mask([[1, 5], [2]], [5, 2]).ids.tolist() == [1, 5, 2]
     for mask, tokens, message in (
         (None, [5], "no sampling_mask"),
-        ([[1]], [1, 2], "of 1 positions for a response of 2"),
+        ([[1]], [1, 2], "of 1 positions, but 2 tokens"),
         ([[1], [3]], [1, 2], "without the sampled token 2 at position 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -424,7 +424,9 @@ class MegatronGeneration(GenerationInterface):
         self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
         self.model = model
         if record_experts and not isinstance(model.family, Mixture):
-            raise UserError(f"model.moe_router_replay: {model.family.model_type} has no experts; leave it out")
+            raise UserError(
+                f"model.moe_router_replay: {model.family.model_type} has no experts; leave model.moe_router_replay out"
+            )
         self.record_experts, self.family = record_experts, model.family
         self.max_sequence_length, self.tokenizer = max_sequence_length, tokenizer
         self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens

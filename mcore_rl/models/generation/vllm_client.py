@@ -43,20 +43,22 @@ def decode_routed_experts(
         ValueError: `encoded` is missing or invalid; the message contains what was found and what was expected.
     """
     if encoded is None:
-        raise ValueError("no routed_experts (it must run with --enable-return-routed-experts)")
+        raise ValueError("no routed_experts; start the server with --enable-return-routed-experts")
     array = _load(encoded)
     expected = (num_tokens - 1, len(experts.sparse_layers), experts.topk)
     if array.shape != expected or array.dtype.name not in DTYPES:
         raise ValueError(
-            f"routed_experts of shape {array.shape} and type {array.dtype}, not {expected} (tokens fed to the model, "
-            f"layers, experts per token) and one of {', '.join(DTYPES)}"
+            f"routed_experts of shape {array.shape} and type {array.dtype}; the shape must be {expected} (tokens "
+            f"fed to the model, layers, experts per token), the type one of {', '.join(DTYPES)}"
         )
     chosen = array[:, list(experts.sparse_layers)].astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts.count:
-        raise ValueError(f"routed_experts from {chosen.min()} to {chosen.max()}; there are {experts.count} experts")
+        raise ValueError(
+            f"routed_experts from {chosen.min()} to {chosen.max()}, but the model has {experts.count} experts"
+        )
     ordered = np.sort(chosen, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():  # true of rows that were never written
-        raise ValueError("routed_experts that name an expert twice for a token")
+        raise ValueError("routed_experts that contain the same expert twice for a token")
     return torch.from_numpy(np.pad(chosen, ((0, 1), (0, 0), (0, 0)), constant_values=-1)).short()
 
 
@@ -71,9 +73,9 @@ def decode_sampling_mask(mask: Any, token_ids: Sequence[int]) -> KeptTokens:
         ValueError: the mask is missing, has another length than the response, or lacks a sampled token.
     """
     if mask is None:
-        raise ValueError("no sampling_mask (it must run with --return-sampling-mask)")
+        raise ValueError("no sampling_mask; start the server with --return-sampling-mask")
     if len(mask) != len(token_ids):
-        raise ValueError(f"a sampling_mask of {len(mask)} positions for a response of {len(token_ids)} tokens")
+        raise ValueError(f"a sampling_mask of {len(mask)} positions, but {len(token_ids)} tokens")
     for position, (kept, token) in enumerate(zip(mask, token_ids, strict=True)):
         if token not in kept:
             raise ValueError(f"a sampling_mask without the sampled token {token} at position {position}")
@@ -84,7 +86,7 @@ def _load(encoded: str) -> np.ndarray[Any, Any]:
     try:
         return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"routed_experts that are not an array ({error})") from None
+        raise ValueError(f"routed_experts that cannot be read as an array ({error})") from None
 
 
 T = TypeVar("T")
@@ -210,7 +212,10 @@ class VLLMServer:
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
-            raise ServerError(f"{self.url}: the request ended early (finish_reason={choice['finish_reason']})")
+            raise ServerError(
+                f"{self.url}: the request ended before its response was complete "
+                f"(finish_reason={choice['finish_reason']})"
+            )
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
         if self.experts is not None:
@@ -334,7 +339,7 @@ class ServerPool:
             now = time.monotonic()
             task.busy_since = task.busy_since or now
             if now - task.busy_since > self._seconds:
-                return _resolve(task.future, RequestError(f"{error} (for {self._seconds:g} s)"))
+                return _resolve(task.future, RequestError(f"{error} (tried again for {self._seconds:g} s)"))
             time.sleep(BUSY_SECONDS)
         elif not is_lost:
             task.attempts += 1
@@ -371,7 +376,7 @@ class ServerPool:
         if not numbers or min(numbers) < oldest:
             has = "/".join(sorted({name for name, _ in answer.spans}))
             wanted = next((name for name, number in self._versions.items() if number == oldest), "none")
-            raise WrongServerError(f"{server.url}: has the weights of version {has}, not {wanted}")
+            raise WrongServerError(f"{server.url}: has weights of version {has}; version {wanted} or newer is needed")
         spans = [(number, tokens) for number, (_, tokens) in zip(numbers, answer.spans, strict=True)]
         return replace(answer.response, weight_versions=spans)
 
@@ -404,7 +409,7 @@ class ServerPool:
         self._control.shutdown(wait=False, cancel_futures=True)
 
     def _none_left(self) -> TrainingError:
-        return TrainingError(f"no vLLM server is left; the last one's failure: {self.last_failure}")
+        return TrainingError(f"no vLLM server is left; the last server's failure: {self.last_failure}")
 
     def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
         """Call `call` for all servers concurrently; return the results by URL.

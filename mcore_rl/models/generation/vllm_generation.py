@@ -277,8 +277,8 @@ class VLLMGeneration(StreamingGeneration):
         lack = f"{lacking[0]} does not run with --return-sampling-mask"
         if self.config.rollouts.keep_sampling_mask:
             raise UserError(
-                f"generation.vllm.urls: {lack}, which {self.config.algorithm}.keep_sampling_mask needs; "
-                "start it by scripts/serve_vllm.py with this configuration"
+                f"generation.vllm.urls: {lack}, which {self.config.algorithm}.keep_sampling_mask needs; start the "
+                "server with scripts/serve_vllm.py and this configuration"
             )
         self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
         return False
@@ -410,7 +410,9 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
             if ended is not None:
                 raise UserError(f"generation.vllm: the server {server.url} did not start: {ended}") from None
             if time.monotonic() > deadline:
-                raise UserError(f"generation.vllm: {error} (within generation.vllm.start_seconds)") from None
+                raise UserError(
+                    f"generation.vllm: the server was not ready within generation.vllm.start_seconds: {error}"
+                ) from None
         time.sleep(POLL_SECONDS)
 
 
@@ -420,13 +422,14 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
         raise UserError(
-            f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
-            f"but data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
+            f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, but "
+            f"data.max_sequence_length is {wanted}; start the server with scripts/serve_vllm.py and this "
+            "configuration"
         )
     if config.generation.offload and platform.has_gpu() and not _option(server, "enable_sleep_mode", unknown=True):
         raise UserError(
-            f"generation.offload: {server.url} runs without --enable-sleep-mode; start it by scripts/serve_vllm.py "
-            "with this configuration"
+            f"generation.offload: {server.url} runs without --enable-sleep-mode; start the server with "
+            "scripts/serve_vllm.py and this configuration"
         )
 
 

@@ -160,8 +160,9 @@ def _check_precision(path: Path) -> None:
     file = path / "config.json"
     if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
         raise UserError(
-            f"generation.backend: vLLM would keep {path} quantized, but gets weights in bfloat16; set model.path to a "
-            "copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then megatron-to-hf)"
+            f"generation.backend: vLLM would keep {path} quantized, but the trainer sends weights in bfloat16; "
+            "set model.path to a copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then "
+            "megatron-to-hf)"
         )
 
 
@@ -180,7 +181,9 @@ def _check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UserError(f"generation.vllm.port: a server cannot listen on {host}:{port} ({error.strerror})") from None
+        raise UserError(
+            f"generation.vllm.port: a server cannot listen on {host}:{port} ({error.strerror}); choose another port"
+        ) from None
 
 
 def _last_error(printed: str) -> str:
