@@ -244,9 +244,7 @@ def _check(logits: Tensor, targets: Tensor, group: ProcessGroup | None, rank: in
             f"logits {tuple(logits.shape)} must be [T, Vp] and targets {tuple(targets.shape)} [T] or [T, K]"
         )
     if group is not None and rank != group_rank(group):
-        raise ContractError(
-            f"vocab_parallel_rank is {rank}, but this process has the rank {group_rank(group)} in its group"
-        )
+        raise ContractError(f"vocab_parallel_rank is {rank}, but the rank of this process is {group_rank(group)}")
     if temperature <= 0:
         raise ContractError(f"temperature must be positive, got {temperature}")
 
@@ -278,9 +276,7 @@ def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: 
     """
     whole = shard_size * group_size(group) if vocab_size is None else vocab_size
     if not 1 <= k <= whole:
-        raise ContractError(
-            f"vocab_parallel_topk: k must be at least 1 and at most the vocabulary size ({whole}), got {k}"
-        )
+        raise ContractError(f"vocab_parallel_topk: k must be at least 1 and at most {whole} (vocabulary), got {k}")
 
 
 def shard_topk(

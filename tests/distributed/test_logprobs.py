@@ -298,14 +298,14 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"logits \(3, 4\)"):
         vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.long))
     for k in (0, 5):
-        with pytest.raises(ValueError, match=f"k must be at least 1 and at most the vocabulary size \\(4\\), got {k}"):
+        with pytest.raises(ValueError, match=f"k must be at least 1 and at most 4 \\(vocabulary\\), got {k}"):
             vocab_parallel_topk(torch.zeros(3, 4), k)
 
 
 def wrong_rank():
     group = torch.distributed.group.WORLD
     other = 1 - torch.distributed.get_rank()
-    with pytest.raises(ValueError, match="but this process has the rank"):
+    with pytest.raises(ValueError, match="but the rank of this process is"):
         vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), group, rank=other)
 
 

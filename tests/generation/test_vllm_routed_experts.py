@@ -59,7 +59,7 @@ def changed(index, value):
 
 
 WRONG = {
-    "none": (None, "has no routed_experts .it must run with --enable-return-routed-experts."),
+    "none": (None, "has no routed_experts; start the server with --enable-return-routed-experts"),
     "of fewer tokens": (encode(told(8)), r"of shape \(7, 5, 2\) and type uint16; the shape must be \(8, 5, 2\)"),
     "of more tokens": (encode(told(10)), r"of shape \(9, 5, 2\)"),
     "of sparse layers alone": (encode(told(9)[:, [1, 2, 4]]), r"of shape \(8, 3, 2\)"),
