@@ -85,7 +85,9 @@ def main() -> int:
     with exit_on_error():
         names = [part.name for part in PARTS]
         if unknown := set(arguments.only or ()) - set(names):
-            raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
+            raise UserError(
+                f"--only {' '.join(sorted(unknown))}: there is no such check; the checks are {', '.join(names)}"
+            )
         chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
         here = surroundings(arguments.rehearse)
         arguments.output.mkdir(parents=True, exist_ok=True)

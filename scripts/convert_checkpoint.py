@@ -54,14 +54,16 @@ def hf_to_megatron(model: Path, destination: Path) -> None:
 
 def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> None:
     if destination.exists():
-        raise UserError(f"{destination} exists already")
+        raise UserError(f"{destination} exists already; name a new directory")
     iteration = find_iteration(checkpoint)
     if problems := digest_problems(iteration):
         raise UserError(f"{iteration} is damaged: {'; '.join(problems)}")
     config = read_yaml(iteration / "config.yaml")
     source = model or Path(str(config.get("model", {}).get("path")))
     if not source.is_dir():
-        raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
+        raise UserError(
+            f"the model {source}, from which {iteration} was trained, does not exist; name its directory with --model"
+        )
     check_model_directory(source)
     choose_device()
     from mcore_rl.models.megatron.checkpoint.convert import megatron_to_hf

@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
     if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty, and nothing is written over; name a new directory")
+        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     taught = [teach(*generator.choice(known), generator) for _ in range(TEACHER_EXAMPLES)]
     write_jsonl(directory / "sft_train.jsonl", taught)

@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
     if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty, and nothing is written over; name a new directory")
+        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
         write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))

@@ -42,8 +42,8 @@ def servers_on(gpus: int, tensor_parallel_size: int) -> int:
     """Return the number of servers that fill the GPUs."""
     if gpus % tensor_parallel_size:
         raise UserError(
-            f"generation.vllm.tensor_parallel_size={tensor_parallel_size}: must divide the {gpus} GPUs of the node; "
-            "set generation.vllm.num_servers to leave some unused"
+            f"generation.vllm.tensor_parallel_size={tensor_parallel_size}: must divide the number of GPUs of the "
+            f"node ({gpus}); to leave some GPUs unused, set generation.vllm.num_servers"
         )
     return gpus // tensor_parallel_size
 

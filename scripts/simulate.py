@@ -122,20 +122,20 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
     factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size
     if not (1 <= factor <= ranks or (arguments.search and factor >= 1)):
         raise UserError(
-            f"--expert-imbalance {factor:g}: must be 1 to parallel.expert_model_parallel_size={ranks}; a rank with all "
-            "tokens has this many times the mean"
+            f"--expert-imbalance {factor:g}: must be at least 1 and at most "
+            f"parallel.expert_model_parallel_size={ranks}, the factor of a rank that gets all tokens"
         )
     for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
         if arguments.search and given is not None:
-            raise UserError(f"{option}: is of one layout; leave out --search")
+            raise UserError(f"{option}: needs a single layout; leave out --search")
     if arguments.ranks is not None:
         config.parallel.data_parallel_size(arguments.world_size)
         chosen_ranks(config, arguments.world_size, arguments.ranks)
     part = arguments.response_part
     if part is not None and arguments.lengths is None:
-        raise UserError("--response-part: needs --lengths; without it the data determine the answers")
+        raise UserError("--response-part: needs --lengths; without --lengths the data determine the responses")
     if part is not None and not 0 < part <= 1:
-        raise UserError(f"--response-part {part}: is a part of a sequence, above 0 and at most 1")
+        raise UserError(f"--response-part {part}: must be a fraction of a sequence, above 0 and at most 1")
 
 
 def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None:
@@ -148,9 +148,12 @@ def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None
         return None
     lengths = [whole_number(word) or 0 for word in arguments.lengths.split(",")]
     if min(lengths) < 2:
-        raise UserError(f"--lengths {arguments.lengths[:80]}: write numbers of tokens, at least 2, with commas between")
+        raise UserError(f"--lengths {arguments.lengths[:80]}: write numbers of tokens, at least 2, separated by commas")
     if max(lengths) > config.data.max_sequence_length:
-        raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
+        raise UserError(
+            f"--lengths: the longest is {max(lengths)}, more than "
+            f"data.max_sequence_length={config.data.max_sequence_length}"
+        )
     return lengths
 
 

@@ -48,7 +48,9 @@ def main() -> int:
             check_file(source)
         layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
         if not layouts:
-            raise UserError(f"--max-processes {arguments.max_processes}: leaves none of the layouts")
+            raise UserError(
+                f"--max-processes {arguments.max_processes}: every layout needs more processes; use a larger number"
+            )
         return verify(arguments, config, layouts)
 
 

@@ -178,6 +178,6 @@ def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path}: a line of it is not JSON") from None
+        raise UserError(f"{path}: one of its lines is not JSON") from None
     except ValueError as error:
         raise UserError(f"{path}: cannot be read ({error})") from None

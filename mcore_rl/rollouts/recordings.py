@@ -89,7 +89,10 @@ def read_recording(
     with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"
-        raise UserError(f"--replay {path}: was recorded {has} experts; here model.moe_router_replay={replays_experts}")
+        raise UserError(
+            f"--replay {path}: was recorded {has} experts, but model.moe_router_replay={replays_experts}; change "
+            "this key, or replay another recording"
+        )
     with_mask = {r.kept_tokens is not None for rollouts in recorded.values() for r in rollouts if r.response_lengths}
     if with_mask - {keeps_mask}:
         has, value = ("without", "false") if keeps_mask else ("with", "true, and the same top_k, top_p and min_p")
@@ -99,7 +102,7 @@ def read_recording(
     for name, value in sorted(required.items()):
         if found[name] != value:
             if name == "data":
-                raise UserError(f"--replay {path}: was recorded with prompts other than data.train's")
+                raise UserError(f"--replay {path}: was recorded with other prompts than those of data.train")
             raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; here it is {value}")
     return recorded
 

@@ -128,7 +128,10 @@ def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
             return [f"changed since {iteration.name}: {', '.join(changes)}"] if changes else []
     for iteration in candidates[:1]:
         for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), identity.architecture):
-            raise UserError(f"model.path: {iteration} is of another architecture ({key} {was} → {now})")
+            raise UserError(
+                f"model.path: {iteration} has another architecture ({key} is {was} in the checkpoint, {now} in "
+                "the model)"
+            )
     return [f"{path.name} does not name its run, so it could not be compared with this run" for path in candidates[:1]]
 
 
@@ -180,7 +183,10 @@ class RunCheckpoints:
                 self.say(f"the checkpoint lacks these, which start anew: {', '.join(restored.missing)}")
             return state
         if self.resume_from:
-            raise UserError(f"all checkpoints in {self.resume_from[0].parent} are damaged")
+            raise UserError(
+                f"all checkpoints in {self.resume_from[0].parent} are damaged; choose another output_dir or "
+                "another checkpoint.resume"
+            )
         return {"step": 0, "consumed_samples": 0}
 
     def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:

@@ -98,14 +98,15 @@ class RunDirectory:
         for exported in self.exports if export else ():
             if foreign := unlisted_files(exported):
                 raise UserError(
-                    f"output_dir: {exported} holds {', '.join(foreign[:3])}, not as a run exported it; "
-                    "move it away, or set checkpoint.export_hf=false"
+                    f"output_dir: {exported} holds {', '.join(foreign[:3])}, which no run exported or which was "
+                    "changed after the export; move it away, or set checkpoint.export_hf=false"
                 )
         if overwrite:
             for iteration in self.checkpoints.iterations():
                 if foreign := unlisted_files(iteration):
                     raise UserError(
-                        f"output_dir: {iteration}: {foreign[0]} was added or changed after a run saved it; move it away"
+                        f"output_dir: {iteration}: {foreign[0]} was added or changed after a run saved this "
+                        "checkpoint; move the file away"
                     )
 
     def holds_results(self) -> bool:

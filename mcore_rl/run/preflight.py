@@ -52,7 +52,7 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
         UserError: a check fails; the message names the key, the value found, and a valid value.
     """
     if config.model.head == "reward" and not isinstance(config, RMConfig):
-        raise UserError("model.head: head=reward is trained by train_rm.py alone")
+        raise UserError("model.head: only train_rm.py trains a model with head=reward; leave model.head out")
     config.parallel.data_parallel_size(world_size)
     for key, own in own_layouts(config).items():
         try:
@@ -106,14 +106,16 @@ def check_headers(config: RLConfig) -> None:
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:
     record, replay = files.get("record"), files.get("replay")
     if record and replay:
-        raise UserError("--record and --replay cannot be used together: a replay generates nothing to record")
+        raise UserError(
+            "--record and --replay cannot be used together, because a replay generates nothing that could be recorded"
+        )
     if record and not record.parent.is_dir():
         raise UserError(f"--record {record}: the directory {record.parent} does not exist")
     for option, file in files.items():
         if file and directory.writes(file):
-            raise UserError(f"--{option} {file}: is a file that this run writes; name another file")
+            raise UserError(f"--{option} {file}: is a file that this run writes itself; name another file")
     if record and record.is_dir():
-        raise UserError(f"--record {record}: is a directory")
+        raise UserError(f"--record {record}: is a directory; name a file")
     if replay:
         try:
             replay.open("rb").close()
@@ -187,7 +189,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         return found, [*notes, f"checkpoint.resume: {path} is not used: output_dir has checkpoints of the run"]
     if path.name.startswith("iter_"):
         if problems := quick_problems(path):
-            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
+            raise UserError(f"checkpoint.resume: {path} is damaged or incomplete: {'; '.join(problems)}")
         return [path], []
     found, notes = CheckpointStore(path).candidates()
     if not found:

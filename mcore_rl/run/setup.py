@@ -106,8 +106,8 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
         rows = family_of(found[key]).vocab_size
         if rows > own and config.distillation.form == "divergence":
             raise UserError(
-                f"{key}: {path} has an LM head of {rows} rows, the student's has {own}, so the student may lack a "
-                "likely token of the teacher; set distillation.topk=null"
+                f"{key}: the LM head of {path} has {rows} rows, but the student's has only {own}, so a likely "
+                "token of the teacher may be missing in the student; set distillation.topk=null"
             )
         if topk > rows:
             raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens")
@@ -135,7 +135,9 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
         if key != JUDGE:
             _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
             if len(own) > (rows := family_of(found[key]).vocab_size):
-                raise UserError(f"{key}: {model.path} has {rows} rows of embeddings for {len(own)} tokens")
+                raise UserError(
+                    f"{key}: {model.path} has {rows} rows of embeddings, but its tokenizer has {len(own)} tokens"
+                )
         elif isinstance(config, RLConfig) and config.environment.format == "chat" and not own.chat_template:
             raise UserError(
                 f"{key}: the tokenizer of {model.path} has no chat template; set environment.format=text if the model "
@@ -163,8 +165,9 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
         token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
         ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
         raise UserError(
-            f"{model} has another vocabulary than {POLICY} ({len(own)} and {len(policy)} tokens; {token!r} is "
-            f"{ids[0]} in the first and {ids[1]} in the second); use a model with the policy's tokenizer"
+            f"{model} has another vocabulary than {POLICY}; use a model with the policy's tokenizer. The "
+            f"vocabularies have {len(own)} and {len(policy)} tokens; {token!r} is {ids[0]} in the first and "
+            f"{ids[1]} in the second"
         )
 
 

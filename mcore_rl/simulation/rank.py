@@ -304,7 +304,8 @@ def simulated_process(
         _check_routing(one)
     if isinstance(config, DistillationConfig) and config.distillation.topk is None and own_layouts(config):
         raise UserError(
-            "distillation.topk=null: with distillation.teacher_parallel it cannot be simulated; leave one out"
+            "distillation.topk=null: cannot be simulated together with distillation.teacher_parallel; leave out "
+            "one of the two"
         )
     logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
@@ -324,9 +325,12 @@ def simulated_process(
 
 def _check_routing(config: TrainingConfig) -> None:
     if config.model.moe_router_replay:
-        raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
+        raise UserError(
+            "model.moe_router_replay: cannot be simulated, because the experts are chosen while sampling; leave "
+            "model.moe_router_replay out"
+        )
     if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
         raise UserError(
-            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated, because torch derives "
-            "the shapes of grouped products only for bfloat16; leave it out"
+            f"model.moe_grouped_gemm: cannot be simulated in {config.model.dtype}, because torch derives the "
+            "shapes of grouped products only for bfloat16; leave model.moe_grouped_gemm out"
         )

@@ -104,8 +104,8 @@ def simulate(
     """
     if isinstance(config, RLConfig) and config.rollouts.train_global_batch_size is not None:
         raise UserError(
-            f"{config.algorithm}.train_global_batch_size: minibatches are not simulated; leave it out, and multiply "
-            "the optimizer's part of the time by the number of minibatches"
+            f"{config.algorithm}.train_global_batch_size: minibatches cannot be simulated; leave this key out, "
+            "and multiply the optimizer's part of the time by the number of minibatches"
         )
     calls = assumed.calls(config, world_size, ranks, sequences)
     return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls)]
@@ -153,7 +153,8 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(
-                "the process that simulates a rank was killed, perhaps because memory ran out; try fewer workers"
+                "the process that simulates a rank was killed, perhaps because memory ran out; use fewer workers "
+                "(--workers)"
             ) from None
 
 

@@ -618,8 +618,8 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
         least, most = answers_of(config, length)
         if not least <= response <= most:
             raise UserError(
-                f"--response-part {response_part:g}: gives the answer {response} of {length} tokens, but it must have "
-                f"{least} to {most} by max_new_tokens, turns and data.max_sequence_length"
+                f"--response-part {response_part:g}: a response would have {response} of {length} tokens; "
+                f"max_new_tokens, turns and data.max_sequence_length allow {least} to {most}"
             )
     return Sequences(tuple(chosen), responses)
 

@@ -135,7 +135,7 @@ class CheckpointStore:
             problems.append(f"{self.directory / TRACKER_FILE}: names iteration {tracked}, which does not exist")
         whole = [path for path in reversed(iterations) if not quick_problems(path)]
         if not whole and (iterations or tracked is not None):
-            raise UserError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
+            raise UserError(f"all checkpoints in {self.directory} are damaged or incomplete: {'; '.join(problems)}")
         # The tracker's iteration comes first: a user may set it to an earlier iteration.
         whole.sort(key=lambda path: step_of(path) != tracked)
         return whole, [f"damaged checkpoint: {problem}" for problem in problems]

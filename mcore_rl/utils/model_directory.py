@@ -66,11 +66,12 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
         reason = "the hub has no such model, or it is visible only after logging in (`hf auth login`)"
     except LocalEntryNotFoundError:
         reason = (
-            f"is not in the hub's cache, and the hub cannot be reached; download it with `hf download {match['name']}`"
+            "it is not in the hub's cache, and the hub cannot be reached; "
+            f"download it with `hf download {match['name']}`"
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-    raise UserError(f"{key}: {name} is not a directory, and as a name on the hub: {reason}")
+    raise UserError(f"{key}: {name} is not a directory, and cannot be loaded as a model of the hub: {reason}")
 
 
 def is_repository_name(name: str) -> bool:

@@ -224,7 +224,7 @@ def test_rewards_of_tokens_that_there_are_not_fail_their_samples(files):
         (["ppo={num_prompts_per_step: 4, dynamic_sampling_rounds: 2}"], "ppo.dynamic_sampling_rounds: compares"),
         (["ppo.max_new_tokens=40"], "ppo.max_new_tokens: must be less than data.max_sequence_length"),
         (["checkpoint.export_hf=false"], "critic.export_hf: checkpoint.export_hf=false exports nothing"),
-        (["model.head=reward"], "model.head: head=reward is trained by train_rm.py alone"),
+        (["model.head=reward"], "model.head: only train_rm.py trains a model with head=reward"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_begins(files, overrides, message):

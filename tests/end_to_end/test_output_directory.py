@@ -115,7 +115,7 @@ def test_the_model_that_is_trained_is_never_written_over(files, out):
     (out / "hf" / "README.md").write_text("a user's")
     shutil.rmtree(out / "checkpoints")
     arguments = (f"output_dir={out}", f"model.path={out / 'hf'}")
-    refused(files, out, "holds README.md, not as a run exported it", *arguments)
+    refused(files, out, "holds README.md, which no run exported or which was changed after the export", *arguments)
     (out / "hf" / "README.md").unlink()
     refused(
         files, out, "is written by this run; choose another output_dir, or set checkpoint.export_hf=false", *arguments
@@ -134,11 +134,11 @@ def test_a_users_files_are_no_run(name, files, tmp_path):
 def test_what_a_user_adds_to_an_export_is_kept(files, out):
     (out / "hf" / "README.md").write_text("a user's")
     more = (f"output_dir={out}", "trainer.max_steps=3")
-    refused(files, out, "README.md, not as a run exported it; move it away", *more)
+    refused(files, out, "README.md, which no run exported or which was changed after the export; move it away", *more)
     config = (out / "hf" / "config.json").read_text()
     (out / "hf" / "README.md").unlink()
     (out / "hf" / "config.json").write_text(config + "\n")
-    refused(files, out, "holds config.json, not as a run exported it", *more)
+    refused(files, out, "holds config.json, which no run exported or which was changed after the export", *more)
     (out / "hf" / "config.json").write_text(config)
     before = contents(out / "hf")
     run(files, *more)
@@ -242,7 +242,7 @@ def test_another_run_does_not_go_on(change, message, files, out):
 
 def test_a_run_does_not_begin_from_another_ones_checkpoint(files, out, tmp_path):
     arguments = (f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={out / 'checkpoints'}")
-    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert it (scripts/convert_checkpoint.py)"
+    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert that checkpoint (scr"
     refused(files, tmp_path, message, *arguments, algorithm="dpo")
 
 

@@ -103,7 +103,7 @@ def check(*arguments):
     ("arguments", "message"),
     [
         ([], "sees no GPU; install a torch for CUDA, or add --rehearse"),
-        (["--only", "smok"], "--only smok: there are doctor, smoke, tests, trace"),
+        (["--only", "smok"], "--only smok: there is no such check; the checks are doctor, smoke, tests, trace"),
     ],
 )
 def test_refusals(arguments, message, tmp_path):

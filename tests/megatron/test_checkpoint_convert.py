@@ -153,7 +153,7 @@ def leave_the_directory(iteration):
         (poison_index, "which an index never contains"),
         (poison_common, "common.pt names .*system"),
         (poison_an_object, "_extra_state.* names .*system"),
-        (leave_the_directory, "is not a file of this directory"),
+        (leave_the_directory, "must be a file in this directory"),
     ],
 )
 def test_code_in_a_checkpoint_never_runs(poison, message, model_of, tmp_path, monkeypatch):

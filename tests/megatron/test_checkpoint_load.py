@@ -129,4 +129,4 @@ def test_a_rank_that_cannot_read_tells_all(model_of, tmp_path):
         assert told == f"{saved}/__0_0.distcp: cannot be read: Input/output error"
     other = make_config(make_model("llama", tmp_path / "wider", intermediate_size=128))
     (told,) = run_processes(refused, other, saved, None, world_size=1)
-    assert told.startswith(f"{saved} does not fit the model: its decoder.layers.mlp.")
+    assert told.startswith(f"{saved} does not fit the model: decoder.layers.mlp.")

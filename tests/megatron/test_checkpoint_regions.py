@@ -94,10 +94,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     reader = store(tmp_path, {"key": torch.ones(4, 6), "other": torch.ones(4, 6)}, {2})
     values = torch.full((4, 6), 5.0)
     for bad, message in (
-        (Region("nothing", (0, 0), values), "holds no tensor nothing of 2 dimensions"),
-        (Region("key", (0,), values[0]), "holds no tensor key of 1 dimensions"),
+        (Region("nothing", (0, 0), values), "has no tensor nothing with 2 dimensions"),
+        (Region("key", (0,), values[0]), "has no tensor key with 1 dimensions"),
         (Region("key", (0, 0), values, whole=(4, 7)), r"its key is \(4, 6\), not \(4, 7\)"),
-        (Region("key", (1, 0), values), r"key is \(4, 6\), not large enough"),
+        (Region("key", (1, 0), values), r"key has the shape \(4, 6\), which is too small"),
     ):
         with pytest.raises(UserError, match=message):
             reader.read([Region("other", (0, 0), values), bad])

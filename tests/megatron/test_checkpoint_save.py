@@ -77,7 +77,7 @@ DAMAGE = {
     "manifest of nothing": (lambda p: (p / "manifest.json").write_text("{}"), "does not list a whole checkpoint"),
     "manifest leaving the folder": (
         lambda p: (p / "manifest.json").write_text('{"../x": [1, "2"]}'),
-        "not a file of this directory",
+        "must be a file in this directory",
     ),
     "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), "manifest.json is missing"),
     "a directory in a shard's place": (

@@ -156,7 +156,9 @@ def test_types_of_layers_that_transformers_passes_over(family, tmp_path):
 def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
     config = make_config(family, rope_parameters=rope)
-    with pytest.raises(UserError, match=rf"partial_rotary_factor=0.5 is not supported: {family} rotates whole heads"):
+    with pytest.raises(
+        UserError, match=rf"partial_rotary_factor=0.5 is not supported; {family} must rotate whole heads"
+    ):
         family_of(config).check(16)
 
 
@@ -314,7 +316,7 @@ def test_weights_must_be_safetensors_and_complete(tmp_path):
         check_hf_tensors(make_config("llama", num_hidden_layers=3), source)
     with pytest.raises(UserError, match="unknown"):
         check_hf_tensors(make_config("llama", num_hidden_layers=1), source)
-    with pytest.raises(UserError, match=r"its config\.json implies"):
+    with pytest.raises(UserError, match=r"by config\.json it must be"):
         check_hf_tensors(make_config("llama", vocab_size=251), source)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickle files"):
@@ -325,7 +327,7 @@ def test_an_index_cannot_leave_its_folder(tmp_path):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
-    with pytest.raises(UserError, match="not a file name in this directory"):
+    with pytest.raises(UserError, match="must be the name of a file in the same directory"):
         SafetensorsDirectory(tmp_path)
 
 

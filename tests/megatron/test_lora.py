@@ -233,7 +233,7 @@ DOWN = ["experts.down_proj"]
             "mixtral",
             {"target_modules": DOWN, "dropout": 0.1},
             {},
-            "model.lora.dropout: not supported for experts.down_proj",
+            "model.lora.dropout: is not supported for experts.down_proj",
         ),
         ("mixtral", {"target_modules": ["gate_up_proj"]}, {}, "it has q_proj, k_proj, v_proj, o_proj, experts."),
         ("llama", {"target_modules": DOWN}, {}, "llama has no experts.down_proj to adapt"),

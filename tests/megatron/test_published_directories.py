@@ -185,7 +185,10 @@ def test_sequences_beyond_the_index_are_refused(tmp_path):
     make_model("deepseek_v32", tmp_path, index_topk=64)
     family = family_of(load_hf_config(tmp_path))
     family.check(64)
-    with pytest.raises(UserError, match=r"data\.max_sequence_length=65: deepseek_v32 sees only index_topk=64 keys"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.max_sequence_length=65: in longer sequences deepseek_v32 attends only to index_topk=64 keys",
+    ):
         family.check(65)
 
 

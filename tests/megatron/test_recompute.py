@@ -146,7 +146,9 @@ def test_what_contradicts_is_refused(values, message, tmp_path):
 def test_a_module_that_no_layer_has_is_refused(family, module, tmp_path):
     config = make_config(tmp_path)
     model = recomputing(config, [module]).model
-    with pytest.raises(UserError, match=rf"model.recompute_modules: no layer of {family} has {module}; leave it out"):
+    with pytest.raises(
+        UserError, match=rf"model.recompute_modules: no layer of {family} has {module}; leave {module} out"
+    ):
         check_model_fits(hf_config_of(family), config.parallel, 60, model)
 
 

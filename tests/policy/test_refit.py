@@ -229,7 +229,7 @@ def test_misuse_is_told(model_of):
     assert run_processes(misuse, make_config(model_of("llama")), world_size=1)[0] == [
         "broadcast_weights_for_collective: call init_collective first",
         "get_weights_ipc_handles: the model has no model.nothing",
-        "train: the policy was built without an optimizer (total_steps=0)",
+        "train: the policy has no optimizer, because it was built with total_steps=0",
         "update_weights_from_collective: call init_collective first",
     ]
 

@@ -72,7 +72,9 @@ def two_layouts(config, other):
 
 def test_policies_of_two_layouts_are_refused(model_of):
     config = make_config(model_of("llama"))
-    with pytest.raises(WorkerError, match="context_parallel_size=2: all trained models of a process share one layout"):
+    with pytest.raises(
+        WorkerError, match="context_parallel_size=2: all trained models of a process must have the same layout"
+    ):
         run_processes(two_layouts, config, ParallelLayout(cp=2).apply(config), world_size=2)
 
 

@@ -125,7 +125,9 @@ def test_a_directory_with_a_users_notes_is_accepted_and_keeps_them(configured, t
 def test_an_edit_of_an_export_is_seen_whatever_its_size(configured, out):
     check_output(configured())
     (out / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(UserError, match=r"holds config.json, not as a run exported it"):
+    with pytest.raises(
+        UserError, match=r"holds config.json, which no run exported or which was changed after the export"
+    ):
         check_output(configured())
 
 

@@ -428,7 +428,7 @@ def simulate_in_buckets(*arguments):
 
 WRONG = and_long(
     [
-        (["--lengths", "999"], "error: --lengths: longer than data.max_sequence_length=384"),
+        (["--lengths", "999"], "error: --lengths: the longest is 999, more than data.max_sequence_length=384"),
     ],
     [
         (
@@ -437,7 +437,7 @@ WRONG = and_long(
         ),
         (
             ["--lengths", "99", "--expert-imbalance", "2"],
-            "error: --expert-imbalance 2: must be 1 to parallel.expert_mod",
+            "error: --expert-imbalance 2: must be at least 1 and at most parallel.expert_mod",
         ),
         (["--lengths", "99", "--products", "fp8"], "error: --products fp8: needs model.dtype=bfloat16"),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
@@ -454,11 +454,11 @@ def test_simulate_refuses_wrong_arguments_in_one_line(arguments, message, file):
 
 
 REFUSED = [
-    (SFTConfig, {"model": {"moe_grouped_gemm": True}}, "model.moe_grouped_gemm: in float32 it cannot be simulated"),
+    (SFTConfig, {"model": {"moe_grouped_gemm": True}}, "model.moe_grouped_gemm: cannot be simulated in float32"),
     (
         GRPOConfig,
         {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}, "model": {"moe_router_replay": True}},
-        "model.moe_router_replay: experts chosen while sampling cannot be simulated",
+        "model.moe_router_replay: cannot be simulated, because the experts are chosen while sampling",
     ),
 ]
 

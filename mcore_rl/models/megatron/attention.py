@@ -237,7 +237,7 @@ class GroupedQueryAttention(KeyValueMixer):
 
     def check(self) -> None:
         if self.output_bias and not self.qkv_bias:
-            raise UserError("model.path: a bias on the output projection alone is not supported")
+            raise UserError("model.path: a model with a bias on the output projection alone is not supported")
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
         """Return the parts of the Hugging Face weights that are the query, key and value projections.
@@ -381,7 +381,8 @@ class LatentAttention(KeyValueMixer):
     def check(self) -> None:
         if self.value_dim > self.head_dim:
             raise UserError(
-                f"model.path: v_head_dim={self.value_dim} must be at most the size of a key ({self.head_dim})"
+                f"model.path: v_head_dim={self.value_dim} must be at most the head dimension of the keys "
+                f"({self.head_dim})"
             )
 
     def flops_per_token_squared(self) -> float:

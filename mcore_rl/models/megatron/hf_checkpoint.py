@@ -99,9 +99,9 @@ class SafetensorsDirectory:
             raise UserError(f"model.path: {self.path} must hold its weights as safetensors; {found}")
         for name in set(weight_map.values()):
             if Path(name).name != name:
-                raise UserError(f"{self.path / INDEX_FILE}: {name!r} is not a file name in this directory")
+                raise UserError(f"{self.path / INDEX_FILE}: {name!r} must be the name of a file in the same directory")
             if not (self.path / name).is_file():
-                raise UserError(f"{self.path}: {name} is named in {INDEX_FILE} but missing")
+                raise UserError(f"{self.path}: the file {name}, which {INDEX_FILE} names, is missing")
         return weight_map
 
     @cached_property
@@ -205,7 +205,9 @@ class SafetensorsDirectory:
         try:
             return self._opened(self.file_of[name]).get_slice(name)
         except SafetensorError:
-            raise UserError(f"{self.path / self.file_of[name]}: lacks {name}, which {INDEX_FILE} lists") from None
+            raise UserError(
+                f"{self.path / self.file_of[name]}: the tensor {name}, which {INDEX_FILE} lists, is missing"
+            ) from None
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:
@@ -311,11 +313,14 @@ class ShardedWriter:
     def _check(self) -> None:
         written = SafetensorsDirectory(self.directory)
         if written.stored_names() != set(self.expected):
-            raise RuntimeError(f"{self.directory}: the export does not contain the expected tensors")
+            raise RuntimeError(f"{self.directory}: the tensors of the export are not the expected ones")
         for name, (shape, dtype) in self.expected.items():
             found = written.read(name)
             if tuple(found.shape) != shape or found.dtype != dtype:
-                raise RuntimeError(f"{self.directory}: {name} reads back as {found.dtype} {tuple(found.shape)}")
+                raise RuntimeError(
+                    f"{self.directory}: the exported {name} must be {dtype} of shape {shape}, but is "
+                    f"{found.dtype} of shape {tuple(found.shape)}"
+                )
 
 
 def write_hf_directory(

@@ -62,7 +62,9 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
 def check_shared_prefixes(hf: Any) -> None:
     """Raise UserError if the model does not support `batch.share_prefixes`."""
     if isinstance(family_of(hf), Mixture):
-        raise UserError("batch.share_prefixes: is not supported for mixtures of experts; leave it out")
+        raise UserError(
+            "batch.share_prefixes: is not supported for mixtures of experts; leave batch.share_prefixes out"
+        )
 
 
 def check_model_fits(
@@ -90,7 +92,9 @@ def check_model_fits(
             _check_grouped_gemm(family, model, parallel.expert_tensor_size)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
-        raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each stage a layer")
+        raise UserError(
+            "model.lora: every pipeline stage needs adapters to train, but one has no layers; give each stage a layer"
+        )
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -105,8 +109,8 @@ def check_model_fits(
             )
     if groups % tp and tp % groups:
         raise UserError(
-            f"parallel.tensor_model_parallel_size={tp}: must divide, or be a multiple of, "
-            f"the model's key-value heads ({groups})"
+            f"parallel.tensor_model_parallel_size={tp}: must divide the model's key-value heads ({groups}), or be "
+            "a multiple of them"
         )
 
 
@@ -119,7 +123,8 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
     if not isinstance(family, Mixture):
         if (ep, etp) != (1, tp):
             raise UserError(
-                f"parallel.expert_model_parallel_size={ep}: {family.model_type} has no experts; leave it out"
+                f"parallel.expert_model_parallel_size={ep}: {family.model_type} has no experts; leave "
+                "parallel.expert_model_parallel_size and expert_tensor_parallel_size out"
             )
         return
     experts = family.experts
@@ -146,7 +151,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):
         if getattr(model, name) and not possible:
-            raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+            raise UserError(f"model.{name}: {family.model_type} has no {what}; leave model.{name} out")
     _check_recomputed(family, model)
 
 
@@ -156,7 +161,7 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
     for name, present in (("mlp", not all(sparse)), ("moe", any(sparse)), ("shared_experts", shares)):
         if name in model.recompute_modules and not present:
-            raise UserError(f"model.recompute_modules: no layer of {family.model_type} has {name}; leave it out")
+            raise UserError(f"model.recompute_modules: no layer of {family.model_type} has {name}; leave {name} out")
 
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
@@ -165,7 +170,9 @@ def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size:
     The rows of the matrices must be multiples of 16 bytes.
     """
     if not hasattr(torch.nn.functional, "grouped_mm"):
-        raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
+        raise UserError(
+            f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave model.moe_grouped_gemm out"
+        )
     multiple = 16 // getattr(torch, model.dtype).itemsize
     of_rank = f" on each of {expert_tensor_size} processes" if expert_tensor_size > 1 else ""
     for what, size in (
@@ -175,7 +182,7 @@ def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size:
         if size % multiple:
             raise UserError(
                 f"model.moe_grouped_gemm: in {model.dtype} the model's {what} ({size}) must be a multiple of "
-                f"{multiple}; leave it out"
+                f"{multiple}; leave model.moe_grouped_gemm out"
             )
 
 
@@ -186,9 +193,15 @@ def _adapts_experts(family: Family, lora: LoRAConfig | None) -> bool:
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
     lora_of(lora, family)
     if model.head == "reward":
-        raise UserError("model.lora: a reward model's head has no adapter and must be trained whole; leave it out")
+        raise UserError(
+            "model.lora: is not supported for a reward model, whose new head must be trained whole; leave "
+            "model.lora out"
+        )
     if model.moe_router_bias_update_rate:
-        raise UserError("model.moe_router_bias_update_rate: changes the model's own weights, which model.lora freezes")
+        raise UserError(
+            "model.moe_router_bias_update_rate: changes the model's own weights, which model.lora freezes; leave "
+            "model.moe_router_bias_update_rate out"
+        )
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:

@@ -223,8 +223,8 @@ class PEFTDirectory:
             made_for = None
         if made_for is not None and made_for != weights:
             raise UserError(
-                f"model.lora.path: {self.path} was trained on other weights ({self.base}) than {path} has; "
-                f"remove its {BASE_FILE} to use it anyway"
+                f"model.lora.path: {self.path} was trained on other weights ({self.base}) than those of {path}; "
+                f"to use this adapter anyway, remove its file {BASE_FILE}"
             )
         named = Path(self.base)  # a directory, or a name on the hub
         same = named.resolve() == path.resolve() if named.is_dir() else named.name == path.name
@@ -356,7 +356,10 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
             ("target_modules", {*targets} or None, {*directory.target_modules}),
         ):
             if given is not None and given != found:
-                raise UserError(f"model.lora.{key}={given}: model.lora.path={config.path} has {found}; leave it out")
+                raise UserError(
+                    f"model.lora.{key}={given}: the adapter model.lora.path={config.path} has {found}; leave "
+                    f"model.lora.{key} out"
+                )
         rank, alpha, targets = directory.rank, directory.alpha, directory.target_modules
     key = "target_modules" if directory is None else f"path={config.path}"
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
@@ -371,7 +374,8 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
     if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
         raise UserError(
-            f"model.lora.dropout: not supported for {', '.join(adapted)}, which PEFT adapts as parameters; leave it out"
+            f"model.lora.dropout: is not supported for {', '.join(adapted)}, which PEFT adapts as parameters; "
+            "leave model.lora.dropout out"
         )
     table = {
         adapter.megatron: adapter

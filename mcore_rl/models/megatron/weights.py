@@ -295,7 +295,8 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(
-                f"model.path: {source.path}: {name} is {tuple(source.shape(name))}, but its config.json implies {shape}"
+                f"model.path: {source.path}: {name} has the shape {tuple(source.shape(name))}, but by config.json "
+                f"it must be {shape}"
             )
 
 

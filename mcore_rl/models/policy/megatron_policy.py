@@ -201,7 +201,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             RuntimeError: the policy has no optimizer, or its weights, optimizer state or gradients are offloaded.
         """
         if not self.is_trained:
-            raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
+            raise RuntimeError("train: the policy has no optimizer, because it was built with total_steps=0")
         self.require("train", self.weights_offload, self.memory.optimizer, self.memory.gradients)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -420,7 +420,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         Afterwards it has its own weights again, even after an error.
         """
         if self.reference is None:
-            raise UserError("the policy was built without reference weights (keep_reference=True)")
+            raise UserError("the policy has no reference weights; build it with keep_reference=True")
         self.finish_param_gather()
         with self.reference.in_place():
             yield
@@ -505,7 +505,9 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         elif isinstance(self.config, RLConfig):
             self.generation = megatron_generation_of(self.config, self, tokenizer)
         else:
-            raise ContractError("prepare_for_generation: give SamplingParams; only a GRPO configuration contains them")
+            raise ContractError(
+                "prepare_for_generation: needs SamplingParams, because only a GRPO configuration contains them"
+            )
         return self.generation.prepare_for_generation()
 
     def generate(
@@ -589,12 +591,10 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
         raise ContractError("train: the batch has no rows")
     if isinstance(data, LocalBatch):
         if size != total:
-            raise ContractError(
-                f"train: gbs={size}, but a replica's own rows belong to one global batch of {total} rows"
-            )
+            raise ContractError(f"train: gbs={size} must be {total}, the number of rows of all replicas")
         return [data]
     if size < 1 or total % size:
-        raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")
+        raise ContractError(f"train: the number of rows ({total}) must be a multiple of gbs={size}")
     return [data.slice(start, start + size) for start in range(0, total, size)]
 
 

@@ -67,7 +67,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.placement = placement_group([bundle] * world_size, strategy="PACK")
         if not self.placement.wait(start_timeout):
             remove_placement_group(self.placement)
-            raise WorkerError(f"the cluster has no room for {world_size} workers of {bundle} each")
+            raise WorkerError(f"the Ray cluster has too few free resources for {world_size} workers of {bundle} each")
         actor = ray.remote(_Worker)
         self.workers = [
             actor.options(

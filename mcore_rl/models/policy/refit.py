@@ -254,7 +254,7 @@ class SharedBucket:
     def __init__(self, info: RefitInfo) -> None:
         self.places, size = lay_out(info.items())
         if not size:
-            raise ValueError("a bucket of no tensors cannot be shared")
+            raise ValueError("a bucket must contain at least one tensor")
         self._memory: shared_memory.SharedMemory | None = None
         if platform.has_gpu():
             from torch.multiprocessing.reductions import reduce_tensor

@@ -270,8 +270,8 @@ class ScoringModel:
         (token,) = batch_share(data).max(float(data["input_ids"].max()) if data.size else -1.0)
         if token >= self.model.vocab_size:
             raise TrainingError(
-                f"{key}: {self.config.model.path} has {self.model.vocab_size} rows of embeddings, none for token "
-                f"{token:.0f} of a response, which is not one of the tokenizer's"
+                f"{key}: {self.config.model.path} has {self.model.vocab_size} rows of embeddings. A response "
+                f"contains token {token:.0f}, which has no embedding and is not in the tokenizer"
             )
 
     def get_logprobs(

@@ -157,7 +157,10 @@ def megatron_to_hf(
     hf_config = load_hf_config(source)
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
-        raise UserError(f"{source} has another architecture than {iteration}: {key} {was} → {now}")
+        raise UserError(
+            f"{source} has another architecture than the checkpoint {iteration}: {key} is {now} instead of {was}; "
+            "give the model that was trained"
+        )
     if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
         lora = LoRAConfig.model_validate(adapters)
         return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)
@@ -169,7 +172,9 @@ def megatron_to_hf(
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
-        raise UserError(f"{iteration}: holds weights of {len(dtypes)} precisions")
+        raise UserError(
+            f"{iteration}: all weights must have the same precision, but they have {len(dtypes)} precisions"
+        )
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
         tensors = in_precision(_load_all(iteration, index, model, progress), SafetensorsDirectory(source))
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)

@@ -93,9 +93,11 @@ def read_index(iteration: Path) -> Metadata:
         with open(iteration / ".metadata", "rb") as file:
             index = _IndexUnpickler(file).load()
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{iteration / '.metadata'}: cannot be trusted as an index: {error}") from None
+        raise UserError(
+            f"{iteration / '.metadata'}: cannot be read safely as the index of a checkpoint: {error}"
+        ) from None
     if not isinstance(index, Metadata):
-        raise UserError(f"{iteration / '.metadata'}: holds a {type(index).__name__}, not an index")
+        raise UserError(f"{iteration / '.metadata'}: must be the index of a checkpoint, found a {type(index).__name__}")
     return index
 
 
@@ -108,10 +110,12 @@ def check_trusted(iteration: Path) -> Metadata:
     index = read_index(iteration)
     for storage in index.storage_data.values():
         if Path(storage.relative_path).name != storage.relative_path:
-            raise UserError(f"{iteration / '.metadata'}: {storage.relative_path!r} is not a file of this directory")
+            raise UserError(f"{iteration / '.metadata'}: {storage.relative_path!r} must be a file in this directory")
     for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
-            raise UserError(f"{iteration}: {name} names {', '.join(sorted(named))}, which is never loaded")
+            raise UserError(
+                f"{iteration}: {name} names {', '.join(sorted(named))}, which could run code and is never loaded"
+            )
     return index
 
 
@@ -206,7 +210,7 @@ class RegionReader:
         entry = self.index.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != dimensions:
             raise UserError(
-                f"{self.iteration} does not fit the model: it holds no tensor {key} of {dimensions} dimensions"
+                f"{self.iteration} does not fit the model: it has no tensor {key} with {dimensions} dimensions"
             )
         return entry
 
@@ -220,7 +224,8 @@ class RegionReader:
         entry = self._entry(region.key, len(sizes))
         if region.whole not in (None, tuple(entry.size)) and not region.is_padded:
             raise UserError(
-                f"{self.iteration} does not fit the model: its {region.key} is {tuple(entry.size)}, not {region.whole}"
+                f"{self.iteration} does not fit the model: {region.key} has the shape {tuple(entry.size)}; the "
+                f"model needs {region.whole}"
             )
         if region.key not in self._by_first_row:
             self._by_first_row[region.key] = _ByFirstRow(entry)
@@ -239,7 +244,9 @@ class RegionReader:
             place = storage.relative_path, storage.offset, storage.length
             pieces.append(Piece(*place, tuple(chunk.sizes), entry.properties.dtype, offsets, values))
         if sum(piece.values.numel() for piece in pieces) != region.values.numel() and not region.is_padded:
-            raise UserError(f"{self.iteration}: {region.key} is {tuple(entry.size)}, not large enough for this model")
+            raise UserError(
+                f"{self.iteration}: {region.key} has the shape {tuple(entry.size)}, which is too small for this model"
+            )
         return pieces
 
     def _read_piece(self, file: BinaryIO, piece: Piece) -> None:
@@ -255,7 +262,7 @@ class RegionReader:
             wanted = memoryview(self._block)[: count * piece.dtype.itemsize]
             file.seek(piece.start + begin + first * piece.dtype.itemsize)
             if file.readinto(wanted) != len(wanted):  # type: ignore[attr-defined]
-                raise EOFError("it ends too early")
+                raise EOFError("the file ends too early")
             return torch.frombuffer(self._block, dtype=piece.dtype, count=count)
 
         copy_piece(read, piece)
@@ -408,8 +415,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     restored.missing = [name for name, there in present.items() if not there]
     if restored.missing and not allow_partial:
         raise UserError(
-            f"{iteration} lacks {', '.join(restored.missing)}; "
-            "set checkpoint.allow_partial=true to resume with the parts that it has"
+            f"{iteration} lacks {', '.join(restored.missing)}; set checkpoint.allow_partial=true to resume with "
+            "the other parts"
         )
     restored.has_reference = _has_reference(index)
     reference = run.reference if restored.has_reference else None
@@ -434,7 +441,7 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
     if model.lora is not None and not there:
         raise UserError(
             f"{iteration} holds a whole model, but with model.lora the model comes from model.path; leave out "
-            "checkpoint.resume. To train adapters on this checkpoint's model, convert it "
+            "checkpoint.resume. To train adapters on the checkpoint's model, convert the checkpoint "
             "(scripts/convert_checkpoint.py megatron-to-hf) and set model.path to the result"
         )
 

@@ -146,7 +146,8 @@ class Family:
         part = rope_parameters(self.hf)["partial_rotary_factor"]
         if part != 1 and not self.rotates_partly:
             raise UserError(
-                f"model.path: partial_rotary_factor={part} is not supported: {self.model_type} rotates whole heads"
+                f"model.path: partial_rotary_factor={part} is not supported; {self.model_type} must rotate whole "
+                "heads (1.0)"
             )
         return rope_frequencies(self.hf)
 

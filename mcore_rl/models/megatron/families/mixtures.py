@@ -95,7 +95,7 @@ class Mixture(Family):
         experts = self.experts
         if experts.topk > experts.count:
             raise UserError(
-                f"model.path: {experts.topk} experts per token, but a layer has only {experts.count} experts"
+                f"model.path: {experts.topk} experts per token are more than the {experts.count} experts of a layer"
             )
         if experts.count % experts.groups:
             raise UserError(f"model.path: {experts.count} experts cannot be divided into {experts.groups} groups")
@@ -413,8 +413,9 @@ class DeepseekV32(Glm4MoELite):
         super().check(max_sequence_length)
         if max_sequence_length > self.hf.index_topk:
             raise UserError(
-                f"data.max_sequence_length={max_sequence_length}: {self.model_type} sees only index_topk="
-                f"{self.hf.index_topk} keys in longer sequences, which is not supported; set at most index_topk"
+                f"data.max_sequence_length={max_sequence_length}: in longer sequences {self.model_type} attends "
+                f"only to index_topk={self.hf.index_topk} keys, which is not supported; set "
+                f"data.max_sequence_length={self.hf.index_topk} or less"
             )
 
     def passes_on(self, name: str) -> bool:
