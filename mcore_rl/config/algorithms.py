@@ -144,27 +144,32 @@ class DistillationAlgorithmConfig(DistillationOptions):
         self._check_teachers()
         self.require(  # the dictionary of loss options always has the key
             self.kl_type == "mixed" or self.mixed_kl_weight == 0.5,
-            f"mixed_kl_weight applies to kl_type=mixed, not to {self.kl_type}",
+            f"mixed_kl_weight applies to kl_type=mixed, not to {self.kl_type}; leave mixed_kl_weight out",
         )
         self.require(
             self.on_policy or (self.max_new_tokens, self.temperature) == (256, 1.0),
-            "max_new_tokens and temperature apply to the student's own answers: set on_policy=true",
+            "max_new_tokens and temperature apply to the student's own responses: set on_policy=true",
         )
         self.require(
             self.topk is not None or not self.zero_outside_topk,
-            "zero_outside_topk: nothing is outside the whole vocabulary (topk=null); leave it out",
+            "zero_outside_topk: has no effect, because topk=null reads the whole vocabulary; leave "
+            "zero_outside_topk out",
         )
 
     def _check_teachers(self) -> None:
         self.require(bool(self.teachers), "teacher: names no model")
         is_sampled = self.form == "sampled"
-        self.require(not is_sampled or self.on_policy, "form=sampled is for the student's samples: set on_policy=true")
         self.require(
-            is_sampled or self.max_importance_weight == 2.0, "max_importance_weight applies to form=sampled only"
+            not is_sampled or self.on_policy, "form=sampled trains on the student's own samples: set on_policy=true"
+        )
+        self.require(
+            is_sampled or self.max_importance_weight == 2.0,
+            "max_importance_weight applies to form=sampled only; leave max_importance_weight out",
         )
         for name, default in (("kl_type", "forward"), ("topk", 64), ("loss_temperature", 1.0)):
             self.require(
-                not is_sampled or getattr(self, name) == default, f"{name}: form=sampled does not read it; leave it out"
+                not is_sampled or getattr(self, name) == default,
+                f"{name}: has no effect with form=sampled; leave {name} out",
             )
         needs_topk = (
             (not isinstance(self.teacher, str), "teacher by name"),
@@ -176,11 +181,12 @@ class DistillationAlgorithmConfig(DistillationOptions):
             self.require(self.topk is not None or not applies, f"topk: {name} needs a number of tokens, not null")
         self.require(
             STUDENT not in self.teachers.values() or self.teacher_prompt is not None,
-            f"teacher={STUDENT}: the student learns from itself only with another prompt; set teacher_prompt",
+            f"teacher={STUDENT}: the student can learn from itself only with another prompt; set teacher_prompt",
         )
         self.require(
             self.teacher_parallel is None or set(self.teachers.values()) != {STUDENT},
-            f"teacher_parallel: teacher={STUDENT} has the student's layout; leave it out",
+            f"teacher_parallel: has no effect, because teacher={STUDENT} has the student's layout; leave "
+            "teacher_parallel out",
         )
         if self.teacher_prompt is None:
             return

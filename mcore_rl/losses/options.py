@@ -306,19 +306,19 @@ class DPOOptions(LossOptions):
         for kind in kinds:
             self.require(
                 kind not in ("robust", "exo_pair") or self.label_smoothing > 0,
-                f"preference_loss={kind} needs a label_smoothing",
+                f"preference_loss={kind} needs a label_smoothing above 0",
             )
             self.require(
                 kind not in DIVIDE_BY_BETA or self.reference_policy_kl_penalty > 0,
-                f"preference_loss={kind} divides by reference_policy_kl_penalty, which is 0",
+                f"preference_loss={kind} divides by reference_policy_kl_penalty, which must not be 0",
             )
         self.require(
             "orpo" not in kinds or self.sft_loss_weight > 0,
-            "preference_loss=orpo is an addition to the likelihood of chosen responses: set sft_loss_weight (paper: 1)",
+            "preference_loss=orpo is added to the likelihood of the chosen responses: set sft_loss_weight (paper: 1)",
         )
         self.require(
             self.preference_loss_weight > 0 or self.sft_loss_weight > 0,
-            "preference_loss_weight and sft_loss_weight are both 0: nothing would be trained",
+            "preference_loss_weight and sft_loss_weight are both 0: nothing would be trained; set one of them",
         )
 
     def _check_read_by(self, kinds: Mapping[PreferenceLossType, float]) -> None:
@@ -326,36 +326,40 @@ class DPOOptions(LossOptions):
         named, smoothed = ", ".join(kinds), [kind for kind in get_args(PreferenceLossType) if kind in SMOOTHED]
         self.require(
             not self.label_smoothing or bool(kinds.keys() & SMOOTHED),
-            f"label_smoothing applies to preference_loss={', '.join(smoothed)}, not to {named}",
+            f"label_smoothing applies to preference_loss={', '.join(smoothed)}, not to {named}; leave "
+            "label_smoothing out",
         )
         for name, default, kind in (("simpo_gamma", 0.5, "simpo"), ("discopop_tau", 0.05, "discopop")):
             self.require(
                 kind in kinds or getattr(self, name) == default,
-                f"{name} applies to preference_loss={kind}, not to {named}",
+                f"{name} applies to preference_loss={kind}, not to {named}; leave {name} out",
             )
         divergence, no_f = self.f_divergence_type, kinds.keys() - WITH_F_DIVERGENCE
         self.require(
             divergence == "reverse_kl" or not no_f,
-            f"f_divergence_type={divergence} is for losses of the difference of two rewards "
-            f"({', '.join(sorted(WITH_F_DIVERGENCE))}), not for {', '.join(sorted(no_f))}",
+            f"f_divergence_type={divergence} does not apply to {', '.join(sorted(no_f))}; it applies only to "
+            f"losses of a difference of two rewards ({', '.join(sorted(WITH_F_DIVERGENCE))})",
         )
         self.require(
             divergence == "alpha_divergence" or self.f_alpha_divergence_coef == 0.5,
-            f"f_alpha_divergence_coef applies to f_divergence_type=alpha_divergence, not to {divergence}",
+            f"f_alpha_divergence_coef applies to f_divergence_type=alpha_divergence, not to {divergence}; "
+            "leave f_alpha_divergence_coef out",
         )
         self.require(self.ld_alpha is None or self.ld_alpha <= 1, f"ld_alpha must be at most 1, got {self.ld_alpha}")
         for option, is_set in (("ld_alpha", self.ld_alpha is not None), ("use_weighting", self.use_weighting)):
             self.require(
-                not is_set or self.needs_reference, f"{option} is for losses with a reference, not for {named}"
+                not is_set or self.needs_reference,
+                f"{option} needs a loss with a reference, which {named} does not have; leave {option} out",
             )
         sorting = kinds.keys() & OF_BATCH
         self.require(
             not self.use_weighting or not sorting,
-            f"use_weighting weighs pairs, and {', '.join(sorted(sorting))} compares values of different pairs",
+            f"use_weighting gives each pair a weight, but {', '.join(sorted(sorting))} compares values of "
+            "different pairs; leave use_weighting out",
         )
         self.require(
             "sigmoid_norm" not in kinds or not self.preference_average_log_probs,
-            "preference_loss=sigmoid_norm averages by itself; leave out preference_average_log_probs",
+            "preference_loss=sigmoid_norm already averages over tokens; leave out preference_average_log_probs",
         )
 
     def _check_several(self) -> None:
@@ -363,14 +367,16 @@ class DPOOptions(LossOptions):
         if isinstance(kinds, str):
             self.require(
                 weights is None,
-                "preference_loss_weights are for a list of preference losses; for one loss set preference_loss_weight",
+                "preference_loss_weights needs a list of preference losses; for a single loss set "
+                "preference_loss_weight",
             )
             return
         named = ", ".join(kinds)
         self.require(len(set(kinds)) == len(kinds), f"preference_loss=[{named}] names a loss twice")
         self.require(
             weights is None or len(weights) == len(kinds),
-            f"preference_loss_weights: {len(weights or ())} weights for {len(kinds)} losses, preference_loss=[{named}]",
+            f"preference_loss_weights: has {len(weights or ())} weights, but preference_loss=[{named}] has "
+            f"{len(kinds)} losses; give one weight for each loss",
         )
         self.require(
             weights is None or any(weights),
@@ -379,8 +385,8 @@ class DPOOptions(LossOptions):
         without = WITHOUT_REFERENCE & set(kinds)
         self.require(
             without in (set(), set(kinds)),
-            f"preference_loss=[{named}]: {', '.join(sorted(without))} has no reference, and the others have one: their "
-            "rewards differ, so that they cannot be added",
+            f"preference_loss=[{named}]: rewards with and without a reference cannot be added; "
+            f"{', '.join(sorted(without))} has no reference, the other losses have one",
         )
 
 
@@ -410,7 +416,7 @@ class KTOOptions(LossOptions):
     def check(self) -> None:
         self.require(
             self.needs_reference_point or self.mismatched == "dataset",
-            f"mismatched is for the reference point, which loss={self.loss} does not have; leave it out",
+            f"mismatched applies to the reference point, which loss={self.loss} does not have; leave mismatched out",
         )
 
 
@@ -444,9 +450,11 @@ class DistillationOptions(LossOptions):
     def check(self) -> None:
         self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")
         self.require(
-            self.kl_type == "js" or self.js_beta == 0.5, f"js_beta applies to kl_type=js, not to {self.kl_type}"
+            self.kl_type == "js" or self.js_beta == 0.5,
+            f"js_beta applies to kl_type=js, not to {self.kl_type}; leave js_beta out",
         )
         self.require(
             self.kl_type != "reverse_unnormalized" or not self.zero_outside_topk,
-            "zero_outside_topk: kl_type=reverse_unnormalized reads no token outside the k tokens; leave it out",
+            "zero_outside_topk: has no effect, because kl_type=reverse_unnormalized reads only the k tokens; "
+            "leave zero_outside_topk out",
         )

@@ -85,11 +85,12 @@ class PolicyLossOptions(LossOptions):
     def check(self) -> None:
         self.require(
             self.reference_policy_kl_penalty > 0 or not self.use_kl_in_reward,
-            "use_kl_in_reward needs a reference_policy_kl_penalty",
+            "use_kl_in_reward needs a reference_policy_kl_penalty above 0",
         )
         self.require(
             not self.use_kl_in_reward or not (self.use_on_policy_kl_approximation or self.kl_gradient == "unbiased"),
-            "use_kl_in_reward leaves no KL term in the loss for use_on_policy_kl_approximation or kl_gradient=unbiased",
+            "use_kl_in_reward removes the KL term from the loss, but use_on_policy_kl_approximation and "
+            "kl_gradient=unbiased need this term; leave these two out",
         )
         self._check_importance_sampling()
 
@@ -106,10 +107,12 @@ class PolicyLossOptions(LossOptions):
             )
         self.require(
             upper is not None or (kind in (None, "tis") and lower is None),
-            "truncated_importance_sampling_type and _ratio_min need truncated_importance_sampling_ratio",
+            "truncated_importance_sampling_type and truncated_importance_sampling_ratio_min need "
+            "truncated_importance_sampling_ratio",
         )
         self.require(
-            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs a value"
+            kind in (None, "tis") or lower is not None,
+            f"truncated_importance_sampling_ratio_min: must be set for truncated_importance_sampling_type={kind}",
         )
         self.require(
             upper is None or lower is None or lower <= upper,
@@ -118,7 +121,8 @@ class PolicyLossOptions(LossOptions):
         )
         self.require(
             kind != "seq-mask-tis" or not self.weighs_sequences,
-            "seq-mask-tis leaves out sequences and weighs tokens: it needs one importance weight per token",
+            "truncated_importance_sampling_type=seq-mask-tis needs one importance weight per token, but this "
+            "loss has one per sequence",
         )
 
     @property
@@ -211,7 +215,7 @@ class ClippedPGOptions(PolicyLossOptions):
         )
         self.require(
             self.dr_grpo_max_tokens is None or not self.token_level_loss,
-            "dr_grpo_max_tokens is for a sequence-level loss: set token_level_loss=False",
+            "dr_grpo_max_tokens needs a sequence-level loss: set token_level_loss=False",
         )
         self.require(
             self.aggregation is None or self.token_level_loss == self.aggregation.startswith("token"),
@@ -219,15 +223,16 @@ class ClippedPGOptions(PolicyLossOptions):
         )
         self.require(
             self.dr_grpo_max_tokens is None or self.aggregation is None,
-            "dr_grpo_max_tokens is an aggregation of its own; leave out aggregation",
+            "dr_grpo_max_tokens already determines the aggregation; leave out aggregation",
         )
         self.require(
             not self.disable_ppo_ratio or not (sequences or self.clip_type == "cispo" or self.ratio_clip_c),
-            "disable_ppo_ratio leaves no ratio for clip_type=cispo, ratio_clip_c or sequence-level ratios",
+            "disable_ppo_ratio removes the ratio that clip_type=cispo, ratio_clip_c and sequence-level "
+            "ratios need; leave out disable_ppo_ratio, or these options",
         )
         self.require(
             self.clip_type != "cispo" or not (sequences or self.ratio_clip_c),
-            "clip_type=cispo has neither sequence-level ratios nor a dual clip (ratio_clip_c)",
+            "clip_type=cispo supports neither sequence-level ratios nor a dual clip (ratio_clip_c); leave these out",
         )
         super().check()
 

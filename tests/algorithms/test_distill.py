@@ -270,7 +270,7 @@ def test_a_student_learns_on_its_own_answers(files):
         ("distillation.topk=251", "distillation.topk=251: the teacher has only 250 tokens"),
         (f"distillation.teacher={files / 'wide'}", " has 300 rows, but the student's has only 250"),
         ("distillation.js_beta=0.2", "js_beta applies to kl_type=js, not to mixed"),
-        ("distillation.max_new_tokens=9", "apply to the student's own answers: set on_policy=true"),
+        ("distillation.max_new_tokens=9", "apply to the student's own responses: set on_policy=true"),
         ("distillation.teacher=", "distillation.teacher: "),
     ):
         refused = run("train_distill.py", files / "distill.yaml", f"output_dir={files / 'no'}", change, check=False)

@@ -183,7 +183,11 @@ def test_a_run_with_teachers_in_their_own_layout_equals_one_with_the_students(st
         ({"context_parallel_size": 2}, {}, "distillation.teacher_parallel: tensor 1 x pipeline 1 x context 2 = 2 must"),
         ({"sequence_parallel": True}, {}, "teacher_parallel.sequence_parallel: needs tensor_model_parallel_size > 1"),
         ({"timeout_seconds": 5}, {}, "unknown key distillation.teacher_parallel.timeout_seconds"),
-        ({}, {"teacher": "policy", "teacher_prompt": "{prompt}"}, "teacher_parallel: teacher=policy has the student's"),
+        (
+            {},
+            {"teacher": "policy", "teacher_prompt": "{prompt}"},
+            "teacher_parallel: has no effect, because teacher=policy",
+        ),
     ],
 )
 def test_a_wrong_layout_of_teachers_is_refused(layout, more, said, files):
@@ -281,7 +285,7 @@ def test_a_student_learns_from_the_tokens_that_it_samples(files):
 
 REFUSED = [
     ({"form": "sampled"}, "set on_policy=true"),
-    ({"form": "sampled", "on_policy": True, "kl_type": "reverse"}, "kl_type: form=sampled does not read it"),
+    ({"form": "sampled", "on_policy": True, "kl_type": "reverse"}, "kl_type: has no effect with form=sampled"),
     ({"max_importance_weight": 3.0}, "applies to form=sampled"),
     ({"teacher": "policy"}, "set teacher_prompt"),
     ({"teacher": {}}, "names no model"),

@@ -292,7 +292,11 @@ def test_what_is_laid_over_need_not_be_set(write, tmp_path):
             ["kto.mismatched=batch", "batch.global_batch_size=1"],
             "kto.mismatched: batch needs another record's response, but batch.global_batch_size is 1; set kto.mism",
         ),
-        (KTOConfig, ["kto={loss: apo_zero_unpaired, mismatched: batch}"], "kto: mismatched is for the reference point"),
+        (
+            KTOConfig,
+            ["kto={loss: apo_zero_unpaired, mismatched: batch}"],
+            "kto: mismatched applies to the reference point",
+        ),
         (DPOConfig, ["dpo={discopop_tau: 0.1}"], "discopop_tau applies to preference_loss=discopop, not to sigmoid"),
         (SFTConfig, ["sft.loss=chunked_nll"], "sft.loss: Input should be 'nll' or 'dft'"),
     ],

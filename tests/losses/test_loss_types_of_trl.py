@@ -234,20 +234,26 @@ def test_weighted_loss_refuses_logprobs():
         ({"preference_loss": "exo_pair"}, "preference_loss=exo_pair needs a label_smoothing"),
         (
             {"preference_loss": "sppo_hard", "reference_policy_kl_penalty": 0.0},
-            "preference_loss=sppo_hard divides by reference_policy_kl_penalty, which is 0",
+            "preference_loss=sppo_hard divides by reference_policy_kl_penalty, which must not be 0",
         ),
         ({"discopop_tau": 0.1}, "discopop_tau applies to preference_loss=discopop, not to sigmoid"),
         ({"preference_loss": "nca_pair", **SMOOTH}, "label_smoothing applies to preference_loss=sigmoid, .* nca_pair"),
-        ({"preference_loss": "bco_pair", **JS}, "f_divergence_type=js_divergence is for losses .* not for bco_pair"),
+        ({"preference_loss": "bco_pair", **JS}, "f_divergence_type=js_divergence does not apply to bco_pair"),
         ({"preference_loss": ["sigmoid", "aot"], **JS}, "not for aot"),
         ({"f_alpha_divergence_coef": 0.2}, "f_alpha_divergence_coef applies to f_divergence_type=alpha_divergence"),
         ({**JS, "f_alpha_divergence_coef": 0.2}, "not to js_divergence"),
         ({"f_divergence_type": "hellinger"}, "f_divergence_type: must be one of reverse_kl, forward_kl"),
         ({"ld_alpha": 1.5}, "ld_alpha must be at most 1, got 1.5"),
-        ({"preference_loss": "simpo", "ld_alpha": 0.5}, "ld_alpha is for losses with a reference, not for simpo"),
-        ({"preference_loss": "simpo", "use_weighting": True}, "use_weighting is for losses with a reference"),
-        ({"preference_loss": "aot", "use_weighting": True}, "use_weighting weighs pairs, and aot compares values"),
-        ({"preference_loss": "sigmoid_norm", **AVERAGE}, "sigmoid_norm averages by itself"),
+        (
+            {"preference_loss": "simpo", "ld_alpha": 0.5},
+            "ld_alpha needs a loss with a reference, which simpo does not have",
+        ),
+        ({"preference_loss": "simpo", "use_weighting": True}, "use_weighting needs a loss with a reference"),
+        (
+            {"preference_loss": "aot", "use_weighting": True},
+            "use_weighting gives each pair a weight, but aot compares values",
+        ),
+        ({"preference_loss": "sigmoid_norm", **AVERAGE}, "sigmoid_norm already averages over tokens"),
     ],
 )
 def test_option_that_is_not_read_is_refused(options, message):
@@ -280,7 +286,9 @@ def test_apo_zero_unpaired_is_kto_with_reference_point_zero():
     expected = torch.where(data["desirable"], 1.3 * (1 - value), 0.7 * value).mean()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
     assert metrics["kl_reference_point"] == 0
-    with pytest.raises(ContractError, match="mismatched is for the reference point, which loss=apo_zero_unpaired does"):
+    with pytest.raises(
+        ContractError, match="mismatched applies to the reference point, which loss=apo_zero_unpaired does"
+    ):
         KTOLossFn({**common, "loss": "apo_zero_unpaired", "mismatched": "batch"})
     with pytest.raises(ContractError, match="KTOLossFn: data lacks kl_reference_point"):
         KTOLossFn(common).from_logprobs(logprobs, data, torch.tensor(10.0), None)

@@ -423,10 +423,10 @@ def test_packs_of_a_loss_written_by_a_user():
         ),
         (
             {**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
-            "icepop needs a value",
+            "must be set for truncated_importance_sampling_type=icepop",
         ),
         ({"clip_type": "cispo", "ratio_clip_c": 3.0}, "neither sequence-level ratios nor a dual clip"),
-        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio leaves no ratio"),
+        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio removes the ratio"),
         ({"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": True}, "use_kl_in_reward needs"),
         ({"ratio_clip_min": -0.1}, "ratio_clip_min: must be at least 0"),
         ({"ratio_clip_mim": 0.1}, "did you mean ratio_clip_min"),

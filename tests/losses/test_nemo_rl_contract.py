@@ -265,7 +265,7 @@ def test_option_names_of_other_versions(theirs, ours):
         ({"use_cispo": True, "clip_type": "ppo"}, "contradict"),
         ({"reference_policy_kl_penalty": float("inf")}, "must be finite"),
         ({"token_level_loss": False, "dr_grpo_max_tokens": 7.5}, "must be a whole number"),
-        ({"use_kl_in_reward": True, "kl_gradient": "unbiased"}, "use_kl_in_reward leaves no KL term"),
+        ({"use_kl_in_reward": True, "kl_gradient": "unbiased"}, "use_kl_in_reward removes the KL term"),
     ],
 )
 def test_options_that_contradict_each_other(changes, message):

@@ -165,18 +165,18 @@ def test_masked_pairs_and_empty_responses_are_harmless(kind):
             {"preference_loss": "hinge", "label_smoothing": 0.1},
             "label_smoothing applies to preference_loss=sigmoid, robust",
         ),
-        ({"preference_loss": "orpo"}, "is an addition to the likelihood of chosen responses: set sft_loss_weight"),
+        ({"preference_loss": "orpo"}, "is added to the likelihood of the chosen responses: set sft_loss_weight"),
         ({"simpo_gamma": 1.0}, "simpo_gamma applies to preference_loss=simpo, not to sigmoid"),
         ({"preference_loss": ["sigmoid", "sigmoid"]}, "preference_loss=.sigmoid, sigmoid. names a loss twice"),
         ({"preference_loss": ["sigmoid", "sft"]}, "preference_loss: must be one of sigmoid, ipo, "),
         ({"preference_loss": []}, "preference_loss: must be a list that is not empty"),
         (
             {"preference_loss_weights": [0.5]},
-            "are for a list of preference losses; for one loss set preference_loss_weight",
+            "needs a list of preference losses; for a single loss set preference_loss_weight",
         ),
         (
             {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5]},
-            "preference_loss_weights: 1 weights for 2 losses, preference_loss=.sigmoid, hinge.",
+            "preference_loss_weights: has 1 weights, but preference_loss=.sigmoid, hinge. has 2",
         ),
         (
             {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5, -1]},
@@ -184,7 +184,7 @@ def test_masked_pairs_and_empty_responses_are_harmless(kind):
         ),
         ({"preference_loss": ["hinge", "ipo"], "preference_loss_weights": [0, 0]}, "preference_loss_weights are all 0"),
         ({"preference_loss": ["hinge", "ipo"], "preference_loss_weights": 1.0}, "weights: must be a list"),
-        ({"preference_loss": ["simpo", "ipo"]}, "simpo has no reference, and the others have one"),
+        ({"preference_loss": ["simpo", "ipo"]}, "simpo has no reference, the other losses have one"),
     ],
 )
 def test_options_that_contradict_each_other(options, message):
