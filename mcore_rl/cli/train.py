@@ -66,7 +66,7 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
     try:
         return load_config(PROGRAMS[algorithm].config, path, overrides)
     except UserError as error:
-        raise UserError(f"{error} (taken for a configuration of --algorithm {algorithm})") from None
+        raise UserError(f"{error} (read as a configuration of --algorithm {algorithm})") from None
 
 
 def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | None = None) -> None:

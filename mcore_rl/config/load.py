@@ -317,7 +317,7 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "dataclass_type"):
         found = "nothing" if problem["input"] is None else repr(problem["input"])
-        return f"{name}: is a section of keys, found {found}"
+        return f"{name}: must be a section of keys, found {found}"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # the message names the key
         is_key = message.partition(":")[0] in _fields_at(config_type, location)
         return f"{name}{'.' if is_key else ': '}{message}" if name else message

@@ -151,7 +151,9 @@ class EnvironmentConfig(JudgeOptions):
     def _consistent(self) -> EnvironmentConfig:
         name, is_model = self.name, self.name == "reward_model"
         if is_model != (self.path is not None):
-            raise ValueError(f"path: must be set with name=reward_model, and only then (name={name}, path={self.path})")
+            raise ValueError(
+                f"path: must be set if and only if name=reward_model (found name={name}, path={self.path})"
+            )
         if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
             raise ValueError(f"max_sequence_length, format: require name=reward_model, not {name}")
         if not is_model and self.parallel is not None:
@@ -558,7 +560,10 @@ class RLConfig(TrainingConfig):
         if self.generation.offload:
             raise ValueError(f"{name}: sleeping servers cannot generate during training; leave out generation.offload")
         if self.environment.name == "reward_model":
-            raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
+            raise ValueError(
+                f"{name}: needs judges outside the training processes, but a reward model judges in the training "
+                "processes; use another environment"
+            )
         if self.rollouts.dynamic_sampling_rounds > 1:
             raise ValueError(f"{name}: needs to know the prompts of future steps; leave out dynamic_sampling_rounds")
         if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:

@@ -102,8 +102,11 @@ class ModelConfig(Section):
             UserError: the section requires Transformer Engine, which cannot be used.
         """
         if self.transformer_impl == "transformer_engine" and te_problem is not None and not simulates:
-            remedy = "install it with pip install 'mcore_rl[gpu]', or set local" if on_gpu else "set local"
-            raise UserError(f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; {remedy}")
+            install = "install it with pip install 'mcore_rl[gpu]', or " if on_gpu else ""
+            raise UserError(
+                f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; {install}"
+                "set model.transformer_impl=local"
+            )
         choices: dict[str, Any] = {}
         if self.dtype == "auto":
             choices["dtype"] = "bfloat16" if on_gpu else "float32"

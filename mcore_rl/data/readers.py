@@ -285,4 +285,6 @@ def require(record: dict[str, Any], *keys: str) -> None:
     if missing:
         foreign = next((f" ({what})" for column, what in FOREIGN_COLUMNS.items() if column in record), "")
         has = ", ".join(sorted(record)) or "nothing"
-        raise ValueError(f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}; it has {has}{foreign}")
+        raise ValueError(
+            f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}; the record has {has}{foreign}"
+        )

@@ -253,7 +253,7 @@ class TokenizationSpec:
         if missing := [column for column in self.columns.values() if column not in record]:
             has = ", ".join(sorted(record)) or "nothing"
             named = f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}"
-            raise ValueError(f"{named}, which data.columns names; it has {has}")
+            raise ValueError(f"{named}, which data.columns names; the record has {has}")
         others = {key: value for key, value in record.items() if key not in self.columns.values()}
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 

@@ -118,7 +118,7 @@ class RunIdentity:
                     "choose another output_dir, or start afresh with checkpoint.resume=none checkpoint.overwrite=true, "
                     "which removes that run"
                 )
-            raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
+            raise UserError(f"{key}: the checkpoint {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
         """Yield (key, earlier value, this run's value) of each difference because of which `earlier` is another run."""

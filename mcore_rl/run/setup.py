@@ -127,7 +127,10 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
     """
     size, day = family_of(found[POLICY]).vocab_size, chat_day(tokenizer)
     if len(tokenizer) > size:
-        raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, but the model has only {size}")
+        raise UserError(
+            f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, but the model has only {size}; use the "
+            "tokenizer of this model"
+        )
     for key, other in second_model_configs(config).items():
         model = other.model
         with _named_by(key, model.path):

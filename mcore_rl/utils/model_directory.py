@@ -123,7 +123,7 @@ def make_repository(name: str) -> None:
 
 
 def _not_writable(name: str, error: Exception) -> UserError:
-    hint = "log in with `hf auth login` or $HF_TOKEN, or leave it out and upload later"
+    hint = "log in with `hf auth login` or $HF_TOKEN, or leave checkpoint.push_to_hub out and upload later"
     return UserError(f"{PUSH}: {name} cannot be written to ({_reason(error)}); {hint}")
 
 

@@ -225,7 +225,7 @@ def test_a_file_of_another_algorithm_is_told_as_what_it_was_read(write):
     batch, grpo = "batch: {global_batch_size: 8}", "grpo: {num_prompts_per_step: 4, max_new_tokens: 9}"
     grpo = write(MINIMAL.replace(batch, grpo))
     assert load_for("grpo", grpo, []).grpo.num_prompts_per_step == 4
-    with pytest.raises(UserError, match=r"unknown key grpo; .* \(taken for a configuration of --algorithm dpo\)"):
+    with pytest.raises(UserError, match=r"unknown key grpo; .* \(read as a configuration of --algorithm dpo\)"):
         load_for("dpo", grpo, [])
 
 

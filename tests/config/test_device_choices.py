@@ -57,7 +57,7 @@ def test_choosing_twice_changes_nothing():
 def test_missing_transformer_engine_is_refused():
     with pytest.raises(UserError, match="Transformer Engine is not installed; install it with pip install"):
         chosen(config_of({"transformer_impl": "transformer_engine"}), on_gpu=True)
-    with pytest.raises(UserError, match=r"Transformer Engine needs a GPU; set local$"):
+    with pytest.raises(UserError, match=r"Transformer Engine needs a GPU; set model\.transformer_impl=local$"):
         chosen(config_of({"transformer_impl": "transformer_engine"}), on_gpu=False, te_problem="needs a GPU")
 
 

@@ -147,7 +147,9 @@ def test_columns_of_other_names(tmp_path):
     swapped = settings_of(columns={"prompt": "answer", "answer": "question"})
     (prompt,) = load_prompt_dataset(path, TOKENIZER, swapped, 40).prompts
     assert (prompt.content, prompt.record) == ("c", {"answer": "p", "answer_text": "d"})
-    with pytest.raises(UserError, match=r"line 1: lacks the key text, which data.columns names; it has answer, "):
+    with pytest.raises(
+        UserError, match=r"line 1: lacks the key text, which data.columns names; the record has answer, "
+    ):
         load_sft_dataset(path, TOKENIZER, settings_of(columns={"prompt": "text"}))
 
 
@@ -160,7 +162,9 @@ def test_columns_of_each_source(tmp_path):
     assert [text_of(unit[0]) for unit in (units[0], units[1])] == ["pc<|end|>", "qa<|end|>"]
     (unit,) = load_sft_dataset(section.validation, TOKENIZER, section).units
     assert text_of(unit[0]) == "qa<|end|>"
-    with pytest.raises(UserError, match=r"other.jsonl, line 1: lacks the keys prompt and completion; it has answer, q"):
+    with pytest.raises(
+        UserError, match=r"other.jsonl, line 1: lacks the keys prompt and completion; the record has answer, q"
+    ):
         load_sft_dataset(section.train, TOKENIZER, settings_of(**sources, columns={own: {"prompt": "prompt"}}))
 
 
@@ -368,7 +372,7 @@ def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
         (
             {"question": "a", "completion": "b"},
             {},
-            "a.jsonl, line 1: lacks the key prompt; it has completion, question",
+            "a.jsonl, line 1: lacks the key prompt; the record has completion, question",
         ),
         (chat, {}, "a.jsonl, line 1: the tokenizer has no chat template, which messages need"),
         (chat, {"chat_template": "{{ messages }}"}, None),

@@ -199,7 +199,9 @@ def test_missing_transformer_engine_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m"))
     model = ModelConfig(path="m", transformer_impl="transformer_engine")
-    with pytest.raises(UserError, match=r"model.transformer_impl=transformer_engine: .* is not installed; set local"):
+    with pytest.raises(
+        UserError, match=r"model.transformer_impl=.* is not installed; set model\.transformer_impl=local"
+    ):
         check_model_fits(make_config("llama"), ParallelConfig(), 14, model)
 
 

@@ -355,7 +355,7 @@ def test_hardware_that_is_none(gpu, said, tmp_path):
     ("text", "wanted", "said"),
     [
         ("{}", "gpu", "the file is empty; or write FILE:NAME"),
-        ("4090: {}\na: {}", "b", "there are 4090, a; or write FILE:NAME"),
+        ("4090: {}\na: {}", "b", "must be one of 4090, a; or write FILE:NAME"),
         ("4090: {}", "4090", "4090: memory_bytes: Field required"),
     ],
 )

@@ -124,7 +124,7 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
         if self.receiver is None or self.copies is None:
-            raise RuntimeError("update_weights: no trainer has opened its group, or no update has begun")
+            raise RuntimeError("update_weights: no trainer has opened a group with this worker, or no update has begun")
         with torch.device(self.device), self.copies:
             self.receiver.update_weights_from_collective()
 

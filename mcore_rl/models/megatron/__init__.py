@@ -6,8 +6,8 @@ from mcore_rl.platform import importing_megatron, is_initialized
 
 if not is_initialized():
     raise RuntimeError(
-        "call mcore_rl.platform.initialize_platform() where the program starts, before it imports what uses Megatron: "
-        "it chooses the device"
+        "call mcore_rl.platform.initialize_platform() where the program starts, before any import that uses "
+        "Megatron, because this call chooses the device"
     )
 
 with importing_megatron():

@@ -202,7 +202,10 @@ class PEFTDirectory:
         for name, shape in shapes.items():
             found = tuple(self._file.get_slice(name).get_shape())
             if found != shape:
-                raise UserError(f"model.lora.path: {self.path}: {name} is {found}; for model.path it must be {shape}")
+                raise UserError(
+                    f"model.lora.path: {self.path}: {name} has the shape {found}, but the model of model.path "
+                    f"needs {shape}"
+                )
 
     def check_base(self, path: Path, weights: str) -> list[str]:
         """Check that the adapter was trained on the model to which it is applied.

@@ -289,7 +289,9 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     found = {name for name in source.names() if not (family.ignores(name) or family.passes_on(name))}
     for what, names in (("lacks", set(expected) - found), ("has unknown", found - set(expected))):
         if names:
-            raise UserError(f"model.path: {source.path} {what} tensors: {', '.join(sorted(names)[:3])} ({len(names)})")
+            raise UserError(
+                f"model.path: {source.path} {what} tensors: {', '.join(sorted(names)[:3])} ({len(names)} in total)"
+            )
     for name in (*expected, *filter(family.passes_on, source.names())):
         source.check(name)
     for name, shape in expected.items():

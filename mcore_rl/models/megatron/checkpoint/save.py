@@ -190,8 +190,8 @@ def within(seconds: float, action: Callable[[], T]) -> T:
     wait([done], seconds)
     if not done.done():
         raise TimeoutError(
-            f"the file system has not answered within {seconds:g} s; it hangs, or the limit is too short "
-            "(checkpoint.timeout_seconds, at most half of parallel.timeout_seconds)"
+            f"the file system has not answered within {seconds:g} s; it hangs, or checkpoint.timeout_seconds is "
+            "too short (at most half of parallel.timeout_seconds)"
         )
     return done.result()
 
