@@ -57,8 +57,8 @@ class DistillationObjective(Objective):
     The divergence is computed on the records' responses, or on the student's own answers to the records' prompts.
 
     Args:
-        loaded: the teachers that are models other than the student, by name. A teacher that is not in it is the student
-            itself (with another prompt).
+        loaded: the teachers that are models other than the student, by name. A teacher that is not in `loaded` is the
+            student itself (with another prompt).
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DistillationObjective(Objective):
         return {"values": best["topk_logits"], "indices": best["topk_indices"]}
 
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
-        """Return the columns of `current_columns` if records name their teachers, or have another prompt for them."""
+        """Return what `current_columns` returns if records name their teachers, or if teachers read another prompt."""
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
         have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
         chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]

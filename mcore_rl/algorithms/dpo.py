@@ -63,7 +63,7 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns that losses read if they sort values of all pairs of the batch; {} for other losses.
+        """Return the columns for losses that sort values of all pairs of the batch; {} for other losses.
 
         These losses need an additional pass that scores the batch.
         """

@@ -36,7 +36,7 @@ Columns = dict[str, Tensor]
 
 @dataclass(eq=False)
 class TrainingBatch:
-    """A batch of records for training or validation, as far as this replica has them.
+    """This replica's part of a batch of records for training or validation.
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
     dataset, indices: the dataset, and the index in it of each record.
@@ -70,7 +70,7 @@ class Objective:
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns that models compute that are not trained. Validation computes them once and keeps them."""
+        """Return the columns computed by models that are not trained. Validation computes these columns once."""
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:

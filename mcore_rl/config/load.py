@@ -336,10 +336,10 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """Return a text that names the key here for a key of another program, or the reason why there is none.
+    """For a key of another program, return text with this package's key for it, or why there is no such key.
 
-    The whole key is looked up in the table of other programs, or else its last parts. Return None if neither is known,
-    or if the best matches in the table have different keys here."""
+    The table of other programs is searched for the whole key, or else for the last parts of the key. Return None if
+    neither is found, or if the best matches stand for different keys of this package."""
     algorithm = getattr(config_type, "algorithm", "")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for line in OTHER_NAMES.read_text().splitlines():

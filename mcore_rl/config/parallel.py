@@ -101,7 +101,7 @@ class PipelineConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """Number of which the number of microbatches must be a multiple: with interleaved chunks, the stages work in
+        """The number of microbatches must be a multiple of this number: with interleaved chunks, the stages work in
         rounds of one microbatch per stage."""
         return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 

@@ -240,7 +240,7 @@ def read_chat_template(template: str | None) -> str | None:
     """Return the text of a template that is given as text or as the path of a file.
 
     Raises:
-        UserError: neither.
+        UserError: `template` is neither of these.
     """
     if template is None or "{" in template:
         return template

@@ -147,9 +147,9 @@ class MicrobatchPlanner:
         return self.rows_per_unit
 
     def _work(self, before: int, length: int) -> float:
-        """Return the work that the model has with `length` tokens that follow `before` tokens of the same row.
+        """Return the model's work for `length` tokens that follow `before` tokens of the same row.
 
-        The unit is the work for a token without attention.
+        The result is in multiples of the work for a token without attention.
         """
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
@@ -159,7 +159,7 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return a unit with all `rows` of a group. If it does not fit a pack, divide each half of the rows instead."""
+        """Return a unit with all `rows` of a group; if this unit does not fit a pack, return the units of each half."""
         # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -337,7 +337,7 @@ class PackUnitSize:
     """The size of a `PackUnit`.
 
     rows: indices of its rows in the global batch. tokens: number of padded tokens that it takes in a pack.
-    cost: work that the model has with it; the unit is the work for a token without attention.
+    cost: the model's work for this unit, in multiples of the work for a token without attention.
     """
 
     rows: Sequence[int]

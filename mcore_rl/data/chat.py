@@ -180,7 +180,7 @@ def chat_day(tokenizer: Any) -> date | None:
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return the keyword argument `chat_template` with which a template uses the date of `set_chat_day`; {} without it.
+    """Return the argument `chat_template` that makes a template use the date of `set_chat_day`; {} if none is set.
 
     The template gets a macro `strftime_now`, because transformers does not accept a function. The macro works even if
     the template computes the format.

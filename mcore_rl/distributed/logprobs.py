@@ -591,7 +591,7 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Tiles:
-    """Computes the product hidden × weightᵀ tile by tile, in the accumulation type; it has the logits' temperature too.
+    """Computes the product hidden × weightᵀ tile by tile, in the accumulation type; also has the logits' temperature.
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 
@@ -660,7 +660,7 @@ class Tiles:
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
     def all_columns(self, rows: slice) -> Tensor:
-        """Return these rows of hidden × weightᵀ; a weight that must be converted for it is converted in tiles."""
+        """Return these rows of hidden × weightᵀ; a weight that must be converted first is converted in tiles."""
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)
@@ -749,7 +749,7 @@ def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
 class HeadGradients:
     """Accumulates the gradients of hidden states and LM head from gradients of tiles of logits.
 
-    If the LM head has a `main_grad` of Megatron's, its gradient is added to it, in the precision of `main_grad`.
+    If the LM head has Megatron's `main_grad`, the head's gradient is added to `main_grad`, in that precision.
     """
 
     def __init__(self, tiles: Tiles, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sharded logits, by functions that have the reference library's names.
+"""Functions for log-probabilities of sharded logits, with the names that the reference library uses.
 
 They call this package's own functions. Gradients follow `gather_context_parallel`: they are summed over
 context-parallel ranks. If every rank computes the whole loss, divide it by the number of ranks.

@@ -45,7 +45,7 @@ def end_with(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Make the kernel send signal `number` to this process when the parent dies; send it now if that has happened."""
+    """Make the kernel send signal `number` to this process when the parent dies; send it now if the parent is dead."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
     if os.getppid() != parent:

@@ -28,7 +28,7 @@ class RewardModelEnvironment:
 
     Args:
         day: date for a chat template that inserts a date; today if None.
-        replicas: the replicas that have different samples: those of the policy; None means those of the reward model.
+        replicas: the replicas among which the samples are divided, such as the policy's; None means the reward model's.
     """
 
     def __init__(self, config: RLConfig, day: date | None = None, replicas: ParallelDimension | None = None) -> None:

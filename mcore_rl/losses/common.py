@@ -324,7 +324,7 @@ def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group:
 
 
 def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
-    """Return the loss's `metric_reductions`: how metrics are reduced that must not be summed; {} if it has none."""
+    """Return the loss's `metric_reductions`: the reduction of each metric that must not be summed; {} for none."""
     declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
     if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
         raise ContractError(

@@ -593,7 +593,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def batch_columns(
         self, next_token_logprobs: Float[Tensor, "batch predicted"], data: BatchedDataDict[Any]
     ) -> dict[str, Tensor]:
-        """Return the columns [B] that losses read if they sort values of all pairs; {} for other losses. Collective.
+        """Return the columns [B] for losses that sort values of all pairs; {} for other losses. Collective.
 
         Args:
             next_token_logprobs: log-probabilities of this replica's rows under the policy's current weights.

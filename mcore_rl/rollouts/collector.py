@@ -32,9 +32,9 @@ SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", 
 class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
-    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps, which go on during training. Which
-    prompts a step has does not depend on which rollouts finish first. Therefore, the weights that generated a token are
-    at most N versions old: those with which the step's rollouts started.
+    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps, which go on during training. The
+    prompts of a step do not depend on which rollouts finish first. The weights that generate a token are therefore at
+    most N versions old: at the oldest, they are the weights with which the step's rollouts started.
 
     Args:
         steps: number of steps of the run.

@@ -124,7 +124,7 @@ def exchange_kept_tokens(
     outcomes: Sequence[RolloutSummary],
     topology: Topology,
 ) -> list[KeptTokens]:
-    """Do for the tokens that the sampler kept what `exchange_rows` does for columns. Collective."""
+    """Send the tokens that the sampler kept to the replicas that want the rows; see `exchange_rows`. Collective."""
     lengths = [outcome.num_tokens for outcome in outcomes]
     found = [KeptTokens.none(0) if kept is None else kept for kept in own]
     sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
@@ -539,6 +539,6 @@ def has_signal(
 
 
 def differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
-    """Return, for each group, whether those of its values differ for which `counted` is True."""
+    """Return, for each group, whether its values differ; only values for which `counted` is True are compared."""
     high = torch.where(counted, values, -math.inf).amax(-1)
     return high > torch.where(counted, values, math.inf).amin(-1)

@@ -1,4 +1,4 @@
-"""The rollout worker, which runs the policy's conversations in an environment, each replica its own."""
+"""The rollout worker, which runs the policy's conversations in an environment. Each replica runs its own."""
 
 from __future__ import annotations
 

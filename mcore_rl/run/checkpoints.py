@@ -243,7 +243,7 @@ class RunCheckpoints:
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
         """Remember the passing checkpoints (see `save`) that the checkpoint `resumed` lists, given by their `steps`.
 
-        Passing checkpoints before `resumed` are removed now; the earlier launch may have ended before it did so.
+        Passing checkpoints before `resumed` are removed now; the earlier launch may have ended before it removed them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]

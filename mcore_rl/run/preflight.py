@@ -157,7 +157,7 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
-    """Return whether the run writes to `path`, one of its inputs, or to a file in it or to which a link in it points.
+    """Return whether the run writes to its input `path`, to a file in it, or to the target of a link in it.
 
     Args:
         key: configuration key of the input.
@@ -169,7 +169,7 @@ def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) ->
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints from which `checkpoint.resume` allows to resume, best first, and notes for the user.
+    """Return the checkpoints that `checkpoint.resume` allows the run to resume, best first, and notes for the user.
 
     Raises:
         UserError: the path in `checkpoint.resume` has no checkpoint, or all checkpoints are damaged.

@@ -232,7 +232,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _OneKernel:
-    """Counts the memory that a kernel reads and writes that fuses several operations."""
+    """Counts the memory that is read and written by a kernel that fuses several operations."""
 
     def __init__(self) -> None:
         self.made = set[int]()

@@ -38,7 +38,7 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     """Return the ranks that `wanted` names.
 
     Args:
-        wanted: words and numbers of ranks, separated by commas. Each word stands for ranks, one for each of some
+        wanted: words and numbers of ranks, separated by commas. Each word stands for one rank of each of certain
             pipeline stages. `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the
             first and the last stage and, in an uneven pipeline, the first stage with each number of layers.
 

@@ -122,7 +122,7 @@ class Watch:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Context in which functions count as one kernel that are one kernel on a GPU with Triton.
+        """Context in which each function that is a single kernel on a GPU with Triton counts as a single kernel.
 
         These are a norm, a gated activation, a rotation, and the reduction of a tile of logits, forward and backward.
         """

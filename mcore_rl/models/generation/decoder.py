@@ -83,8 +83,8 @@ class Blocks:
 class _Part:
     """A part of the running sequences, whose keys and values are gathered into one tensor.
 
-    rows: the part's range in the list of running sequences. longest: length of the part's longest sequence, which is
-    its first, in tokens. table: [sequences, blocks], the block numbers of each sequence of the part.
+    rows: the part's range in the list of running sequences. longest: number of tokens of the part's longest sequence,
+    which is its first sequence. table: [sequences, blocks], the block numbers of each sequence of the part.
     """
 
     rows: slice
@@ -409,7 +409,7 @@ Attend = Callable[..., Tensor]
 
 
 class CachedMixer(torch.nn.Module):
-    """Replaces a layer's core attention during generation; it reads and writes the cache.
+    """Replaces a layer's core attention during generation, and reads and writes the layer's cache.
 
     In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]. Its output is
     [T, heads · d]. In a gated delta net it has 1 input tensor, [T, heads, …], which contains queries, keys, values,
@@ -494,7 +494,8 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the layers of all pipeline stages on T tokens; return the final hidden states [T, hidden].
 
-        The result is valid only on the last stage. `attend` mixes the tokens in a layer, from and into the cache.
+        The result is valid only on the last stage. `attend` computes a layer's core attention, and reads and writes the
+        layer's cache.
         """
         if self.in_lockstep:
             self._running(1.0)

@@ -235,9 +235,9 @@ class ResponseTensors:
 
 
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
-    """Return the responses of all ranks along `dimensions`, in rank order. Collective.
+    """Gather responses from all ranks along `dimensions`; return them in rank order. Collective.
 
-    The last of `dimensions` is the outermost in this order.
+    In this order, the rank along the last of `dimensions` changes most slowly.
     """
     tensors = ResponseTensors.of(own)
     parts = tensors.sizes, tensors.tokens, tensors.kept

@@ -25,7 +25,7 @@ class SamplingParams:
 
     temperature: divides the logits; 0 is greedy.
     top_k: sample only the k most likely tokens; None for all.
-    top_p: sample only the most likely tokens: as few as have at least this probability together.
+    top_p: sample only the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only tokens whose probability is at least this fraction of the most likely token's.
     max_new_tokens: maximum length of a response, including its stop token.
     stop_token_ids: tokens that end a response, and are part of it.

@@ -414,7 +414,7 @@ class ServerPool:
     def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
         """Call `call` for all servers concurrently; return the results by URL.
 
-        A server for which it fails is dropped.
+        A server for which the call fails is dropped.
 
         Raises:
             TrainingError: no server is left.

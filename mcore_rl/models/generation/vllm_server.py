@@ -156,7 +156,7 @@ class VLLMServerProcesses:
 
 
 def _check_precision(path: Path) -> None:
-    """Raise UserError if the model directory is quantized: vLLM would keep it so, but receives bfloat16 weights."""
+    """Raise UserError if a model is quantized: vLLM would keep its weights quantized, but receives bfloat16 weights."""
     file = path / "config.json"
     if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
         raise UserError(
@@ -177,7 +177,7 @@ def _returns_masks(config: RLConfig) -> bool:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise UserError if another program uses the port: it would be mistaken for the new server."""
+    """Raise UserError if another program uses the port: that program would be mistaken for the new server."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

@@ -113,7 +113,7 @@ class TokenMixer(ABC):
         return 0.0
 
     def flops_per_token_squared(self) -> float:
-        """Return c for which a sequence of n tokens that fits into the window costs c · n² operations of attention.
+        """Return c: attention over a sequence of n tokens, if it fits into the window, costs c · n² operations.
 
         Forward and backward are counted.
         """
@@ -334,8 +334,8 @@ class LatentAttention(KeyValueMixer):
 
     query_rank: size of the latent queries; None if queries are projected without a latent state. key_value_rank: size
         of the latent keys and values.
-    rotated: number of elements of each query and key head that are rotated. All heads have the same rotated elements
-        of the keys.
+    rotated: number of elements of each query and key head that are rotated. The rotated elements of the keys are the
+        same for all heads.
     value_dim: size of a value head.
     interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
     rope_factor: factor by which cos and sin are multiplied. eps: epsilon of the norms of the latent states.

@@ -28,7 +28,7 @@ QUERIES_OF_A_BLOCK = 256
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbers of some rows: `count` ranges of `length` rows; each begins `stride` rows after the previous range."""
+    """Row numbers in `count` ranges of `length` rows; the starts of consecutive ranges are `stride` rows apart."""
 
     start: int
     length: int

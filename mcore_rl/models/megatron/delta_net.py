@@ -3,8 +3,8 @@
 The rows of all weights are interleaved by key head. To a key head belong a query, a key, several values with their
 gates, and the rates and decays of these values. A tensor-parallel rank has some of the key heads with all that belongs
 to them. Convolution and delta rule need all tokens of a sequence. Under context parallelism the ranks therefore
-exchange data (all-to-all): before, a rank has some tokens for all of its heads; after, all tokens for some of these
-heads. The outputs are exchanged back.
+exchange data (all-to-all): before the exchange, a rank has some tokens for all of its heads; after the exchange, it has
+all tokens for some of these heads. The outputs are exchanged back.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class ChunkPlan:
     is_token: [chunks · CHUNK], whether a row has a token; rows after the end of a segment have none.
     rows: [T], the row of each position in the pack; 0 for padding.
     is_used: [T], whether the position has a row; padding has none.
-    before: [width − 1, T], for each position, that of the previous token of its sequence, of the token before that, and
-        so on; −1 where there is none.
+    before: [width − 1, T], for each position, the positions of the previous width − 1 tokens of its sequence, the
+        nearest first; −1 where there is none.
     last: [segments], position of the last token of each segment that has tokens.
     order: [segments], for each of these segments, its place in the order in which the steps complete the segments.
     """

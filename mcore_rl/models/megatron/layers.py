@@ -118,7 +118,7 @@ class ExpertBiasMixin:
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Prepare output and bias of an expert for Megatron, which adds the bias in place; output must be no view."""
+        """Prepare an expert's output and bias for Megatron: it adds the bias in place, so the output is no view."""
         if not self.is_expert or bias is None:
             return output, bias
         return output.clone(), bias_of_first_rank(bias)

@@ -504,9 +504,9 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """A source whose tensors tell to which name their rows belong.
+    """A source of tensors whose values show which tensor each row belongs to.
 
-    All values of a tensor are the index of its name in `names`, or −1 if its name is not in `names`.
+    All values of a tensor are the index of the tensor's name in `names`, or −1 if the name is not in `names`.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:

@@ -112,7 +112,7 @@ class RouterStatistics:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Identity function of its first argument. Its backward pass also starts the backward pass of a loss."""
+    """Returns its first argument unchanged. The backward pass also starts the backward pass of the second, a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -297,7 +297,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     It maps rows [T, in], sorted by expert, to [T, out]. `ends`: [experts] int32, the number of the row after the last
     row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in]. They are stacked for the
-    product and once more in the backward pass. Keeping the stacked copy would double their memory until then.
+    product and once more in the backward pass. Keeping the stacked copy would double the memory of the weights until
+    then.
     """
 
     @staticmethod
@@ -501,7 +502,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's dispatcher, changed so that the host waits for the device only once per layer and pass.
 
     It waits for the counts of tokens, which are needed before the ranks exchange tokens. Megatron's own permutation
-    waits twice more, because it selects entries by a mask, whose number is not known on the host.
+    waits twice more, because it selects entries by a mask, and the host does not know the number of selected entries.
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Megatron's DDP, distributed optimizer and schedule; the gather of updated weights; offloading of device memory.
 
-The gradient is the sum of the gradients of all microbatches on all data-parallel ranks. Their losses are already
-divided by the global batch's counts, and those of context-parallel ranks add up, so Megatron must not divide again:
+The gradient is the sum of the gradients of all microbatches on all data-parallel ranks. The losses of microbatches are
+already divided by the global batch's counts, and the losses of context-parallel ranks add up. Megatron must therefore
+not divide again:
 
 - With `calculate_per_token_loss` and a loss function that returns three values, Megatron's schedules do not scale the
   loss, and its DDP sums over data- and context-parallel ranks.

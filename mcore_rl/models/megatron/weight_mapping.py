@@ -355,7 +355,8 @@ class Mapping:
 
     megatron: name of the parameter, with the layer's number in the whole model. The name of an expert's weight contains
         `mlp.experts.NUMBER.`, with the expert's number in the whole model.
-    is_expert: whether it belongs to a routed expert. Routed experts are distributed over expert-parallel ranks.
+    is_expert: whether the parameter belongs to a routed expert. Routed experts are distributed over expert-parallel
+        ranks.
     is_float32: whether the parameter is always float32, whatever the model's precision is.
     """
 

@@ -298,8 +298,8 @@ def _compute(
 class _ResumableFile:
     """A file of log-probabilities that is not complete, so that an interrupted computation can be resumed.
 
-    After each batch, a second file gets a line with the size and the checksum of the first. A batch counts as written
-    if its line exists. Only one process writes the files.
+    After each batch, a second file gets a line with the size and the checksum of the first file. A batch counts as
+    written if its line exists. Only one process writes the files.
     """
 
     def __init__(self, path: Path) -> None:

@@ -131,7 +131,7 @@ class RefitGroups:
             self.groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast `tensor` from this process to all groups; it is rank 0 of each group."""
+        """Broadcast `tensor` to all groups from this process, which is rank 0 of each group."""
         with self._lock:
             groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
@@ -275,7 +275,7 @@ class SharedBucket:
         return {**self._where, "tensors": self.places}
 
     def release(self) -> None:
-        """Release the block of memory. A process that has opened the block can read it until it closes it."""
+        """Release the block of memory. A process that has the block open can read it until the process closes it."""
         del self._buffer
         if self._memory is not None:
             self._memory.close()

@@ -151,7 +151,10 @@ class ScoringModel:
             chunk.eval()
 
     def finish_param_gather(self) -> None:
-        """Wait for a pending all-gather of the weights. Call it before anything but training reads them. Collective."""
+        """Wait for a pending all-gather of the weights. Collective.
+
+        Call it before any code except training reads the weights.
+        """
         self.model.finish_param_gather()
 
     def require_weights(self, purpose: str) -> None:
@@ -508,10 +511,10 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, for each microbatch, what gives the teacher's logits for its counted tokens: hidden states and head.
+        """Return, by microbatch, the teacher's hidden states for the counted tokens, and its LM head.
 
-        The hidden states are [counted tokens, hidden size]; they stay in memory. The head is `head`. The result is {}
-        on all pipeline stages but the last.
+        Their product is the teacher's logits of these tokens. The hidden states are [counted tokens, hidden size]; they
+        stay in memory. The head is `head`. The result is {} on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.

@@ -303,7 +303,8 @@ class ShardWriter:
         planned: the shards to write.
         timeout: time limit in seconds for writing.
         staging: the shared memory and the process. No other save may use them before the file is written.
-        staged: for tensors that are already in the memory, the byte at which they begin, by their indices in the plan.
+        staged: for each tensor that is already in the shared memory, the byte at which it begins, by the tensor's index
+            in the plan.
         commit: what rank 0's process does after all ranks have written; None on other ranks.
     """
 

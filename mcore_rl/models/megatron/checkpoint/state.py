@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return the sharded state dict of the reference weights: the model's one, with other names and values.
+    """Return the sharded state dict of the reference weights, made from the model's by other names and values.
 
     Args:
         model_state: sharded state dict of the model.
@@ -107,7 +107,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Divide what `part` has of the elements start … end − 1 of a parameter into rectangles.
+    """Divide into rectangles those of a parameter's elements start … end − 1 that are in `part`.
 
     Args:
         first: number of the part's first element in the parameter.
