@@ -73,7 +73,7 @@ class PipelineConfig(Section):
         if layout and (stages := len(layers_of_layout(layout))) != size * chunks:
             raise ValueError(
                 f"pipeline_model_parallel_layout: {layout!r} has {stages} stages; it must have "
-                f"pipeline_model_parallel_size ({size}) x virtual_pipeline_model_parallel_size ({chunks})"
+                f"pipeline_model_parallel_size ({size}) x virtual_pipeline_model_parallel_size ({chunks}) stages"
             )
         return self
 

@@ -465,8 +465,8 @@ class RLConfig(TrainingConfig):
             total = sizes[0] * sizes[1]
             if batch.get("global_batch_size", total) != total:
                 raise ValueError(
-                    f"batch.global_batch_size: must be prompts x generations ({total}) here; leave "
-                    "batch.global_batch_size out"
+                    f"batch.global_batch_size: must be num_prompts_per_step x num_generations_per_prompt ({total}); "
+                    "leave batch.global_batch_size out"
                 )
             values = {**values, "batch": {**batch, "global_batch_size": total}}
         return values

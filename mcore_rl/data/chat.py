@@ -525,8 +525,8 @@ def check_keeps_turns(tokenizer: Any) -> None:
                 what = "thoughts in earlier responses" if "<think>" in answer else "earlier turns"
                 raise UserError(
                     f"environment.max_turns: the chat template rewrites {what} in a longer conversation, so the "
-                    "model would be trained on other texts than it read; set data.chat_template to one that "
-                    "keeps them, or use max_turns=1"
+                    "model would be trained on other text than it read; set data.chat_template to a template that "
+                    "keeps earlier turns, or use max_turns=1"
                 )
     except ValueError as error:
         if isinstance(error, UserError):

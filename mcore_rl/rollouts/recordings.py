@@ -103,7 +103,7 @@ def read_recording(
         if found[name] != value:
             if name == "data":
                 raise UserError(f"--replay {path}: was recorded with other prompts than those of data.train")
-            raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; here it is {value}")
+            raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; this run has {value}")
     return recorded
 
 

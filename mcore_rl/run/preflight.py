@@ -152,7 +152,7 @@ def check_output(config: TrainingConfig) -> None:
     if afresh and not checkpoint.overwrite and directory.holds_results():
         raise UserError(
             f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
-            "output_dir, or set checkpoint.overwrite=true to remove it"
+            "output_dir, or set checkpoint.overwrite=true to remove the earlier run"
         )
 
 

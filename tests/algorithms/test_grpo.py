@@ -258,7 +258,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
     assert too_long.returncode == 2
     assert "lacks step 5; this run has 9 steps" in too_long.stderr_text
     hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "grpo.temperature=2", check=False)
-    assert "recording.jsonl: was sampled with grpo.temperature=1.0; here it is 2.0" in hotter.stderr_text
+    assert "recording.jsonl: was sampled with grpo.temperature=1.0; this run has 2.0" in hotter.stderr_text
 
 
 @pytest.mark.long
