@@ -353,7 +353,7 @@ def _remake_tokenizer(source: TokenizerSpec) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has ended. Without this, it would wait forever if the parent was killed."""
+    """End this process when its parent has ended. Otherwise the process would wait forever for a killed parent."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

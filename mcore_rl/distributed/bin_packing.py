@@ -24,8 +24,8 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, 
 
     Every rank gets the same number of bins, which is a multiple of `multiple`, and an even share of the cost.
 
-    Where possible, the units are distributed over the bins by cost, so that no bin has only a small rest. Bins are
-    empty only if there are fewer units than bins.
+    Where possible, the units are distributed over the bins by cost, so that no bin contains only a small remainder of
+    the units. Bins are empty only if there are fewer units than bins.
 
     Raises:
         ContractError: a unit does not fit a bin.

@@ -121,7 +121,7 @@ class RunIdentity:
             raise UserError(f"{key}: the checkpoint {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, earlier value, this run's value) of each difference because of which `earlier` is another run."""
+        """Yield (key, earlier value, this run's value) for each difference that makes `earlier` another run."""
         if earlier.algorithm != self.algorithm:
             yield "the algorithm", earlier.algorithm, self.algorithm
         before, now = flattened(earlier.config), flattened(self.config)

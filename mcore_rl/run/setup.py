@@ -346,7 +346,7 @@ DatasetT = TypeVar("DatasetT", bound=RunDataset)
 
 @dataclass(frozen=True)
 class RunInputs(Generic[DatasetT]):
-    """The inputs of a run, which have been checked and loaded. No process group is needed for that."""
+    """The inputs of a run, which have been checked and loaded. Checking and loading need no process group."""
 
     tokenizer: Any
     hf_config: Any
@@ -401,7 +401,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
-    """Run those checks of `check_output_dir` on rank 0 that do not depend on the data, without writing any file.
+    """On rank 0, run the checks of `check_output_dir` that do not depend on the data; write no file.
 
     Raises:
         UserError: a checkpoint belongs to another run, an adapter to another model, or the hub refuses access.

@@ -387,7 +387,7 @@ class _Gated(torch.autograd.Function):
 
 @functools.cache
 def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function that maps the gradient of `function`'s result, and its inputs, to the gradients of the inputs.
+    """Return a function that maps the gradient of `function`'s result, and the inputs, to the inputs' gradients.
 
     It consists of operations that can be compiled.
     """
