@@ -27,12 +27,23 @@ from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
 from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
-from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, rank, set_world_size, world_size
+from mcore_rl.utils.torchrun import (
+    error_file,
+    is_launched,
+    is_under_torchrun,
+    local_world_size,
+    rank,
+    set_world_size,
+    world_size,
+)
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 PEER_SECONDS = 5.0
 """Seconds that a rank waits for another rank's error before it prints its own."""
+
+SPIN_COUNT = 10_000_000
+"""Number of times that a waiting thread looks for work before it sleeps; libgomp's own number is 300,000."""
 
 LONGEST_LINE = 200
 """Largest number of characters of a `key=value` on the console; a longer one is shortened."""
@@ -115,6 +126,7 @@ def run_script(
         preflight(config, world_size(), paths)
         _announce(config, source)
         quiet_libraries()
+        _let_threads_spin()
         from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
         initialize_platform()
@@ -125,6 +137,18 @@ def run_script(
         else:
             train(resolve(config), **paths)
         flush_output()
+
+
+def _let_threads_spin() -> None:
+    """Let PyTorch's threads wait for their next work in a loop for about 10 ms before they sleep.
+
+    Waking a thread takes longer than many operations of a training step. The threads spin only if the processes of this
+    machine together have no more threads than cores. The setting is read when PyTorch is imported.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if local_world_size() * (int(threads) if threads.isdecimal() else cores) <= cores:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:

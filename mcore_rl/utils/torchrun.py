@@ -25,6 +25,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def local_world_size() -> int:
+    """Return the number of processes of this launch on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 

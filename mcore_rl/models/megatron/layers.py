@@ -226,15 +226,16 @@ class _Normed(torch.autograd.Function):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         wide = wide * scale
-        return (weight * wide).to(x.dtype) if weight.dtype == torch.float32 else weight * wide.to(x.dtype)
+        return wide.mul_(weight).to(x.dtype) if weight.dtype == torch.float32 else weight * wide.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normed, grad = x.float() * scale, grad.float()
-        of_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad = grad * weight.float()
-        of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        normed, grad, weight_fp32 = x.float() * scale, grad.float(), weight.float()
+        product = grad * normed
+        of_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight_fp32).unsqueeze(-1) / len(weight)
+        of_x = (grad * weight_fp32).sub_(normed.mul_(mean)).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
@@ -413,7 +414,7 @@ class _Rotated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, angles: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(angles)
         ctx.factor = factor
-        ctx.turned = platform.compiled(_turned) if platform.compiles(x) else _turned
+        ctx.turned = platform.compiled(_turned) if platform.compiles(x) else _turned_in_place
         turned: Tensor = ctx.turned(x, angles, factor)
         return turned
 
@@ -428,6 +429,18 @@ def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
     first, second = x[..., : angles.shape[-1]].chunk(2, dim=-1)
     turned = x[..., : angles.shape[-1]] * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, x[..., angles.shape[-1] :]), dim=-1)
+
+
+def _turned_in_place(x: Tensor, angles: Tensor, factor: float) -> Tensor:
+    """Compute the same as `_turned`, for devices without compiled kernels: with one temporary tensor instead of six."""
+    cos, sin = ((wave * factor).to(x.dtype) for wave in (angles.cos(), angles.sin()))
+    result = x.clone(memory_format=torch.contiguous_format)
+    turned, source = result[..., : angles.shape[-1]].mul_(cos), x[..., : angles.shape[-1]]
+    halves = (part.chunk(2, dim=-1) for part in (turned, source, sin))
+    (first, second), (of_first, of_second), (sin_first, sin_second) = halves
+    first.addcmul_(of_second, sin_first, value=-1)
+    second.addcmul_(of_first, sin_second)
+    return result
 
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
