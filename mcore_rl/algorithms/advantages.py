@@ -1,7 +1,7 @@
-"""Advantages from the rewards of a step's groups (P prompts, G responses each) and, with a critic, from values.
+"""Computes advantages from the rewards of a step's groups (P prompts, G responses each), and from a critic's values.
 
 Everything is computed in fp64, and equal rewards give an advantage of exactly 0. In floating point, r − mean may differ
-slightly from 0 if all rewards are, for example, 0.7. The division by a standard deviation that is as small, and then
+slightly from 0 if all rewards are, for example, 0.7. The standard deviation is then as small. Dividing by it, and then
 Adam, would amplify this difference to a full step.
 """
 
@@ -31,8 +31,8 @@ def group_advantages(
 ) -> Float[Tensor, "prompts group"]:
     """Compute (r − baseline) / (standard deviation + ε) within each group; return fp32 (fp64 for fp64 rewards).
 
-    The defaults are GRPO (arXiv:2402.03300, section 4.1.2). normalize=False is Dr.GRPO (arXiv:2503.20783), in which
-    easy and hard prompts have the same weight. With `leave_one_out` too, it is RLOO (arXiv:2402.14740).
+    The defaults are GRPO (arXiv:2402.03300, section 4.1.2). normalize=False is Dr.GRPO (arXiv:2503.20783): easy and
+    hard prompts have the same weight. normalize=False with `leave_one_out` is RLOO (arXiv:2402.14740).
 
     Args:
         leave_one_out: compute a response's baseline and standard deviation from the other responses of its group.
@@ -97,7 +97,7 @@ def gdpo_advantages(
     large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards by name; NaN where a reward does not apply to a sample. Its advantage is then 0.
+        rewards: rewards by name; NaN where a reward does not apply to a sample. The advantage of this reward is then 0.
         weights: weight of each name.
         judged: see `group_advantages`.
     """
@@ -118,7 +118,7 @@ def optimal_token_baseline_advantages(
     groups: int,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute the advantages G_t − b_t, in which b_t is the baseline of least variance (verl's optimal_token_baseline).
+    """Compute the advantages G_t − b_t. b_t is the baseline of least variance (verl's optimal_token_baseline).
 
     t counts the response tokens of a sample, and G_t is the sum of the token rewards from t on. The baseline is
     b_t = Σ_i G_it·W_it / Σ_i W_it over the samples i of the group. W_t is the sum, up to t, of
@@ -154,7 +154,8 @@ def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penal
     """Return each token's reward [B, S]: `token_rewards` of `data`, with shaping and penalty.
 
     Args:
-        beyond: [B], the amount that shaping has added to each sample's reward; added at the last response token.
+        beyond: [B], the amount that shaping has added to each sample's reward; the last response token gets this
+            amount.
         penalty: [B, S], subtracted from each token's reward (nats).
     """
     earned = data["token_rewards"].clone()
@@ -176,7 +177,7 @@ def reinforce_plus_plus_advantages(
     Args:
         rewards: rewards of all samples.
         token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
-        penalty: β·KL of each token (nats), which is subtracted from the reward of that token; None for no penalty.
+        penalty: β·KL of each token (nats); it is subtracted from the token's reward. None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
         share: which samples `token_mask` and `penalty` have; by default, all samples. If given, the call is collective.
         judged: see `group_advantages`.
@@ -283,8 +284,8 @@ def advantages_of(
 
     Args:
         rewards: rewards of all samples.
-        share: the samples for which advantages are computed, and which `token_mask`, `penalty` and the columns of
-            `more` have; by default, all samples. If given, the call is collective.
+        share: the samples for which advantages are computed; by default, all samples. `token_mask`, `penalty` and the
+            columns of `more` have only these samples. If given, the call is collective.
         judged: see `group_advantages`.
     """
     name, epsilon = config.advantage_estimator, config.advantage_epsilon

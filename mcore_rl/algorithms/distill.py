@@ -57,8 +57,7 @@ class DistillationObjective(Objective):
     The divergence is computed on the records' responses, or on the student's own answers to the records' prompts.
 
     Args:
-        loaded: the teachers that are models other than the student, by name. A teacher that is not in `loaded` is the
-            student itself (with another prompt).
+        loaded: the teachers by name, without teachers that are the student itself (with another prompt).
     """
 
     def __init__(
@@ -89,7 +88,9 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' top-k logits and tokens; for form=sampled, their log-probabilities of the rows' tokens.
+        """Return the teachers' top-k logits and tokens.
+
+        For form=sampled, return the teachers' log-probabilities of the rows' tokens.
 
         Top-k tokens take k times the memory of the rows' tokens, so they are not stored, but computed in each step.
         """
@@ -152,7 +153,7 @@ class DistillationObjective(Objective):
     ) -> tuple[LocalBatch[Any], list[int]]:
         """Return the rows `own` as the teacher reads them, with its prompts in place of the student's.
 
-        Also return, for each row, the number of positions by which this shifts the response.
+        Also return, for each row, the number of positions by which the other prompt shifts the response.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

@@ -49,7 +49,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 
 
 class DPOObjective(Objective):
-    """The loss of DPO or a variant; if it needs a reference, the rows get the reference's log-probabilities."""
+    """The loss of DPO or a variant; if the loss needs a reference, the rows get the reference's log-probabilities."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
         super().__init__(build_dpo_loss(config.dpo))
@@ -119,12 +119,12 @@ def build_reference(
 def _store(
     config: DPOConfig, inputs: RunInputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
 ) -> StoredLogprobs:
-    """Load the reference's log-probabilities of all data sets; compute and store those that are not on disk.
+    """Load the reference's log-probabilities of all data sets; if they are not on disk, compute and store them.
 
     Args:
         reference: configuration of the reference.
         policy: the policy, if its initial weights are the reference. If None, a second model computes the
-            log-probabilities; it is built only if some are missing.
+            log-probabilities. It is built only if log-probabilities are missing.
     """
     built: list[ScoringModel] = []
 

@@ -120,7 +120,7 @@ def prepare(
 def rollout_worker(
     config: RLConfig, inputs: RunInputs[PromptDataset], policy: MegatronPolicy
 ) -> Iterator[RolloutWorker]:
-    """Context with a `RolloutWorker`: starts the generation engine and the environment, and closes both at its end."""
+    """Context with a `RolloutWorker`. It starts generation engine and environment, and closes both at the end."""
     with contextlib.ExitStack() as started:
         environment = build_environment(config, policy, inputs)
         if environment is not None:
@@ -201,7 +201,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     The attribute `consumed_samples` counts prompts.
 
     Args:
-        critic: model that computes PPO's advantages; without it, advantages compare the samples of a group.
+        critic: model that computes PPO's advantages; without a critic, advantages compare the samples of a group.
         recording: log to which every step's rollouts are written; None for no recording.
         recorded: recorded rollouts of each step, to train on instead of generating.
     """
@@ -320,8 +320,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
         """Generate and judge responses to the prompts of a validation set; return metrics of their rewards.
 
-        If there is one response per prompt, it is generated greedily. Several responses are sampled, with the same
-        random numbers in each validation. A batch has as many responses as a training step.
+        A single response per prompt is generated greedily. Several responses are sampled, with the same random numbers
+        in each validation. A batch has as many responses as a training step.
         """
         prompts, options, phases = dataset.prompts, self.config.rollouts, PhaseTimes(step)
         count = options.num_validation_generations
@@ -450,7 +450,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
         """Return the row numbers of each minibatch of a step.
 
-        A minibatch consists of whole groups, which are shuffled in a way that depends only on seed and step.
+        A minibatch consists of whole groups. The groups are shuffled; their order depends only on seed and step.
         """
         size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
         if size is None:
@@ -461,7 +461,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return [[first + row for first in part for row in range(group)] for part in parts]
 
     def _minibatches(self, step: int, data: LocalBatch[Any]) -> list[LocalBatch[Any]]:
-        """Return the step's minibatches, without those that have no token to train on. Collective."""
+        """Return the step's minibatches; minibatches without a token to train on are left out. Collective."""
         if self.config.rollouts.train_global_batch_size is None:
             return [data]
         parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
@@ -469,7 +469,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
     def _log_samples(self, step: int, rollouts: RolloutBatch, rows: LocalBatch[Any] | None) -> None:
-        """Write some of the step's samples to samples.jsonl and the trackers, with each sample's mean advantage.
+        """Write some of the step's samples, each with its mean advantage, to samples.jsonl and the trackers.
 
         Without `rows`, there are no advantages.
         """
@@ -616,7 +616,7 @@ def nothing_to_learn(
     Args:
         rewards: shaped rewards [P, G] of the samples.
         outcomes: summaries of the samples.
-        dropped: summaries of samples that were generated in the same step and are not trained on.
+        dropped: summaries of those samples of the same step that are not trained on.
     """
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
@@ -646,7 +646,10 @@ def _too_many_failed(failed: int, total: int, limit: float) -> bool:
 
 
 def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
-    """Return the KL penalty [B, S] of each token (nats), which `use_kl_in_reward` subtracts from the token's reward."""
+    """Return each token's KL penalty [B, S] (nats).
+
+    With `use_kl_in_reward`, the penalty is subtracted from the token's reward.
+    """
     current = rows["prev_logprobs" if "prev_logprobs" in rows else "generation_logprobs"]
     reference = rows["reference_policy_logprobs"]
     kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
@@ -660,7 +663,7 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add the columns to `data` that the loss's likelihood terms read: rewards, and token counts of the global batch.
+    """Add to `data` the columns that the loss's likelihood terms read: rewards, and the global batch's token counts.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.

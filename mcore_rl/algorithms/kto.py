@@ -36,7 +36,7 @@ def train_kto(config: KTOConfig) -> Path | None:
 class KTOObjective(Objective):
     """The KTO loss; the rows get the reference's log-probabilities and the reference point z₀.
 
-    z₀ is computed from prompts that are combined with the responses of other records.
+    For z₀, each prompt is combined with the response of another record.
     """
 
     def __init__(self, config: KTOConfig, policy: MegatronPolicy, pad_token_id: int) -> None:
@@ -74,7 +74,7 @@ class KTOObjective(Objective):
             )
 
     def _mismatched(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        """Return a row for each record of the batch: its prompt with the response of another record."""
+        """Return a row for each record of the batch: the record's prompt with the response of another record."""
         dataset, limit = cast("UnpairedDataset", batch.dataset), self.config.data.max_sequence_length
         others = batch.previous if self.config.kto.mismatched == "batch" else [None] * len(batch.indices)
         units = [(dataset.mismatched(i, j).truncate(limit),) for i, j in zip(batch.indices, others, strict=True)]

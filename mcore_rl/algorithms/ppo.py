@@ -78,8 +78,8 @@ class Critic:
         """Make `passes` passes over the minibatches, with an optimizer step on each minibatch.
 
         Args:
-            of_all: number of optimizer steps by which the schedule advances. Minibatches without tokens are counted
-                too, although they are not in `minibatches`.
+            of_all: number of optimizer steps by which the schedule advances. This number includes steps for minibatches
+                without tokens, although `minibatches` lacks these minibatches.
 
         Returns:
             The metrics of the last optimizer step; with several minibatches, means over the optimizer steps.
@@ -110,7 +110,7 @@ class Critic:
         return flops
 
     def introduce(self, updates: int, say: PrintLine) -> None:
-        """Print a description of the critic, and a warning for settings of its optimizer that do not fit `updates`."""
+        """Print a description of the critic. Print a warning if settings of its optimizer do not fit `updates`."""
         say(f"critic: {self.model.describe()}")
         warn_about_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
 

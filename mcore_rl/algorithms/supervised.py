@@ -39,10 +39,10 @@ class TrainingBatch:
     """This replica's part of a batch of records for training or validation.
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
-    dataset, indices: the dataset, and the index in it of each record.
-    previous: for each record, the dataset index of the record before it in the global batch (for the first record, of
-        the last one); None if the global batch has only one record.
-    samples: for each record, its number among all samples of the run, which seeds the student's response; None in
+    dataset, indices: the dataset, and for each record its index in the dataset.
+    previous: for each record, the dataset index of the record before it in the global batch; the last record counts as
+        the one before the first. None if the global batch has only one record.
+    samples: for each record, its number among all samples of the run. This number seeds the student's response. None in
         validation.
     """
 
@@ -54,7 +54,7 @@ class TrainingBatch:
 
 
 class Objective:
-    """The part of supervised training that differs between algorithms: the loss, and the columns that the loss reads.
+    """What differs between algorithms in supervised training: the loss, and the columns that the loss reads.
 
     SFT and reward models use this class itself, because their losses need no additional columns.
     """
@@ -66,7 +66,7 @@ class Objective:
         self.loss_fn = loss_fn
 
     def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        """Return the rows to train on: the rows of the batch, or other rows that are made from its records."""
+        """Return the rows to train on: the rows of the batch, or other rows made from the batch's records."""
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
@@ -74,7 +74,7 @@ class Objective:
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns that depend on the policy's current weights, or are too large to be kept."""
+        """Return those columns that depend on the policy's current weights, and those that are too large to be kept."""
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
@@ -162,7 +162,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         )
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Return the metrics of a whole validation set, which is processed in batches."""
+        """Return the metrics of a whole validation set. The set is processed in batches."""
         results = MicrobatchResults()
         for start in range(0, len(dataset), VALIDATION_RECORDS):
             batch = self._validation_part(dataset, start)

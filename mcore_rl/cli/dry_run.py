@@ -35,7 +35,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     Models are checked, and memory is estimated, for a run on GPUs, even if this machine has none.
 
     Args:
-        given: the configuration, in which values may still be `auto`.
+        given: the configuration. Its values may still be `auto`.
 
     Raises:
         UserError: a check fails.
@@ -67,7 +67,7 @@ def describe_run(
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
-        on_gpu: the configuration with the values that are chosen on a GPU, for the estimate of memory.
+        on_gpu: the configuration with the values that a GPU would get; it is used to estimate memory.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
@@ -142,7 +142,7 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
 
 
 def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
-    """Return the lengths of sequences that consist of prompts of these lengths and answers of maximum length."""
+    """Return the lengths of sequences: each has a prompt of the given length and an answer of maximum length."""
     assert config.max_answer_length is not None, "the policy answers"
     lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
     return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
@@ -175,7 +175,7 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield lines about the memory that a rank of each distinct pipeline stage needs, according to a simulation."""
+    """Simulate a rank of each distinct pipeline stage; yield lines about the memory that such a rank needs."""
     try:
         reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""A wrapper of torchrun's launcher that prints short messages and ends with the ranks' exit status.
+"""A wrapper of torchrun's launcher. It prints short messages and ends with the ranks' exit status.
 
 torchrun itself prints a traceback of some forty lines after a signal, kills ranks that need longer than its grace
 period to save, and exits with 1 for every failure.
@@ -29,7 +29,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `arguments` into the options of torchrun, which come first, and the arguments of the program."""
+    """Split `arguments` into torchrun's options, which come first, and the program's arguments."""
     words, options = list(arguments), dict[str, argparse.Action]()
     if words and words[0].startswith("-") and words[0].partition("=")[0] not in PROGRAM_OPTIONS:
         options = _parser()._option_string_actions  # imports torch, which takes seconds

@@ -70,7 +70,7 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
 
 
 def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | None = None) -> None:
-    """Run the training program of `algorithm` in this process, alone or as one of several ranks (see `run_script`).
+    """Run the training program of `algorithm` in this process, which may be one of several ranks (see `run_script`).
 
     Args:
         arguments: arguments of the command line; by default, those of this process.

@@ -1,4 +1,7 @@
-"""Batches: dictionaries of tensors and lists with one entry per row, of a global batch or of one replica's rows."""
+"""Batches: dictionaries of tensors and lists with one entry per row.
+
+A batch has all rows of a global batch, or only the rows of one replica.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +145,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
         """Change the order of rows, in place: row i becomes row `reordered_indices[i]`.
 
-        Use it to restore the order of results that were computed by shard and then concatenated, with the indices that
-        `shard_by_batch_size` returned.
+        Use it for results that were computed by shard and then concatenated: with the indices that
+        `shard_by_batch_size` returned, it restores the original order.
 
         Raises:
             ContractError: the indices are not a permutation of the rows.
@@ -308,7 +311,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ tensors
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has dimension `dim` to its first `truncated_len` entries there, in place."""
+        """Cut dimension `dim` of every tensor that has it to the first `truncated_len` entries, in place."""
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
@@ -355,7 +358,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def _describe(value: Any) -> tuple[Any, int]:
-    """Return those properties of an entry's `value` that must be the same on all ranks, and its number of rows."""
+    """Return the number of rows of an entry's `value`, and its properties that must be the same on all ranks."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return (str(value.dtype), tuple(value.shape[1:])), len(value)
     return type(value).__name__, len(value) if isinstance(value, list) else 0
@@ -374,9 +377,9 @@ ReduceOp = torch.distributed.ReduceOp
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Which rows of a global batch a replica has. The methods are collective over the replicas.
+    """Tells which rows of a global batch a replica has. The methods are collective over the replicas.
 
-    indices: index in the global batch of each of the replica's rows.
+    indices: for each of the replica's rows, its index in the global batch.
     total: number of rows of the global batch.
     replicas: the replicas that share the batch; of size 1 if every rank has all rows.
     """
@@ -392,7 +395,7 @@ class BatchShare:
 
     @classmethod
     def concatenated(cls, count: int, replicas: ParallelDimension) -> BatchShare:
-        """Return the share of this replica in a global batch that is the concatenation of all replicas' rows.
+        """Return this replica's share of a global batch. The global batch is the concatenation of all replicas' rows.
 
         Args:
             count: number of rows of this replica.
@@ -412,7 +415,7 @@ class BatchShare:
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """Return two maxima over the replicas: of `packs`, the number of packs, and of `width`, the widest pack."""
+        """Return the maxima of `packs` (number of packs) and `width` (width of the widest pack) over the replicas."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 
@@ -423,7 +426,7 @@ class BatchShare:
         return -low, high
 
     def select(self, values: Shaped[Tensor, total * rest]) -> Shaped[Tensor, own * rest]:
-        """Return this replica's rows of `values`, which has all rows of the global batch."""
+        """Return this replica's rows of `values`; `values` has all rows of the global batch."""
         return values[list(self.indices)]
 
     def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
@@ -461,7 +464,7 @@ class LocalBatch(BatchedDataDict[DictT]):
         super().__init__(entries)
         self.share, self.plans = share, {} if plans is None else plans
         if self.data and self.size != len(share.indices):
-            raise ContractError(f"the batch has {self.size} rows, but its share lists {len(share.indices)} rows")
+            raise ContractError(f"the batch has {self.size} rows, but `share` has {len(share.indices)} row indices")
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
         return type(self)(entries, self.share, self.plans)

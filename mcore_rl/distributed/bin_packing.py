@@ -1,6 +1,6 @@
 """Bin packing of sequences into microbatches, and of microbatches onto ranks, with the same result on every rank.
 
-A unit has a size (tokens, limited by a bin's capacity) and a cost (work, which ranks should share evenly).
+A unit has a size (tokens) and a cost (work). A bin's capacity limits the sizes; ranks should share the cost evenly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[Bin] | None:
-    """Put each unit, costliest first, into the cheapest of `count` bins that has room; None if a unit fits no bin."""
+    """Distribute units over `count` bins: each unit, costliest first, goes into the cheapest bin with room.
+
+    Return None if a unit fits no bin.
+    """
     bins: list[Bin] = [[] for _ in range(count)]
     heap = [(0.0, box, capacity) for box in range(count)]
     too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending; returned to the heap for smaller units
@@ -174,7 +177,7 @@ class MicrobatchPlan:
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """[start, end) of the rows of each microbatch, counted from the first row that the shard has of this batch."""
+        """[start, end) of the rows of each microbatch, counted from the shard's first row of this batch."""
         ends = [0]
         for rows in self.rows:
             ends.append(ends[-1] + len(rows))

@@ -72,7 +72,7 @@ class InternedObjects:
 
 
 def gather_objects_along(value: T, *dimensions: ParallelDimension) -> list[T]:
-    """Gather `value` (picklable) from all ranks of the group that `dimensions` span; every rank gets the list."""
+    """Gather `value` (picklable) from all ranks along `dimensions`; every rank gets the list of values."""
     values = [value]
     for dimension in dimensions:
         if dimension.size > 1:
@@ -123,8 +123,8 @@ def broadcast_result(work: Future[T] | None, seconds: float) -> T:
 def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseException | None:
     """Return the exception of `work` in a form that every process can unpickle; None if the work has not failed.
 
-    An exception of another package, whose class may not exist on another node, becomes a WorkerError with its name and
-    text.
+    An exception of another package becomes a WorkerError with the exception's name and text: its class may not exist on
+    another node.
 
     Args:
         sends_result: whether a result that cannot be pickled is a failure too.
@@ -149,8 +149,8 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """Wait until the work of all ranks is done; return the result of this rank's `work`, or None if it has no work.
 
-    The processes communicate every `seconds`. If the work of several ranks fails, the exception of the lowest of these
-    ranks is raised on all ranks, as in `broadcast_result`.
+    The processes communicate every `seconds`. If the work of several ranks fails, the exception of the lowest such rank
+    is raised on all ranks, as in `broadcast_result`.
     """
     while True:
         if work is not None:
@@ -205,14 +205,15 @@ def broadcast_from_holder(held: Shaped[Tensor, "*shape"] | None) -> Shaped[Tenso
 
 
 def fetch_rows(held: Mapping[str, Tensor], numbers: Sequence[int], wanted: Sequence[int]) -> dict[str, Tensor]:
-    """Return the rows `wanted` of tensors whose rows are distributed over all processes. Collective.
+    """Return the rows `wanted` of tensors. The tensors' rows are distributed over all processes. Collective.
 
     Rows are identified by numbers. A row is sent only to processes that want it and do not hold it. No gradient.
 
     Args:
-        held: by name, the rows of each tensor that this process holds. Other processes may hold some of them too.
+        held: by name, those rows of each tensor that this process holds. Other processes may hold some of these rows
+            too.
         numbers: number of each row in `held`.
-        wanted: numbers of the rows to return, in their order. At least one process must hold each of them.
+        wanted: numbers of the rows to return, in this order. At least one process must hold each of these rows.
     """
     rank, everyone = torch.distributed.get_rank(), gather_objects((list(numbers), list(wanted)))
     holders: dict[int, list[int]] = {}
@@ -310,7 +311,7 @@ def copy_forward_all_reduce_backward(
 ) -> Shaped[Tensor, "*shape"]:
     """Return `x` unchanged; in the backward pass, sum its gradient over the group.
 
-    Use it for an input that is the same on every rank, and that each rank multiplies with its own shard of a weight.
+    Use it for an input that is the same on every rank if each rank multiplies it with its own shard of a weight.
     """
     return x if group_size(group) == 1 else _CopyForwardAllReduceBackward.apply(x, group)
 

@@ -31,7 +31,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class FinalHiddenStates:
-    """The hidden states of a microbatch that predict counted tokens, and the LM head.
+    """Those hidden states of a microbatch that predict counted tokens, and the LM head.
 
     The methods return values [N, S − 1, …] of whole rows, the same on every rank, with 0 for tokens that are not
     counted.
@@ -89,7 +89,7 @@ class FinalHiddenStates:
 class HiddenAndHead:
     """Logits as an unevaluated product: hidden [T, H] × weight [Vp, H]ᵀ.
 
-    hidden: hidden states, the same on all ranks that share the vocabulary. weight: this rank's rows of the LM head.
+    hidden: hidden states; all ranks that share the vocabulary have the same. weight: this rank's rows of the LM head.
     """
 
     hidden: Tensor

@@ -62,7 +62,7 @@ class PackLayout:
 
     @classmethod
     def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
-        """Return the layout of sequences that are each padded to a multiple of `multiple`; T is `total` if given."""
+        """Return the layout of sequences, each padded to a multiple of `multiple`; T is `total` if given."""
         padded = tuple(round_up(n, multiple) for n in lengths)
         return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
 
@@ -148,7 +148,10 @@ class PackLayout:
 
     @cached_property
     def gather_order(self) -> Int[Tensor, " tokens"]:
-        """Index [T] that puts the local tokens of all context-parallel ranks, concatenated by rank, into pack order."""
+        """Index [T] that brings tokens into pack order.
+
+        It applies to the concatenated local tokens of all context-parallel ranks, in rank order.
+        """
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
 
     @cached_property
@@ -193,11 +196,11 @@ class PackLayout:
         return tuple(queries), tuple(keys), torch.cat(index)
 
     def _tokens_before(self, segment: int) -> Tensor:
-        """Return the pack positions of the prefix that `segment` continues; none in a pack without shared prefixes."""
+        """Return the pack positions of the prefix before `segment`; none in a pack without shared prefixes."""
         return torch.zeros(0, dtype=torch.long)
 
     def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
-        """Convert right-padded rows [N, S] to a pack [T], whose padding gets the value `fill`."""
+        """Convert right-padded rows [N, S] to a pack [T]. The padding of the pack gets the value `fill`."""
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
         values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
@@ -242,9 +245,9 @@ class PackLayout:
     def unpack_next_token(
         self, packed: Shaped[Tensor, " tokens"], width: int, fill: float | int = 0.0
     ) -> Shaped[Tensor, "rows predicted"]:
-        """Convert next-token values [T], whose entry p scores the token after position p, to rows [N, width − 1].
+        """Convert next-token values `packed` [T] to rows [N, width − 1].
 
-        Entries without a token get the value `fill`.
+        Entry p of `packed` scores the token after position p. Entries without a token get the value `fill`.
         """
         index, valid = self.next_token_index(width)
         rows = packed[platform.sent(index, packed.device)]
@@ -313,7 +316,7 @@ class PrefixTree:
 
 
 class _Growing:
-    """Builder of a `PrefixTree`, which adds segment after segment."""
+    """Builds a `PrefixTree`, segment after segment."""
 
     def __init__(self, input_ids: Tensor, lengths: list[int], min_shared: int) -> None:
         self.input_ids, self.row_lengths, self.min_shared = input_ids, lengths, max(min_shared, 1)
@@ -422,7 +425,7 @@ class PrefixLayout(PackLayout):
 def slice_context_parallel(
     packed: Shaped[Tensor, tokens * rest], layout: PackLayout, cp_rank: int
 ) -> Shaped[Tensor, local_tokens * rest]:
-    """Return rank `cp_rank`'s zigzag share [T / CP, …] of `packed` [T, …], which is in pack order."""
+    """Return rank `cp_rank`'s zigzag share [T / CP, …] of `packed` [T, …]; `packed` is in pack order."""
     if layout.cp_size == 1:
         return packed
     return packed[platform.sent(layout.local_positions(cp_rank), packed.device)]
@@ -446,7 +449,7 @@ def gather_context_parallel(
 
 @dataclass(frozen=True)
 class LossPositions:
-    """The positions of a pack on one context-parallel rank that predict a token that the loss counts (mask 1).
+    """Positions of a pack on one context-parallel rank: those that predict a token which the loss counts (mask 1).
 
     There are n ≥ 1 positions: a rank without such positions has a dummy position, so that all ranks call the same
     collectives. All tensors are on the host until `on` moves them.
@@ -454,7 +457,7 @@ class LossPositions:
     layout: layout of the pack.
     index, counted: [N, S − 1]; the pack position of each row's tokens 1 … S − 1, and whether the loss counts the token.
     tokens: [n] pack positions of the counted tokens that this rank predicts.
-    predictors: [n] index, in this rank's hidden states, of the position that predicts each of these tokens.
+    predictors: [n]; for each of these tokens, the index in this rank's hidden states of the position that predicts it.
     is_dummy: whether the only position is a dummy.
     """
 
@@ -481,7 +484,7 @@ class LossPositions:
         return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
 
     def on(self, device: torch.device, *others: Tensor) -> tuple[LossPositions, list[Tensor]]:
-        """Return a copy of this object with its tensors on `device`, and the tensors `others` on `device`.
+        """Copy this object's tensors and `others` to `device`; return the new object and the copies of `others`.
 
         All tensors are copied together.
         """
@@ -499,7 +502,7 @@ class LossPositions:
         return self.layout.pack_rows(input_ids)[self.tokens]
 
     def inputs(self) -> Int[Tensor, " n"]:
-        """Return, for each predicted token, the index in the flattened rows [N·S] of the token that predicts it.
+        """For each predicted token, return the index of the token that predicts it, in the flattened rows [N·S].
 
         Call it while all tensors are on the host.
         """

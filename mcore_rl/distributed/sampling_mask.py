@@ -30,18 +30,18 @@ class KeptTokens:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return an object with the kept tokens that `lists` has, one list for each position."""
+        """Return an object with the kept tokens in `lists`. Each position has one list."""
         counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
         return cls(counts, torch.tensor([token for ids in lists for token in ids], dtype=torch.int32))
 
     @classmethod
     def of_table(cls, table: Int[Tensor, "positions most"]) -> KeptTokens:
-        """Return an object with the kept tokens that `table` has, one row for each position; −1 means no token."""
+        """Return an object with the kept tokens in `table`. Each position has one row; −1 means no token."""
         return cls((table >= 0).sum(1, dtype=torch.int32), table[table >= 0].int())
 
     @classmethod
     def none(cls, positions: int) -> KeptTokens:
-        """Return an object with this number of positions, none of which has kept tokens."""
+        """Return an object with this number of positions and without kept tokens."""
         return cls(torch.zeros(positions, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class KeptTokens:
 def kept_tiles(
     kept: KeptTokens, targets: Int[Tensor, " positions"], first_column: int, columns: int, shape: tuple[int, int]
 ) -> Iterator[Tile]:
-    """Yield tiles, on the host, that cover the kept tokens in this rank's shard of the vocabulary.
+    """Yield tiles that cover the kept tokens in this rank's shard of the vocabulary. The tiles are on the host.
 
     Args:
         targets: the sampled token of each position.

@@ -21,7 +21,7 @@ class ParallelDimension:
         return cls(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
 
     def part_of(self, items: range) -> range:
-        """Divide `items` evenly among the ranks; return this rank's consecutive items, of which there may be none."""
+        """Divide `items` evenly among the ranks; return this rank's consecutive items. There may be none."""
         first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
         return items[first:end]
 

@@ -1,7 +1,7 @@
 """The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels: one pass over a tile each.
 
 Matrix products are computed by torch. A program of a kernel computes a row or a part of a row. The kernels use neither
-atomics nor autotuning, which would change the order of sums: the same inputs give the same bits. Small gradients are
+atomics nor autotuning: both would change the order of sums. The same inputs give the same bits. Small gradients are
 computed too.
 """
 

@@ -1,2 +1,4 @@
-"""Environments, which judge responses: reward, end of the conversation, observation. Judges run in separate
-processes."""
+"""Environments. They judge responses: reward, end of the conversation, observation.
+
+Judges run in separate processes.
+"""

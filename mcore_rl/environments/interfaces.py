@@ -1,4 +1,4 @@
-"""Interfaces of environments, which the training loop calls, and of judges, which environments call."""
+"""Interfaces: the training loop calls environments, and environments call judges."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Sample:
 
     message_log: the conversation, which ends with the response.
     record: the prompt's record of the data file, without the prompt itself (`answer` and other fields).
-    num_prompt_messages: number of messages at the start of the conversation that are the prompt.
+    num_prompt_messages: number of messages in the prompt, at the start of the conversation.
     is_text: whether the prompt is a plain text; otherwise it consists of messages.
     completion_ids: all tokens after the prompt.
-    num_response_tokens: number of tokens at the end of `completion_ids` that are the response to judge.
+    num_response_tokens: number of tokens in the response to judge. The response is at the end of `completion_ids`.
     """
 
     message_log: MessageLog
@@ -45,9 +45,9 @@ class Step:
     done: whether the conversation ends here.
     observation: next message of the environment, if the conversation continues.
     error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
-    rewards: rewards by name, whose weighted sum is `reward`; without those that do not apply to the sample.
-    token_rewards: additional rewards of the response's tokens, one for every token in order; or empty.
-    answer: answer that was found in the response, as text. Majority votes in validation compare it (maj@k).
+    rewards: rewards by name. Their weighted sum is `reward`. A reward that does not apply to the sample is left out.
+    token_rewards: additional rewards of the response's tokens: one for every token, in order. Empty if there are none.
+    answer: answer that was found in the response, as text. Majority votes in validation (maj@k) compare the answers.
     """
 
     reward: float = 0.0
@@ -60,7 +60,10 @@ class Step:
 
 
 class Environment(Protocol):
-    """Environment that judges responses one by one. Only the first rank of each data-parallel replica has one."""
+    """Environment that judges responses one by one.
+
+    Only the first rank of each data-parallel replica has such an environment.
+    """
 
     def submit(self, sample: Sample) -> Future[Step]:
         """Judge a response in the background. Responses are judged in the order of submission."""
@@ -72,7 +75,7 @@ class Environment(Protocol):
 
 
 class CollectiveEnvironment(Protocol):
-    """Environment that judges in the training processes. Every rank has one, and all ranks call `step` together.
+    """Environment that judges in the training processes. Every rank has it, and all ranks call `step` together.
 
     Each rank passes the samples of its replica; there may be none.
     """
@@ -99,7 +102,7 @@ class BatchJudge(Protocol):
     """Function that judges several responses in one call.
 
     Returns:
-        For each response: a reward, a Step, None if the judge does not apply to it, or the exception that was raised.
+        For each response: a reward; a Step; None if the judge does not apply to the response; or a raised exception.
     """
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]: ...

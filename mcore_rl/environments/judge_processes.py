@@ -58,7 +58,7 @@ def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> di
     """Return the environment variables that a judging process gets.
 
     Args:
-        environ: environment variables of the trainer, of which only some are passed on.
+        environ: environment variables of the trainer. Only some of them are passed on.
     """
     patterns = (*ALWAYS, *config.environment_variables, *_in_headers(config))
     asks_url = any(judge.name == "http" for judge in (config, *config.rewards.values()))
@@ -288,7 +288,7 @@ class _Worker:
     def end(self) -> None:
         """Kill the process and all processes that it started.
 
-        If the process has already ended, do nothing, because another process may have its pid now.
+        If the process has already ended, do nothing: its pid may belong to another process now.
         """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -29,7 +29,7 @@ LARGEST = 3.4028234663852886e38
 def end_with(parent: int) -> None:
     """Ensure that this process ends when its parent dies, and that its process group ends when this process dies.
 
-    For the latter, a second process (the guard) waits until this process dies, and then kills the rest of the group.
+    To end the group, a second process (the guard) waits until this process dies, and then kills the rest of the group.
     """
     own = os.getpid()
     _signal_at_death_of(parent, signal.SIGKILL)

@@ -27,10 +27,10 @@ FIRST_PAUSE_SECONDS = 0.5
 
 
 class HTTPJudge:
-    """Judges by an HTTP server. It receives {"samples": [{"messages": […], "record": {…}}, …]} by POST.
+    """Judges by an HTTP server. The server gets {"samples": [{"messages": […], "record": {…}}, …]} by POST.
 
-    It must answer {"rewards": […]}. A reward is a number, null if it does not apply to the sample, or an object with
-    the fields of `Step`. A request is repeated if there is no answer, or if its status is 429, or 500 and above.
+    The server must answer {"rewards": […]}. A reward is a number, null if it does not apply to the sample, or an object
+    with the fields of `Step`. A request is repeated if there is no answer, or if its status is 429, or 500 and above.
 
     Args:
         retries: number of attempts after the first one.
@@ -85,7 +85,7 @@ class HTTPJudge:
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
         """Send a request; its whole answer must arrive within `seconds`.
 
-        The `timeout` of the library requests does not ensure this, because it applies to each read.
+        The `timeout` of the package `requests` does not ensure this, because it applies to each read.
 
         Raises:
             TimeoutError: the answer has not arrived in time.
@@ -108,8 +108,8 @@ OWN_COLUMNS = {"prompt", "completion", "completion_ids"}
 class TRLReward:
     """Judges by a reward function of TRL: `function(prompts=…, completions=…, completion_ids=…, **columns)`.
 
-    The function returns a list of rewards, one for each sample; None means that it does not apply to the sample. It may
-    be a coroutine function. Its arguments are lists with an entry for each sample:
+    The function returns a list of rewards, one for each sample; None means that the reward does not apply to the
+    sample. The function may be a coroutine function. Its arguments are lists with an entry for each sample:
 
     prompts, completions: texts if the prompt is a text, otherwise lists of messages. A completion is everything after
         the prompt.
@@ -225,8 +225,8 @@ def _parameters(judge: Judge) -> Collection[str]:
 class Weighted:
     """Gives the weighted sum of the rewards of several judges.
 
-    If at least one judge continues the conversation, it continues, with the observation of the first judge that has
-    one. The answer is that of the first judge that finds one.
+    The conversation continues if at least one judge continues it. The first judge that has an observation provides the
+    observation, and the first judge that finds an answer provides the answer.
     """
 
     def __init__(self, judges: Mapping[str, tuple[float, BatchJudge]]) -> None:
@@ -272,12 +272,12 @@ class Weighted:
 
 
 def step_of(result: float | Step) -> Step:
-    """Convert the result of a judge, a reward or a `Step`, to a `Step`."""
+    """Convert the result of a judge to a `Step`. The result is a reward or a `Step`."""
     return result if isinstance(result, Step) else Step(float(result))
 
 
 def load_function(function: str | None) -> Callable[..., Any]:
-    """Import and return the user's function, which is given as `module:function`."""
+    """Import and return the user's function. `function` has the form `module:function`."""
     module, _colon, name = (function or "").partition(":")
     if not module or not name:
         raise ImportError(f"environment.function must be written module:function, got {function!r}")
@@ -286,7 +286,7 @@ def load_function(function: str | None) -> Callable[..., Any]:
 
 
 def make_judge(options: Mapping[str, Any]) -> BatchJudge:
-    """Return the judge that `options`, a section of the configuration, describe.
+    """Return the judge that `options` describe; `options` is a section of the configuration.
 
     Raises:
         ImportError, AttributeError: a module or function of the judge is missing.

@@ -21,14 +21,15 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class RewardModelEnvironment:
-    """Gives as reward the output of a reward model at the last token of the conversation.
+    """Gives a reward: the output of a reward model at the conversation's last token.
 
     The conversation is tokenized with the reward model's own tokenizer and chat template. Every rank creates this
     object. All ranks call `step` together, each with the samples of its replica.
 
     Args:
         day: date for a chat template that inserts a date; today if None.
-        replicas: the replicas among which the samples are divided, such as the policy's; None means the reward model's.
+        replicas: the replicas among which the samples are divided, such as the policy's replicas; None means the reward
+            model's replicas.
     """
 
     def __init__(self, config: RLConfig, day: date | None = None, replicas: ParallelDimension | None = None) -> None:
@@ -53,7 +54,10 @@ class RewardModelEnvironment:
         return steps
 
     def _tokens(self, log: MessageLog, record: dict[str, Any]) -> list[int] | str:
-        """Return the conversation's tokens for the reward model, or the reason why it cannot judge the conversation."""
+        """Return the conversation's tokens for the reward model.
+
+        If the model cannot judge the conversation, return the reason instead.
+        """
         try:
             if self.config.format == "text":
                 *before, response = (message["content"] for message in log)

@@ -292,9 +292,10 @@ def start_early() -> None:
 
 
 def take() -> ShardProcess:
-    """Return the handle of the process that `start_early` started; if it has been taken, that of a new process.
+    """Return the handle of the process that `start_early` started.
 
-    A new process starts with its first job.
+    If an earlier call of `take` has returned this handle, or `start_early` was not called, return a new handle. Its
+    process starts with the first job that it gets.
     """
     global _spare
     taken, _spare = _spare, None

@@ -99,7 +99,7 @@ def test_share_of_whole_batch_has_all_rows():
     share = batch_share(BatchedDataDict(a=torch.arange(3)))
     assert (list(share.indices), share.total, share.sum(0.7), share.max(-0.3)) == ([0, 1, 2], 3, [0.7], [-0.3])
     assert share.gather(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
-    with pytest.raises(ContractError, match="3 rows, but its share lists 2"):
+    with pytest.raises(ContractError, match="3 rows, but `share` has 2"):
         LocalBatch({"a": torch.arange(3)}, BatchShare([0, 1], 2))
 
 

@@ -502,7 +502,7 @@ class Decoder:
         return self._run(tokens, positions, attend)
 
     def run_idle(self) -> None:
-        """Run the model on no tokens until no replica runs it on tokens any more."""
+        """Run the model without tokens as long as any other replica runs the model on tokens."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
         while self.in_lockstep and bool(self._running(0.0) > 0):
             self._run(nothing, nothing, self._no_attention)

@@ -44,8 +44,9 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: [B] number of tokens in each response, at least 1.
     unpadded_sequence_lengths: [B] number of tokens in prompt and response.
     truncated: [B] True if the limit of new tokens ended the response.
-    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was an input of the model;
-        −1 elsewhere, such as at the last token of a response. Present if experts are recorded.
+    routed_experts: [B, S', layers with experts, topk] int16, the experts that the routers chose for each token. The
+        values are −1 where a token was not an input of the model, such as at the last token of a response. Present if
+        experts are recorded.
     kept_tokens: for each response, the tokens that the sampler's filters (such as top-k) kept. Present if the sampling
         parameters ask for them.
     """
@@ -101,9 +102,8 @@ class Response:
     """The response to one prompt.
 
     logprobs: log-probability of each token of the response.
-    ended: whether a stop token or stop string ended the response, and not the limit of new tokens.
-    weight_versions: pairs (version, number of tokens) for consecutive tokens: the version of the weights that generated
-        them.
+    ended: True if a stop token or stop string ended the response; False if the limit of new tokens ended it.
+    weight_versions: pairs (version of the weights, number of consecutive tokens that these weights generated).
     routed_experts: [tokens of prompt and response, layers with experts, topk] int16. It is −1 for a token that was not
         an input of the model, such as the last. None if experts are not recorded.
     kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if they are not
@@ -132,7 +132,7 @@ class StreamingGeneration(GenerationInterface):
         Args:
             sample_id: identifies the sample, as in `generate`. Of the waiting requests, the one with the lowest id is
                 served first.
-            group: leading tokens of the prompt that other prompts have too.
+            group: leading tokens of the prompt. Other prompts start with the same tokens.
         """
 
 

@@ -2,7 +2,7 @@
 
 The prompts are divided over the data- and context-parallel ranks: each of these ranks is a replica. The tensor- and
 pipeline-parallel ranks of a replica run the same steps. A replica runs up to `max_batch_size` sequences at once
-(`ContinuousBatch`). If a running sequence has the same prompt, the prompt is not computed again.
+(`ContinuousBatch`). If the next sequence has the same prompt as a running sequence, the prompt is not computed again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class RunningSequence:
         return self.ended_at is not None or self.drawn >= self.limit
 
     def experts(self) -> Tensor:
-        """Return the experts of the sequence's tokens that were inputs of the model, [tokens, layers, topk] int16."""
+        """Return the experts of each input token, [tokens, layers, topk] int16.
+
+        The input tokens are all tokens of the sequence but the last. The model never gets the last token as an input.
+        """
         of_response = [step[column] for draws, column in self.places for step in draws.experts]
         recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
         return recorded[: len(self.prompt) + self.response_length - 1].cpu()
@@ -322,7 +325,7 @@ class ContinuousBatch:
                 s.prompt_experts = [experts]
 
     def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
-        """For each pair (source, s), give the sequence `s` the cached prompt of `source`, which is equal.
+        """For each pair (source, s), let the sequence `s` use the cached prompt of `source`. The two prompts are equal.
 
         Full blocks are shared. A partly filled block and the slot are copied, because both sequences write to them.
         """
@@ -441,7 +444,7 @@ class MegatronGeneration(GenerationInterface):
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation. If `makes_room` is set, restore what was offloaded to the device."""
+        """End generation. If `makes_room` is set, move what was offloaded back to the device."""
         if self.makes_room is not None:
             self.makes_room.prepare_for_training()
         return True
@@ -496,7 +499,7 @@ class MegatronGeneration(GenerationInterface):
         prompts: list[tuple[int, ...]],
         sharing: Sequence[ParallelDimension],
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Gather the responses of all ranks over which the prompts were divided; return all prompts with them.
+        """Gather the responses of all ranks among which the prompts were divided; return prompts with responses.
 
         Args:
             mine: this rank's sequences.
@@ -512,7 +515,7 @@ class MegatronGeneration(GenerationInterface):
         return collected
 
     def _with_kept_tokens(self, responses: list[Response]) -> list[Response]:
-        """Add to the responses their kept tokens, which only the last stage has. Collective over the pipeline."""
+        """Add the kept tokens to the responses. Only the last stage has them. Collective over the pipeline."""
         pipeline = self.topology.pipeline
         if not self.params.keeps_mask or pipeline.size == 1:
             return responses
@@ -567,7 +570,7 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
 
 
 def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> MegatronGeneration:
-    """Return an object that generates with the model of `policy`, a `MegatronPolicy`, as `config` sets it."""
+    """Return an object that generates with the model of `policy`, a `MegatronPolicy`; `config` sets the options."""
     generation = MegatronGeneration(
         policy.model,
         sampling_params_of(config, tokenizer),

@@ -63,7 +63,7 @@ def decode_routed_experts(
 
 
 def decode_sampling_mask(mask: Any, token_ids: Sequence[int]) -> KeptTokens:
-    """Decode a server's `sampling_mask`: the tokens that its filters kept at each position of a response.
+    """Decode a server's `sampling_mask`: the tokens that the server's filters kept at each position of a response.
 
     Args:
         mask: for each position, a list of the kept token ids.
@@ -120,7 +120,7 @@ class Request:
     max_tokens: maximum number of tokens in the response.
     seed: seed of the response's random numbers.
     priority: requests with a lower number are served first.
-    group: leading tokens of the prompt that other prompts have too.
+    group: leading tokens of the prompt. Other prompts start with the same tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -452,7 +452,7 @@ def _resolve(future: Future[T], result: T | Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return a short description of an error of `requests`, whose own messages are long."""
+    """Return a short description of an error that the package `requests` raised. Its own messages are long."""
     if isinstance(error, requests.Timeout):
         return "took too long"
     return "does not answer" if isinstance(error, requests.ConnectionError) else f"{type(error).__name__}"

@@ -81,7 +81,7 @@ class Sender(Protocol):
 
 
 class VLLMGeneration(StreamingGeneration):
-    """Generates with vLLM's servers, which this object starts, or whose URLs the configuration contains.
+    """Generates with vLLM's servers. This object starts the servers, or the configuration contains their URLs.
 
     All methods except `submit` and `close` are collective.
 
@@ -199,7 +199,7 @@ class VLLMGeneration(StreamingGeneration):
             return Response([], [], ended=False, routed_experts=routed)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation. With `generation.offload`, put the servers to sleep and restore the policy to the device.
+        """End generation. With `generation.offload`, put the servers to sleep and move the policy back to the device.
 
         Raises:
             TrainingError: no server is left.
@@ -252,7 +252,8 @@ class VLLMGeneration(StreamingGeneration):
         """Find or start the servers, and wait until they are ready.
 
         Returns:
-            The servers' URLs, and False if the run needs sampling masks that a server does not return.
+            The servers' URLs, and whether all servers return the sampling masks that the run needs; True if it needs
+            none.
         """
         vllm = self.config.generation.vllm
         if not vllm.urls:
@@ -417,7 +418,7 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
-    """Raise UserError if a server allows too few tokens for this run, or cannot sleep although the run needs it."""
+    """Raise UserError if a server allows too few tokens for this run, or lacks the sleep mode that the run needs."""
     (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
@@ -434,7 +435,7 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
 
 
 def _option(server: VLLMServer, name: str, unknown: bool) -> bool:
-    """Return the value of the option `name` in the server's model configuration, or `unknown` if it is not reported."""
+    """Return the option `name` of the server's model configuration, or `unknown` if the server does not report it."""
     try:
         told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
         return bool(told["vllm_config"]["model_config"][name])

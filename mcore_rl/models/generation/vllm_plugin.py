@@ -1,4 +1,6 @@
-"""The plugin that runs inside vLLM's processes, whose environment has none of this package's dependencies but PyTorch.
+"""The plugin that runs inside vLLM's processes.
+
+Of this package's dependencies, the environment of these processes has only PyTorch.
 
 Each process of vLLM calls `register`, which is the entry point `vllm.general_plugins`. The plugin receives the
 trainer's weights by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload

@@ -61,7 +61,7 @@ def server_command(config: RLConfig, port: int) -> list[str]:
 class VLLMServerProcesses:
     """Starts the servers that a configuration describes, and ends them.
 
-    `close` ends them. They also end when this process ends, even if it is killed.
+    The method `close` ends the servers. They also end when this process ends, even if this process is killed.
 
     Args:
         logs: directory for the servers' output.

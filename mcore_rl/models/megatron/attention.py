@@ -109,11 +109,11 @@ class TokenMixer(ABC):
         return ""
 
     def flops_per_token(self) -> float:
-        """Return the floating-point operations per token, in forward and backward, without those of the weights."""
+        """Return the operations per token, in forward and backward; products with weights are not counted."""
         return 0.0
 
     def flops_per_token_squared(self) -> float:
-        """Return c: attention over a sequence of n tokens, if it fits into the window, costs c · n² operations.
+        """Return the factor c: attention over n tokens costs c · n² operations if the window covers the sequence.
 
         Forward and backward are counted.
         """
@@ -126,7 +126,7 @@ class TokenMixer(ABC):
 
         Args:
             tokens: number of tokens in the sequence.
-            before: number of preceding tokens, which the sequence sees, but which are not computed again.
+            before: number of preceding tokens. The sequence sees them, but they are not computed again.
         """
         return self.flops_per_token() * tokens
 
@@ -173,9 +173,10 @@ class GroupedQueryAttention(KeyValueMixer):
     output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
     post_norm_name: Hugging Face name of the norm after the output projection; "" if there is none.
     rope_factor: factor by which cos and sin of the rotary embedding are multiplied.
-    neighbours: number of elements at the start of each query and key head in which the Hugging Face model rotates
-        neighbouring elements as a pair. Megatron's pairs are half a head apart, so the weight's rows are reordered.
-    has_sinks: whether each query head has a sink, which is the score of one more key, whose value is 0.
+    neighbours: number of elements at the start of each query and key head. Among these elements, the Hugging Face model
+        rotates neighbours as a pair. In Megatron the elements of a pair are half a head apart, so the weight's rows are
+        reordered.
+    has_sinks: whether each query head has a sink: the score of an additional key. The value of this key is 0.
     query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
@@ -304,7 +305,8 @@ class PackSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rotated queries and keys, the values, and the gates of the queries if there are gates.
 
-        Megatron would rotate later and by many operations, for which autograd would keep tensors in each layer.
+        Megatron would rotate later and with many operations. Autograd would keep tensors for these operations in each
+        layer.
 
         If several tensor-parallel ranks share a key-value head, they divide its queries. Megatron 0.16 divides the
         queries, but not the gates; this method also divides the gates.
@@ -559,8 +561,9 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
-        For the backward pass a layer keeps only its own 1/CP of the keys and values; the backward pass gathers the rest
-        again. A fully recomputed layer keeps all that it has gathered, because its backward pass follows at once.
+        For the backward pass a layer keeps only the rank's own 1/CP of the keys and values; the backward pass gathers
+        the other keys and values again. A fully recomputed layer keeps all that it has gathered, because its backward
+        pass follows at once.
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)

@@ -2,7 +2,8 @@
 
 Attention in a pack [T / CP, heads, head_dim] is causal inside each segment. The gathered keys of all context-parallel
 ranks are ordered by rank; each rank has two zigzag chunks of each segment. `tiles_of` divides the queries of a pack
-into ranges, each with the ranges of keys that it sees. A kernel below computes one such tile, or the whole pack.
+into ranges, and lists for each of them the ranges of keys that its queries see. A kernel below computes one such tile,
+or the whole pack.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Tile:
     """Ranges of queries with ranges of keys. Each query sees all keys of the tile, unless `causal` or `window` is set.
 
     causal: if True, there are as many keys as queries, and query i sees only the first i + 1 keys.
-    window: if set, the last query sees the last `window` keys, and each earlier query a window one key further back.
+    window: if set, the last query sees the last `window` keys. For each earlier query the window is one key further
+        back.
     is_first: whether this is the first tile that contains its queries. Every query has exactly one such tile.
     """
 
@@ -167,7 +169,7 @@ class _Pack:
 
 
 def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
-    """Divide a chunk's queries into blocks; yield each block as a tile that contains only keys in its windows."""
+    """Divide a chunk's queries into blocks; yield each as a tile. A tile contains only keys that its queries see."""
     numbers = range(chunk.number + 1)
     keys = [rows for ancestor in pack.ancestors(chunk.segment) for rows in pack.true_keys(ancestor)]
     keys += [chunk.keys(number) for number in numbers]
@@ -216,7 +218,8 @@ class AttentionPattern:
     All layers and passes use the same object.
 
     query_lengths: number of queries in each of the rank's chunks.
-    key_lengths: for each chunk, the number of keys that it sees. The last of them belong to its own queries.
+    key_lengths: for each chunk, the number of keys that it sees. The last of these keys belong to the chunk's own
+        tokens.
     is_apart: whether the keys must be selected from the gathered rows by `index`. If False, the gathered rows, in rank
         order, are exactly the keys that the chunks see, chunk after chunk.
     """
@@ -230,7 +233,7 @@ class AttentionPattern:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the index tensors for a kernel that does not read in place, on the host.
+        """Return the index tensors; they are on the host. A kernel that reads in place does not need them.
 
         Returns:
             Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64), which is empty if
@@ -241,13 +244,13 @@ class AttentionPattern:
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Set the tensors on the device, which are copies of those that `on_host` returns."""
+        """Set the index tensors on the device. They are copies of the tensors that `on_host` returns."""
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:
-        """Copy the tensors that `on_host` returns to the device.
+        """Copy to the device the index tensors, which `on_host` returns.
 
-        Do nothing if they are there already, or if the kernel reads in place.
+        Do nothing if the device has them already, or if the kernel reads in place.
         """
         device = platform.device()
         if self._on_device is None and not KERNELS[device.type].reads_in_place:
@@ -315,8 +318,8 @@ class Kernel:
     """An implementation of causal attention inside each segment of a pack.
 
     attend: function of queries [Q, heads, d], keys and values [K, groups, d], the attention pattern, the scale of
-        scores (1/√d if None), the window and the sinks [heads]. It returns [Q, heads, d]. A sink is the score of one
-        more key of each query, whose value is 0.
+        scores (1/√d if None), the window and the sinks [heads]. It returns [Q, heads, d]. A sink is the score of an
+        additional key. The value of this key is 0.
     reads_in_place: whether `attend` takes the keys and values of all ranks' rows, in rank order. Otherwise it takes the
         rows that each chunk of queries sees, chunk after chunk.
     """
@@ -365,7 +368,7 @@ def sdpa_by_segment(
 def with_sink_key(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Express sinks as one more key: append zeros to keys and values, and the sink of each head to the mask.
 
-    The score of the new key is 0, so that adding the mask makes it the sink.
+    Before the mask is added, the score of the new key is 0. Adding the mask makes this score the sink.
 
     Args:
         key, value: […, heads or groups, K, d].
@@ -637,8 +640,8 @@ def packed_attention(
 
     Args:
         query: [Q, heads, d].
-        key, value: [K, groups, d], in the order that the kernel needs; see `Kernel.reads_in_place`. The last keys of a
-            segment belong to the tokens of its queries.
+        key, value: [K, groups, d], in the order that the kernel needs; see `Kernel.reads_in_place`. The queries of a
+            segment and the segment's last keys belong to the same tokens.
         window: maximum number of keys that a query sees; None for all.
         sinks: sink of each head, [heads]; None if there are none.
     """

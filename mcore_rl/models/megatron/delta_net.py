@@ -1,10 +1,10 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5), which take the place of attention in most layers of these models.
+"""Gated delta nets. They take the place of attention in most layers of Qwen3-Next and Qwen3.5.
 
-The rows of all weights are interleaved by key head. To a key head belong a query, a key, several values with their
-gates, and the rates and decays of these values. A tensor-parallel rank has some of the key heads with all that belongs
-to them. Convolution and delta rule need all tokens of a sequence. Under context parallelism the ranks therefore
-exchange data (all-to-all): before the exchange, a rank has some tokens for all of its heads; after the exchange, it has
-all tokens for some of these heads. The outputs are exchanged back.
+The rows of all weights are interleaved by key head. Each key head has a query, a key, several values with their gates,
+and the rates and decays of these values. A tensor-parallel rank has some of the key heads, complete. Convolution and
+delta rule need all tokens of a sequence. Under context parallelism the ranks therefore exchange data (all-to-all):
+before the exchange, a rank has some tokens for all of its heads; after the exchange, it has all tokens for some of
+these heads. The outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class GatedDeltaNet(TokenMixer):
         return describe_kernels()
 
     def flops_per_token(self) -> float:
-        """Return the floating-point operations per token, in forward and backward, without those of the projections.
+        """Return the operations per token, in forward and backward; products with the projections are not counted.
 
-        They are the operations of the convolution, of the products inside chunks, and of the products with states.
+        Counted are the operations of the convolution, of the products inside chunks, and of the products with states.
         """
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
@@ -215,7 +215,7 @@ class PackedDeltaRule(torch.nn.Module):
 
 @lru_cache(maxsize=16)
 def orders_of(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two index tensors [T]: one brings tokens from rank order into pack order, the other brings them back.
+    """Return two index tensors [T]: the first brings tokens from rank order into pack order, the second back.
 
     In rank order, the tokens of the first context-parallel rank come first, then those of the second, and so on.
     """
@@ -323,14 +323,14 @@ class DeltaNetLayer(MegatronModule):
     def _gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """Normalize each value head of `x` [T, values] by its RMS, and multiply it by `weight` and by silu(`gate`).
 
-        It is computed in fp32.
+        The result is computed in fp32.
         """
         wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         return (weight * (wide * scale) * F.silu(gate)).flatten(1).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which weights of heads are sharded over tensor-parallel ranks."""
+        """Return Megatron's sharded state dict. It shards the weights of heads over tensor-parallel ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own, groups = dict(self.named_parameters(recurse=False)), process_groups()
         sharded = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}

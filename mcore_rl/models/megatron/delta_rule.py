@@ -40,8 +40,8 @@ class Step:
     """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
 
     count: number of chunks.
-    sources: for each chunk, the index of the chunk in the previous step that it continues. None if chunk i continues
-        chunk i of the previous step for all i, and in the first step.
+    sources: for each chunk, the index of its predecessor: the chunk of the previous step that it continues. None if
+        chunk i continues chunk i of the previous step for all i, and in the first step.
     ends: indices of those chunks that are the last of their segment.
     """
 
@@ -160,7 +160,7 @@ def causal_conv(
     """Convolve each channel causally, and apply silu.
 
     Args:
-        weight: weights of each channel. The last column multiplies the token itself, the one before it the previous
+        weight: weights of each channel. The last column multiplies the token itself, the column before it the previous
             token, and so on.
         before: positions of the previous tokens; see `ChunkPlan`.
     """
@@ -178,7 +178,7 @@ def convolve_last(
     """Compute `causal_conv` for one token of each sequence.
 
     Args:
-        seen: for each sequence, the last `width` tokens, of which the last is the token to compute.
+        seen: for each sequence, the last `width` tokens. The last of them is the token to compute.
     """
     wide = exact(seen.dtype)
     return F.silu((seen.to(wide) * weight.to(wide).movedim(-1, 0)).sum(1)).to(seen.dtype)
@@ -318,7 +318,7 @@ def describe_kernels() -> str:
 
 @lru_cache(maxsize=16)
 def _segments(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what the kernels need to know of a pack's segments; segments without tokens are left out.
+    """Describe a pack's segments, as the kernels need it; segments without tokens are left out.
 
     Returns:
         Cumulative lengths of the padded segments, [segments + 1], and the segment of each position in the pack, [1, T].

@@ -98,7 +98,7 @@ def run_microbatches(
 
 
 def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass over one pack: this rank's tokens [1, T / CP] and positions."""
+    """Return the arguments of the forward pass over a pack, such as this rank's tokens [1, T / CP] and positions."""
     topology = model.topology
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
@@ -132,8 +132,8 @@ class LogprobHead:
         """Return log-probabilities and entropies [n, S − 1], complete on every rank; 0 where `mask` is 0.
 
         The entropies are None unless the head was created with `with_entropy`. Only the hidden states at positions
-        where `mask` is not 0 are multiplied with the LM head. A rank that has none computes one position nevertheless,
-        so that all ranks call the same collectives.
+        where `mask` is not 0 are multiplied with the LM head. A rank without such positions computes one position
+        nevertheless, so that all ranks call the same collectives.
 
         If the data contain `kept_tokens`, each distribution is over the tokens that the sampler kept, and the result is
         0 for tokens that were not sampled.
@@ -214,7 +214,7 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
     """Select from `rows`, a result of `hidden_of_rows`, the hidden states that `final_hidden_states` returns.
 
-    The result is on the device.
+    The selected hidden states are on the device.
     """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
@@ -245,7 +245,7 @@ class TopKHead:
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return the logits (or log-probabilities) and the token ids, both [n, S, k] and complete on every rank.
 
-        They are 0 in the padding.
+        Both are 0 in the padding.
         """
         topology = self.model.topology
         group = topology.tensor.group
@@ -363,7 +363,7 @@ class LossHead:
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
-    """Return logits [T / CP, Vp] in the model's precision; those of the vocabulary's padding are −inf."""
+    """Return logits [T / CP, Vp] in the model's precision; logits of the vocabulary's padding are −inf."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)

@@ -106,7 +106,7 @@ class SafetensorsDirectory:
 
     @cached_property
     def of_experts(self) -> dict[str, ExpertPart]:
-        """The location of each expert's weight in the tensors of all experts, by the weight's separate name."""
+        """Map from the separate name of each expert's weight to the weight's location in a tensor of all experts."""
         parts: dict[str, ExpertPart] = {}
         for name in sorted(self.file_of):
             layer, _, projection = name.rpartition(".experts.")
@@ -145,7 +145,7 @@ class SafetensorsDirectory:
         return self._slice(name if part is None else part.packed)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` of the tensor `name`, and of these only `columns` if it is not None. Nothing else is read."""
+        """Read `rows` of the tensor `name`, and only the given `columns` if they are not None. Nothing else is read."""
         if (part := self.of_experts.get(name)) is not None:
             start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
             own = slice(part.rows.start + start, part.rows.start + stop)
@@ -159,7 +159,7 @@ class SafetensorsDirectory:
         return self._scaled(name, tensor, rows, columns) if name + FP8_SCALE in self.file_of else tensor
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
-        """Multiply `tensor`, which is `rows` and `columns` of the FP8 tensor `name`, by the scales of its blocks."""
+        """Multiply `tensor`, the given `rows` and `columns` of the FP8 tensor `name`, by the scales of its blocks."""
         assert self._block_size is not None, "`check` rejects such a tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):
@@ -236,9 +236,10 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def in_precision(
     tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory, dtype: str = "auto"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert tensors to the precision `dtype`; if it is "auto", each to the precision that it has in `source`.
+    """Convert tensors to the precision `dtype`; if `dtype` is "auto", convert each to its precision in `source`.
 
-    With "auto", a tensor that `source` lacks, such as a new reward head, gets the precision of the first tensor there.
+    With "auto", a tensor that `source` lacks, such as a new reward head, gets the precision of the first tensor of
+    `source`.
     """
     names = source.names()
     first = min(names)
@@ -248,9 +249,9 @@ def in_precision(
 
 
 def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; put experts' weights together to one tensor if they are one tensor in `source`.
+    """Yield the tensors; join the weights of experts into one tensor if they are one tensor in `source`.
 
-    Such a tensor is yielded as soon as its last weight has come.
+    The joined tensor is yielded as soon as its last weight has come.
     """
     missing = Counter(part.packed for part in source.of_experts.values())
     begun: dict[str, Tensor] = {}
@@ -339,7 +340,7 @@ def write_hf_directory(
     lists its files, so that a later export replaces only these files.
 
     Args:
-        source: model directory from which the tokenizer is copied, and tensors that are no part of the text model.
+        source: model directory. The tokenizer, and tensors that are no part of the text model, are copied from it.
         chat_template: chat template to write in place of the source's.
 
     Raises:

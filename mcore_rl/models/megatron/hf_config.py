@@ -29,8 +29,8 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         head: head that the model gets, "lm" or "reward".
 
     Raises:
-        UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", or it is
-            quantized in an unsupported way.
+        UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", or the
+            model is quantized in an unsupported way.
     """
     from transformers import AutoConfig
 
@@ -76,7 +76,7 @@ def check_model_fits(
 
     Args:
         hf: transformers' configuration of the model.
-        model: options of the model, which are checked too; None to check none.
+        model: options of the model; they are checked too. With None, no options are checked.
 
     Raises:
         UserError: the message names the key, its value, and what it must be.

@@ -65,12 +65,12 @@ def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
-    """Return our name for the part that one expert has in the tensor `name`, which contains `count` experts."""
+    """Return our name for one expert's part of the tensor `name`; the tensor contains `count` experts."""
     return f"{name}[{expert}/{count}]"
 
 
 def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
-    """Convert the shapes of single experts' matrices to the shapes of PEFT's tensors, which contain all experts.
+    """Convert the shapes of single experts' matrices to the shapes of PEFT's tensors of all experts.
 
     Other shapes are unchanged.
     """
@@ -85,9 +85,9 @@ def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
 
 
 def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Put the matrices of single experts together to PEFT's tensors, which contain all experts.
+    """Join the matrices of single experts into PEFT's tensors, each of which contains all experts.
 
-    Each is yielded as soon as its last expert has come. Other tensors are yielded unchanged.
+    A tensor is yielded as soon as its last expert has come. Other tensors are yielded unchanged.
     """
     waiting: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
@@ -106,7 +106,7 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class SingleExperts:
-    """Reads the matrices of single experts from PEFT's tensors, which contain all experts.
+    """Reads the matrices of single experts from PEFT's tensors. Each of these tensors contains all experts.
 
     source: source of PEFT's tensors. rank: rank of the adapters.
     """
@@ -184,7 +184,7 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """The last parts of the names of all modules and experts' parameters that have adapters."""
+        """The adapted modules and the adapted parameters of experts: the last part of each name."""
         modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
         if self.target_parameters:
             modules.discard("experts")
@@ -194,7 +194,7 @@ class PEFTDirectory:
         """Check that the adapter has exactly the tensors in `shapes`, with these shapes.
 
         Raises:
-            UserError: tensors are missing, unknown or have another shape. The message names the first of them.
+            UserError: tensors are missing, unknown or have another shape. The message names the first such tensors.
         """
         for what, names in (("lacks", set(shapes) - self.names), ("has unknown", self.names - set(shapes))):
             if names:
@@ -404,7 +404,7 @@ def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
 
 
 def adaptable_modules(family: Family) -> tuple[str, ...]:
-    """Return the names of a family's projections (targets) that can have adapters."""
+    """Return the names of those projections (targets) of a family that can have adapters."""
     adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family))
     return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
 
@@ -469,9 +469,9 @@ def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], ran
 
 
 class InitialValues:
-    """Source of the initial values, which are PEFT's: A is uniform within ±1/√columns (Kaiming with a = √5), B is 0.
+    """Source of PEFT's initial values: A is uniform within ±1/√columns (Kaiming with a = √5), B is 0.
 
-    Each tensor, and each expert's part of a tensor, has its own random generator, so that the values are the same under
+    Each tensor, and each expert's part of a tensor, has its own random generator, so the values are the same under
     every parallel layout.
     """
 
@@ -491,7 +491,7 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class ZerosIfMissing:
-    """Reads from `source`, but returns zeros for those rows of B that belong to projections without an adapter."""
+    """Reads from `source`. The rows of B that belong to projections without an adapter are zeros."""
 
     source: TensorSource
     rank: int
@@ -504,7 +504,7 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """A source of tensors whose values show which tensor each row belongs to.
+    """A source of tensors. The values of each tensor identify the tensor.
 
     All values of a tensor are the index of the tensor's name in `names`, or −1 if the name is not in `names`.
     """

@@ -2,8 +2,8 @@
 
 The ranks exchange only A · x, [T, rank] for each projection. In a column-parallel layer A is replicated on all
 tensor-parallel ranks and B is sharded by rows. In a row-parallel layer A is sharded by columns and B is replicated.
-Under sequence parallelism the replicated matrix is applied only to a rank's own tokens, and Megatron sums its gradients
-over the ranks.
+Under sequence parallelism the replicated matrix is applied only to a rank's own tokens, and Megatron sums the gradients
+of this matrix over the ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 
 
 class Adapter(torch.nn.Module):
-    """The adapter of a linear layer. It computes scale · B · A · x in fp32, which is added to the layer's output.
+    """The adapter of a linear layer. It computes scale · B · A · x in fp32; the product is added to the layer's output.
 
     Args:
         a: [n · rank, columns], the A matrices of the layer's n adapted projections, below each other.
         b: [rows, rank], the B matrices of all projections of the layer, below each other.
         owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
         sequence_parallel: whether the tokens of the layer's unsharded input or output are divided over the ranks.
-        fork: whether tensor-parallel ranks see different inputs, so that each needs its own random dropout.
+        fork: whether tensor-parallel ranks see different inputs. Each rank then needs its own random dropout.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
@@ -85,7 +85,7 @@ class Adapter(torch.nn.Module):
         return (weight.float() + self.scale * (self.spread() @ self.lora_A)).to(weight.dtype)
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """Exchange `low`, which is this rank's A · x, between ranks; return the input of this rank's B."""
+        """Exchange this rank's A · x (`low`) with the other ranks; return the input of this rank's B."""
         raise NotImplementedError
 
 
@@ -140,8 +140,9 @@ class ExpertAdapter(Adapter):
     def of_all(self, adapters: Sequence[ExpertAdapter], rows: Tensor, ends: Tensor) -> Tensor:
         """Return what the adapters of all experts add to a layer's output, [T, out].
 
-        One grouped product is computed for all A and one for all B, in the precision of `rows`, for which there are
-        kernels. The kernels need matrix rows of a multiple of 16 bytes, so the rank is padded with zeros.
+        One grouped product is computed for all A and one for all B, in the precision of `rows`: kernels exist for this
+        precision. The matrix rows of these kernels must be multiples of 16 bytes, so the adapters' rank is padded with
+        zeros.
 
         Args:
             adapters: the adapter of each expert.
@@ -155,7 +156,7 @@ class ExpertAdapter(Adapter):
         return self.scale * F.grouped_mm(low, b.transpose(1, 2), offs=ends)
 
     def _summed(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B, so that the backward pass sums the gradient of the replicated matrix over the ranks."""
+        """Return A and B. In the backward pass, the gradient of the replicated matrix is summed over the ranks."""
         if self.whole == "A":
             return copy_forward_all_reduce_backward(a, self.group), b
         return a, copy_forward_all_reduce_backward(b, self.group)
@@ -242,7 +243,7 @@ def export_adapters(
 
 
 def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, Any]:
-    """Return Megatron's sharded state dict of a chunk's adapters, in which names contain the layers' numbers."""
+    """Return Megatron's sharded state dict of a chunk's adapters. Its names contain the layers' numbers."""
     ours = process_groups()
     described = {}
     for name, mapping, parameter in adapter_mappings(model, chunk):

@@ -47,8 +47,8 @@ class RoutedTokens:
     sequence: [t], index of each token's sequence; N for padding. weight: [t], sample mask of each token's sequence; 0
         for padding.
     lengths: [N + 1], number of tokens in each sequence; the last entry, for padding, is 1.
-    experts: [t, layers with experts, topk], experts that were chosen earlier and are used again; −1 if unknown. None
-        if the routers choose the experts.
+    experts: [t, layers with experts, topk], the experts of an earlier choice, which is repeated; −1 if unknown. None if
+        the routers choose the experts.
     """
 
     sequence: Tensor
@@ -62,7 +62,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
-        """Return the tokens of a microbatch that this rank has under context and sequence parallelism, on the host."""
+        """Return this rank's tokens of a microbatch under context and sequence parallelism; they are on the host."""
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
         place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
@@ -88,10 +88,10 @@ class RoutedTokens:
 class RouterStatistics:
     """Statistics of one router in a training step, on this rank.
 
-    num_sequences, num_tokens: number of sequences in the global batch that count, and number of their tokens. Means
-        over the global batch are divided by these numbers.
-    tokens: [experts], how many of this rank's tokens were sent to each expert. entropy, balance, z: what this rank's
-        tokens add to the means over the global batch.
+    num_sequences, num_tokens: how many sequences of the global batch count, and how many tokens these sequences have.
+        Means over the global batch are divided by these numbers.
+    tokens: [experts], how many of this rank's tokens were sent to each expert. entropy, balance, z: the contributions
+        of this rank's tokens to the means over the global batch.
     uncounted: number of choices made by tokens that do not count, such as padding. They are sent to experts as well.
     received: number of tokens that reached this rank's experts; a token counts once for each expert.
     """
@@ -112,7 +112,7 @@ class RouterStatistics:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Returns its first argument unchanged. The backward pass also starts the backward pass of the second, a loss."""
+    """Returns its first argument unchanged. The second argument is a loss; its backward pass is started too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Router(TopKRouter):
 
     pack: the pack that contains the current tokens.
     load: statistics of the current training step; None outside a step.
-    recorded: experts [T, topk] that the last forward pass in evaluation mode has chosen.
+    recorded: [T, topk], the experts that the router chose in the last forward pass in evaluation mode.
     """
 
     pack: PackParams | None = None
@@ -199,7 +199,7 @@ class Router(TopKRouter):
         return spread, routing_map
 
     def chosen_last(self) -> Tensor:
-        """Return the experts of the tokens in the last forward pass, [T, topk]."""
+        """Return the experts that the router chose in the last forward pass, [T, topk]."""
         assert self.recorded is not None, "the last pass was not in evaluation mode"
         return self.recorded
 
@@ -209,7 +209,9 @@ class Router(TopKRouter):
         return sum(self.experts.sparse_layers[: self.layer_number - 1])
 
     def _auxiliary_loss(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens, load: RouterStatistics) -> Tensor:
-        """Return what this rank's tokens add to balance loss and z-loss, each with its coefficient; update `load`.
+        """Return the part of balance loss and z-loss that comes from this rank's tokens; update `load`.
+
+        Each loss is multiplied by its coefficient.
 
         Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean of Σ_e f_e·P_e over the sequences of the global batch.
         f_e is the share of the sequence's tokens that chose expert e, times experts / topk. P_e is the mean probability
@@ -270,7 +272,7 @@ class Router(TopKRouter):
 
 
 class _FloatLinear(torch.autograd.Function):
-    """A linear layer that computes in fp32, but keeps its input for the backward pass in the input's own precision."""
+    """A linear layer that computes in fp32. For the backward pass it keeps its input in the input's own precision."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -344,8 +346,8 @@ class ExpertsMixin:
 
     Args:
         has_biases: whether the experts' linear layers have biases. Megatron's own option applies to all linear layers,
-            and Megatron rejects it for tensor-parallel experts. It is therefore set only in a copy of the
-            configuration for the experts. The fused dropout is switched off in this copy; experts have no dropout.
+            and Megatron rejects it for tensor-parallel experts. Therefore only the experts' copy of the configuration
+            has this option. The fused dropout is switched off in this copy; experts have no dropout.
     """
 
     load: RouterStatistics | None = None
@@ -491,7 +493,8 @@ class StepRouterStatistics:
     def update_biases(self, model: ModelShard, rate: float) -> None:
         """Update the biases for the choice of experts (arXiv:2408.15664).
 
-        An expert with fewer tokens than the mean gets a bias higher by `rate`; one with more gets a lower bias.
+        If an expert gets fewer tokens than the mean, its bias rises by `rate`; if it gets more, its bias falls by
+        `rate`.
         """
         for router in routers_of(model):
             tokens = self.tokens[router.index]
@@ -501,7 +504,7 @@ class StepRouterStatistics:
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's dispatcher, changed so that the host waits for the device only once per layer and pass.
 
-    It waits for the counts of tokens, which are needed before the ranks exchange tokens. Megatron's own permutation
+    The host waits for the counts of tokens; it needs them before the ranks exchange tokens. Megatron's own permutation
     waits twice more, because it selects entries by a mask, and the host does not know the number of selected entries.
     """
 
@@ -554,7 +557,7 @@ class BalancedDispatcher(Dispatcher):
         """Return how many tokens each of this rank's experts gets from all ranks together; the counts are on the host.
 
         Args:
-            routing_map: mask [T, experts], of which only the shape matters.
+            routing_map: mask [T, experts]. Only its shape is used.
         """
         super().preprocess(routing_map).cpu()  # Megatron counts, ranks exchange counts, and the host waits
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size

@@ -1,4 +1,4 @@
-"""The optimizer Muon (kellerjordan.github.io/posts/muon), which updates the matrices of the hidden layers.
+"""The optimizer Muon (kellerjordan.github.io/posts/muon). It updates the matrices of the hidden layers.
 
 AdamW updates all other parameters. Each tensor of the model directory is one matrix: query, key, value, gate and up
 projections are orthogonalized separately, even if Megatron stores them together. If the rows of several projections
@@ -48,7 +48,7 @@ def mark_matrices(model: ModelShard) -> None:
 def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[Tensor, "rows columns"]:
     """Return approximately U·Vᵀ for a matrix with the singular value decomposition U·S·Vᵀ.
 
-    It is computed by Newton–Schulz iterations, in the precision of the matrix.
+    The result is computed by Newton–Schulz iterations, in the precision of the matrix.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -63,8 +63,9 @@ def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[T
 def factor(rows: int, columns: int, scale: str) -> float:
     """Return the factor by which the orthogonalized matrix is multiplied in an update.
 
-    If `scale` is "match_rms_adamw", it is 0.2·√max(rows, columns): the update then has the same root mean square as
-    one of AdamW (arXiv:2502.16982, section 2.2). If it is "original", the factor is √max(1, rows / columns).
+    If `scale` is "match_rms_adamw", the factor is 0.2·√max(rows, columns): the update then has the same root mean
+    square as an update of AdamW (arXiv:2502.16982, section 2.2). If it is "original", the factor is √max(1, rows /
+    columns).
     """
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
@@ -73,7 +74,7 @@ def factor(rows: int, columns: int, scale: str) -> float:
 class OwnMatrix:
     """The part of a matrix that this rank updates: the elements start … end − 1 of `parameter`, in row-major order.
 
-    main: these elements in fp32, which are a parameter of the PyTorch optimizer. group: the parameter group of `main`.
+    main: these elements in fp32; `main` is a parameter of the PyTorch optimizer. group: the parameter group of `main`.
     state: momentum and step of `main`.
     """
 
@@ -136,7 +137,7 @@ class Muon:
             own.state["step"] += 1
 
     def _orthogonalized(self) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Yield each matrix, and this rank's shard of its update: orthogonalized and multiplied by `factor`."""
+        """Yield each matrix and this rank's shard of its update (orthogonalized and multiplied by `factor`)."""
         groups: dict[tuple[bool, bool], list[OwnMatrix]] = {}
         for own in self.matrices:
             groups.setdefault((own.mapping.is_expert, own.mapping.kind.partition_dim is None), []).append(own)

@@ -62,7 +62,7 @@ larger of 40 million and 1 million per replica."""
 def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[DistributedDataParallel]:
     """Wrap the model's chunks in Megatron's DDP.
 
-    It accumulates gradients in fp32 buffers and reduces them over data- and context-parallel ranks.
+    DDP accumulates gradients in fp32 buffers and reduces them over data- and context-parallel ranks.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -95,7 +95,7 @@ def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype, lora_lr_ratio: float = 1.0
 ) -> MegatronOptimizer:
-    """Build Megatron's AdamW, whose fp32 state is sharded over data-parallel ranks.
+    """Build Megatron's AdamW. Its fp32 state is sharded over data-parallel ranks.
 
     Args:
         lora_lr_ratio: learning rate of the adapters' B matrices, divided by `config.lr`.
@@ -140,11 +140,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamWInBfloat16:
     """AdamW with moments that are stored in bfloat16. The update is computed in fp32, for one parameter at a time.
 
-    It runs before Megatron's optimizer, which then finds no gradients for the updated parameters.
+    It runs before Megatron's optimizer. Megatron's optimizer then finds no gradients for the updated parameters.
 
     Args:
-        optimizer: Megatron's optimizer. All its parameters are updated, except those that already have a state, which
-            are Muon's.
+        optimizer: Megatron's optimizer. All its parameters are updated, except Muon's. Muon's parameters already have a
+            state.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -212,7 +212,7 @@ def update_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule: a linear warm-up, then `config.schedule`, which ends at `config.min_lr`.
+    """Build the learning-rate schedule: a linear warm-up, then `config.schedule`. It ends at `config.min_lr`.
 
     The schedule advances by one per optimizer step.
     """
@@ -252,7 +252,7 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the inner optimizers (for dense parameters, for experts) that have parameters on this rank."""
+    """Return those inner optimizers (for dense parameters, for experts) that have parameters on this rank."""
     inners = optimizer.chained_optimizers
     held = (inner for inner in inners if inner.optimizer is not None)  # None for dense if only experts are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
@@ -300,7 +300,7 @@ class ParameterGather:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait until `weight` is complete. For modules whose forward pass is called, Megatron's hooks do this."""
+        """Wait until `weight` is complete. Megatron's hooks do this only for modules whose forward pass is called."""
         if not self.is_pending:
             return
         for chunk in self.wrapped:

@@ -1,4 +1,4 @@
-"""Megatron's parallel state, the `Topology` that is derived from it, and the random generators of a process."""
+"""Megatron's parallel state, the `Topology` made from it, and the random generators of a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 class _Layout:
     """A parallel layout of this run's processes.
 
-    groups: the variables of Megatron's module `parallel_state` for this layout, which Megatron's functions read.
+    groups: the variables of Megatron's module `parallel_state` for this layout. Megatron's functions read these
+        variables.
     users: number of models that use the layout.
     """
 
@@ -70,7 +71,7 @@ def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Top
     Args:
         config: the layout.
         may_differ: whether the layout may differ from the trained model's layout. If it differs, Megatron's functions
-            return its groups only inside `groups_of`.
+            return this layout's groups only inside `groups_of`.
 
     Raises:
         RuntimeError: groups of another layout exist, and `may_differ` is false.
@@ -126,7 +127,7 @@ def run_topology() -> Topology:
 
 @contextmanager
 def groups_of(topology: Topology) -> Iterator[None]:
-    """Inside the context, Megatron's functions return the process groups of the layout that `topology` belongs to.
+    """Inside the context, Megatron's functions return the process groups of the layout of `topology`.
 
     Megatron's modules call these functions when they are built and when they run.
     """

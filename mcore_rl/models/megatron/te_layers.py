@@ -47,9 +47,9 @@ def te_config(config: TransformerConfig) -> TransformerConfig:
 
 
 class TELinearMixin:
-    """A linear layer of Transformer Engine, which is built with `te_config` and may have adapters.
+    """A linear layer of Transformer Engine. It is built with `te_config` and may have adapters.
 
-    adapter: the adapter, or the list of several experts' adapters; None or empty if there are none.
+    adapter: the adapter, or a list of the experts' adapters. None or an empty list if there are no adapters.
     """
 
     adapter: Any
@@ -83,7 +83,7 @@ class TEColumnLinear(LoRALinearMixin, TELinearMixin, TEColumnParallelLinear):
 
 
 class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TELinearMixin, TERowParallelLinear):
-    """A linear layer whose weight is sharded by columns over tensor-parallel ranks, which sum their outputs."""
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks. The ranks sum their outputs."""
 
     is_column = False
 
@@ -159,13 +159,13 @@ class TEGroupedLinearMixin(TELinearMixin):
 
 
 class TEGroupedColumnLinear(TEGroupedLinearMixin, TEColumnParallelGroupedLinear):
-    """A linear layer of all of a rank's experts, whose weights are sharded by rows."""
+    """A linear layer of all of a rank's experts. The weights are sharded by rows."""
 
     is_column = True
 
 
 class TEGroupedRowLinear(TEGroupedLinearMixin, TERowParallelGroupedLinear):
-    """A linear layer of all of a rank's experts, whose weights are sharded by columns."""
+    """A linear layer of all of a rank's experts. The weights are sharded by columns."""
 
     is_column = False
 

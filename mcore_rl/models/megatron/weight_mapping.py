@@ -15,10 +15,10 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """A source of named tensors, of which any rows and columns can be read."""
+    """A source of named tensors. Any rows and columns of a tensor can be read."""
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `rows` of the tensor `name`, and of these only `columns` if it is not None."""
+        """Return `rows` of the tensor `name`, and only the given `columns` if they are not None."""
         ...
 
 
@@ -208,7 +208,7 @@ class Interleaved(Kind):
         return rows
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Read a rank's shard. With more ranks than groups, read a whole group and keep the rank's rows of it."""
+        """Read a rank's shard. With more ranks than groups, read a whole group and keep the rank's rows."""
         rows_per_group = sum(self.sizes)
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
@@ -242,11 +242,12 @@ class Grouped(Interleaved):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Interleaved):
-    """Query, key and value projections, interleaved by key-value group: its query heads, its key head, its value head.
+    """Query, key and value projections, interleaved by group. A group has query heads, one key head, one value head.
 
     heads: number of query heads per group. head_dim: number of rows per head.
-    neighbours: number of rows at the start of each query and key head in which neighbouring rows of the Hugging Face
-        tensor are rotated as a pair. In the parameter the two rows of a pair are half of this number apart.
+    neighbours: number of rows at the start of each query and key head. Among these rows, neighbouring rows of the
+        Hugging Face tensor are rotated as a pair. In the parameter the two rows of a pair are half of this number
+        apart.
     """
 
     groups: int
@@ -313,7 +314,7 @@ class AlternatingGateUp(GateUp):
 
 
 class InterleavedGateUp(AlternatingGateUp):
-    """Gate and up projections of one gpt-oss expert, whose columns alternate in one Hugging Face tensor.
+    """Gate and up projections of one gpt-oss expert. Their columns alternate in one Hugging Face tensor.
 
     The weight is [1, in, 2 · width], the bias [1, 2 · width].
     """
@@ -351,7 +352,7 @@ class TransposedColumns(Columns):
 
 @dataclass(frozen=True)
 class Mapping:
-    """A Megatron parameter and the Hugging Face tensors of which it consists.
+    """A Megatron parameter, and the Hugging Face tensors that it consists of.
 
     megatron: name of the parameter, with the layer's number in the whole model. The name of an expert's weight contains
         `mlp.experts.NUMBER.`, with the expert's number in the whole model.
@@ -388,7 +389,7 @@ def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
 def assemble(
     pieces: Iterable[tuple[Part, Tensor]], shapes: Dictionary[str, Shape], copies: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Put Hugging Face tensors together from their parts; yield each with its name as soon as it is complete.
+    """Join Hugging Face tensors from their parts; yield each tensor with its name as soon as it is complete.
 
     Args:
         pieces: parts with their values.

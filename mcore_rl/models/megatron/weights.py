@@ -49,15 +49,15 @@ def gather_tensors(
     first_only: bool = False,
     adapters: Dictionary[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face tensors of a table with their names; each is gathered from the ranks that have its shards.
+    """Yield the Hugging Face tensors of a table with their names. The shards of a tensor are gathered from all ranks.
 
     The tensors are yielded in the table's order. Each needs at most one all-gather, one broadcast over expert-parallel
     ranks, and one broadcast over pipeline stages. Collective over all ranks.
 
     Args:
         table: mappings by the parameters' names.
-        own: this rank's parameters (or values for them), by their names in the table. All have the same precision,
-            except those that are float32 in every model.
+        own: this rank's parameters, or other values in their place, by the parameters' names in the table. All have the
+            same precision, except those that are float32 in every model.
         names: names of the Hugging Face tensors to yield, the same on every rank; all if None.
         copies: whether to copy each tensor. If not, it is valid only until the next is yielded.
         first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
@@ -80,7 +80,7 @@ def _gathered_parts(
     first_only: bool,
     adapters: Dictionary[str, Any],
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield the parts of the tensors that `gather_tensors` yields, each with its values."""
+    """For each tensor that `gather_tensors` yields, yield its parts, with the values of each part."""
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()
@@ -213,9 +213,9 @@ def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tu
 
 
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights of a chunk with their names: its parameters, among them those of adapters, and router biases.
+    """Yield all weights of a chunk with their names: its parameters (also the adapters' parameters) and router biases.
 
-    The biases for the choice of experts are buffers, because they have no gradient.
+    Router biases are buffers, because they have no gradient.
     """
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
@@ -228,7 +228,7 @@ def own_weights(model: ModelShard) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_layer(chunk: HiddenStateGPTModel) -> int:
-    """Return the number that a chunk's first layer has in the whole model; 0 if the chunk has no layer."""
+    """Return the number of a chunk's first layer in the whole model; 0 if the chunk has no layer."""
     return int(chunk.decoder.layers[0].layer_number) - 1 if len(chunk.decoder.layers) else 0
 
 
@@ -312,7 +312,7 @@ def export_hf_weights(
     copies: bool = True,
     first_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all Hugging Face tensors of the model with their names, each gathered from all ranks. Collective.
+    """Gather all Hugging Face tensors of the model from all ranks; yield each with its name. Collective.
 
     Args:
         value_of: function that returns what to export for a parameter, for example its gradient. Default: the

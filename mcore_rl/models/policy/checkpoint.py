@@ -46,7 +46,7 @@ class PolicyCheckpoint:
         self.second, self.second_name = second, name
 
     def restore_to_device(self) -> bool:
-        """Restore offloaded weights and optimizer state to the device, so that `save` can read them. Collective.
+        """Move offloaded weights and optimizer state back to the device, so that `save` can read them. Collective.
 
         Returns:
             Whether every rank's device had room for them.
@@ -61,7 +61,7 @@ class PolicyCheckpoint:
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
-        """Inside the context, keep on the device the optimizer state and the second model, which may be offloaded."""
+        """Inside the context, keep the optimizer state and the second model on the device if they are offloaded."""
         with contextlib.ExitStack() as stack:
             if self.second is not None:
                 stack.enter_context(self.second.on_device())
@@ -98,7 +98,7 @@ class PolicyCheckpoint:
         return self.finish() if wait else None
 
     def reserve(self) -> None:
-        """Start to allocate the host memory that a save needs, so that the first save does not wait for it."""
+        """Start to allocate the host memory that a save needs, so that the first save does not wait for the memory."""
         models = (self.policy,) if self.second is None else (self.policy, self.second)
         replicas = torch.distributed.get_world_size(process_groups().dp_cp)  # they divide the weights
         weights = sum(bytes_for(list(model.parameters())) for model in models) // replicas
@@ -164,7 +164,7 @@ class PolicyCheckpoint:
         return restored
 
     def load_weights(self, iteration: Path) -> None:
-        """Restore only the weights of the policy and the second model, from a checkpoint of any parallel layout."""
+        """Restore only the weights of the policy and the second model. The checkpoint may have any parallel layout."""
         self.policy.finish_param_gather()
         load.load_weights(iteration, self.policy.model)
         if self.second is not None:
@@ -177,7 +177,7 @@ class PolicyCheckpoint:
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:
-        """Return the state of this policy that checkpoints contain, under `name`: model, optimizer and schedule."""
+        """Return what checkpoints contain of this policy under `name`: model, optimizer and schedule."""
         self.policy.finish_param_gather()
         return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 

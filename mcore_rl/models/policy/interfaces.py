@@ -80,14 +80,14 @@ class PolicyInterface(ABC):
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its devices with an inference engine and sends its weights to it.
+    """A policy that shares its devices with an inference engine and sends its weights to the engine.
 
     Weights are sent in one of two ways:
 
     - By a collective. Call `prepare_refit_info` and `init_collective` once, and `broadcast_weights_for_collective`
       after every update.
     - By shared memory. Call `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for each group
-      of keys, and `offload_after_refit`. Later, `prepare_for_training` restores everything to the device.
+      of keys, and `offload_after_refit`. Later, `prepare_for_training` moves everything back to the device.
     """
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """The policy: a model that Megatron trains.
 
-Every rank makes the same calls. The data are a global batch, or those of its rows that belong to the rank's replica.
+Every rank makes the same calls. The data are a global batch, or only the rows that the rank's replica has of this
+batch.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class TrainingMemory:
     def optimizer_on_device(self) -> Iterator[None]:
         """Inside the context, keep the optimizer's state on the device.
 
-        It stays on the host if `offload_training_state` has moved it there.
+        The state stays on the host if `offload_training_state` has moved it there.
         """
         self.between_steps.restore()
         try:
@@ -99,7 +100,7 @@ class TrainingMemory:
                 self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def restore(self) -> None:
-        """Restore weights, gradient buffers and optimizer state to the device."""
+        """Move weights and optimizer state back to the device, and restore the gradient buffers."""
         for offload in (self.weights, self.optimizer, self.gradients):
             offload.restore()
 
@@ -217,8 +218,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     ) -> MicrobatchResults:
         """Compute the loss of a global batch and add its gradients to the parameters' `main_grad`. Collective.
 
-        The microbatches run under Megatron's pipeline schedule. The loss of each is divided by counts of the whole
-        global batch, so that the gradients of microbatches and replicas can be summed.
+        The microbatches run under Megatron's pipeline schedule. The loss of each microbatch is divided by counts of the
+        whole global batch, so that the gradients of microbatches and replicas can be summed.
 
         Args:
             counts: result of `global_valid_counts(data)`.
@@ -284,7 +285,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """How many steps the learning-rate schedule has counted: for this model, and for the second model if any."""
+        """For this model and, if any, the second model: number of steps that its learning-rate schedule has counted."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
@@ -338,8 +339,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         Returns:
             A dict of the loss's metrics over the global batch and the `loss` itself; after a training step also
             `grad_norm` (before clipping) and `lr`. After several steps each value is the mean over the steps that have
-            the metric; if the loss declares so, it is the smallest or the largest value. The entry `all_mb_metrics`
-            contains, for each metric, the list of its values in all microbatches of all ranks.
+            the metric, or the smallest or largest value if the loss declares so. The entry `all_mb_metrics` contains,
+            for each metric, the list of its values in all microbatches of all ranks.
 
         Raises:
             ContractError: the batch has no rows, its rows do not make whole global batches, or a metric is not a
@@ -386,7 +387,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return self.forward(data, loss_fn, global_valid_counts(data), temperature).metrics(loss_fn)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Restore all offloaded tensors to the device."""
+        """Move all offloaded tensors back to the device."""
         self.memory.restore()
         for chunk in self.chunks:
             chunk.train()
@@ -622,7 +623,7 @@ class MicrobatchResults:
 
     @property
     def loss(self) -> float:
-        """Loss of the batch, which is the sum of the microbatches' losses."""
+        """Loss of the batch: the sum of the microbatches' losses."""
         return sum(part.loss for part in self.parts)
 
     @property

@@ -1,8 +1,8 @@
-"""A policy whose ranks are Ray actors, controlled by one driver process.
+"""A policy whose ranks are Ray actors. One driver process controls the actors.
 
-It needs the `ray` extra. Each actor contains a `MegatronPolicy`, as each process of torchrun does. The driver puts a
-global batch into Ray's object store once. Every rank reads the batch and selects its own rows in the same way as under
-torchrun, so the results are equal.
+This module needs the `ray` extra. Each actor contains a `MegatronPolicy`, as each process of torchrun does. The driver
+puts a global batch into Ray's object store once. Every rank reads the batch and selects its own rows in the same way as
+under torchrun, so the results are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     """Starts `world_size` actors, one per rank, and makes every call on all of them.
 
     Args:
-        config: the run's configuration. `world_size` must be a multiple of the size of its parallel layout.
+        config: the run's configuration. `world_size` must be a multiple of the size of the run's parallel layout.
         world_size: number of actors. Each has a CPU and, on a GPU cluster, a GPU.
         num_gpus_per_worker: number of GPUs per actor; 0 on a CPU cluster.
         start_timeout: time limit in seconds for the placement of the actors, and for building the model.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Protocol):
-    """The reference model, with which the policy is compared."""
+    """The reference model. The policy is compared with it."""
 
     def in_place(self) -> AbstractContextManager[None]:
         """Inside the context, the policy's model computes as the reference; afterwards as the policy again.
@@ -46,12 +46,14 @@ class Reference(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describe in one line the reference and the memory that it uses on this rank."""
+        """Describe in one line the reference and its memory on this rank."""
         ...
 
 
 class ReferenceWeights:
-    """A reference that is a copy of this rank's current weights, in host memory (page-locked if there is a GPU).
+    """A reference that is a copy of this rank's current weights.
+
+    The copy is in host memory, which is page-locked if there is a GPU.
 
     Args:
         tensors: this rank's weights.
@@ -103,7 +105,7 @@ def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
 
 @torch.no_grad()
 def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of tensors in host memory, which is page-locked if there is a GPU."""
+    """Copy tensors to host memory and return the copies. The memory is page-locked if there is a GPU."""
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=platform.has_gpu()) for t in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -113,7 +115,7 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
 class AdaptersDisabled:
     """A reference that is the policy's model without its adapters.
 
-    It is right only for adapters that were new at the start, because new adapters compute zeros.
+    This reference is right only for adapters that were new at the start, because new adapters compute zeros.
     """
 
     def __init__(self, adapters: Iterable[Any]) -> None:
@@ -139,7 +141,8 @@ def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Refere
     """Return a reference that computes the same as the policy does now.
 
     Args:
-        adapters_are_trained: whether the model's adapters already change its results; new adapters compute only zeros.
+        adapters_are_trained: whether the adapters already change the model's results. New adapters do not: they compute
+            only zeros.
     """
     if model.model.lora is None:
         return ReferenceWeights(model.parameters())
@@ -154,7 +157,7 @@ ITEM_BYTES = np.dtype(np.float32).itemsize
 
 
 class ReferenceLogprobs(Protocol):
-    """A source of log-probabilities under the reference, for the records of a dataset."""
+    """A source of reference log-probabilities for the records of a dataset."""
 
     def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         """Return the log-probability of each token of `rows`, [B, S]; column t belongs to token t.
@@ -168,7 +171,7 @@ class ReferenceLogprobs(Protocol):
 
 
 class SwappedReference:
-    """A source that computes the log-probabilities with the policy's model, which takes the reference's weights."""
+    """A source that computes the log-probabilities with the policy's model, while it has the reference's weights."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
@@ -179,7 +182,7 @@ class SwappedReference:
 
 
 class SecondModel:
-    """A source that computes the log-probabilities with a second model, which stays in memory."""
+    """A source that computes the log-probabilities with a second model. That model stays in memory."""
 
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
@@ -296,7 +299,7 @@ def _compute(
 
 
 class _ResumableFile:
-    """A file of log-probabilities that is not complete, so that an interrupted computation can be resumed.
+    """An incomplete file of log-probabilities. With it, an interrupted computation can be resumed.
 
     After each batch, a second file gets a line with the size and the checksum of the first file. A batch counts as
     written if its line exists. Only one process writes the files.

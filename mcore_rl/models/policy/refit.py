@@ -70,13 +70,13 @@ def local_address(ip: str) -> str:
 
 
 class RefitGroup:
-    """A process group of the policy's first rank, which is rank 0, and the engine's processes.
+    """A process group: the policy's first rank is rank 0, the other ranks are the engine's processes.
 
     The group is independent of PyTorch's default group. Its methods are collective over all processes of the group.
 
     Args:
-        on_host: send tensors that are in the host's memory, with gloo. This is needed if the policy and the engine use
-            the same GPU, which NCCL does not support.
+        on_host: send tensors of the host's memory with gloo. This is needed if the policy and the engine use the same
+            GPU, because NCCL does not support that.
 
     Raises:
         RuntimeError: some processes did not join within the store's time limit. Every broadcast has the same limit.
@@ -112,10 +112,10 @@ class RefitGroup:
 
 
 class RefitGroups:
-    """The groups of several engines, to which a tensor is broadcast concurrently.
+    """The groups of several engines. A tensor is broadcast to all groups concurrently.
 
-    A group in which a broadcast fails gets no further tensors; its error is in `failures`. Other threads may call
-    `leave_out` at any time.
+    If a broadcast to a group fails, the group gets no further tensors, and its error is in `failures`. Other threads
+    may call `leave_out` at any time.
 
     Args:
         groups: map from an engine's name to its group.
@@ -131,7 +131,7 @@ class RefitGroups:
             self.groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast `tensor` to all groups from this process, which is rank 0 of each group."""
+        """Broadcast `tensor` to all groups. This process is rank 0 of each group."""
         with self._lock:
             groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
@@ -188,7 +188,7 @@ class Bucket:
         return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """Copy a tensor into the bucket, which must have room for it; `number` is its number in the refit info."""
+        """Copy `tensor` into the bucket, if there is room; `number` is the tensor's number in the refit info."""
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
         _put(self.buffer, self.filled, tensor)
@@ -196,7 +196,7 @@ class Bucket:
         self.filled += tensor.nbytes
 
     def send(self, group: Broadcasts) -> None:
-        """Broadcast the bucket's tensors, if it has any, and empty it."""
+        """Broadcast the bucket's tensors, if there are any, and empty the bucket."""
         if self.numbers:
             _send(self.numbers, self.buffer[: self.filled], group)
         self.numbers, self.filled = [], 0
@@ -211,7 +211,8 @@ def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
 def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
     """Broadcast all `tensors` to `group`, in buckets of `budget` bytes.
 
-    If `group` is None, this rank sends nothing; it only iterates over `tensors`, which all ranks produce together.
+    If `group` is None, this rank sends nothing; it only iterates over `tensors`, because all ranks produce them
+    together.
     """
     bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
     for name, tensor in tensors:
@@ -245,7 +246,7 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
 
 class SharedBucket:
-    """A block of shared memory for all tensors of `info`, which `write` puts into it.
+    """A block of shared memory for all tensors of `info`. The method `write` copies the tensors into the block.
 
     Raises:
         ValueError: `info` is empty.
@@ -301,9 +302,9 @@ class RefitReceiver:
         self.group: RefitGroup | None = None
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        """Join the group of the policy and the engine's processes as `rank`, which is at least 1.
+        """Join the group of the policy and the engine's processes as `rank` (at least 1).
 
-        The policy has rank 0; `ip` and `port` are its address.
+        The policy has rank 0; `ip` and `port` are the policy's address.
         """
         on_host = self.device.type == "cpu"
         self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
@@ -358,7 +359,7 @@ def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tu
     The two processes may number the GPUs differently; `device` is the GPU in this process's numbering.
 
     Args:
-        rebuild, arguments: function and arguments that PyTorch's `reduce_tensor` has returned in the other process.
+        rebuild, arguments: function and arguments, as PyTorch's `reduce_tensor` has returned them in the other process.
     """
     call = inspect.signature(rebuild).bind(*arguments)
     call.arguments["storage_device"] = platform.device_index(device)

@@ -63,7 +63,7 @@ class WeightSender:
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:
-        """Create a process group of the first rank and the engine's processes, which have ranks 1 … world_size − 1.
+        """Create a process group of the first rank and the engine's processes (ranks 1 … world_size − 1).
 
         Raises:
             RuntimeError: the processes did not join within `seconds`.
@@ -77,7 +77,7 @@ class WeightSender:
 
         Args:
             adapters_only: send only the adapters. Otherwise adapters are merged into the weights, and all weights are
-                sent. The receivers must have the `info` that was made with the same value.
+                sent. The receivers must have the result of `info` for the same `adapters_only`.
 
         Raises:
             RuntimeError: `connect` was not called, or the model has no adapters.
@@ -107,7 +107,7 @@ class WeightSender:
         Returns:
             A map from a device to the handle of its block. The key is a GPU's UUID; or "cpu", with one block for all
             processes. The first rank returns the handles of all devices. Any other rank returns only the handle of its
-            own block, or {} if it has none.
+            own block, or {} if it has no block.
 
         Raises:
             ValueError: the model has no tensor with one of these names.

@@ -52,9 +52,9 @@ from mcore_rl.utils.console import size_text
 class ScoringModel:
     """A model that computes log-probabilities, logits, rewards or values.
 
-    Models of the same parallel layout share process groups. The model may have another layout than the trained model.
-    It then collects the rows of all replicas of the trained model, and returns to each process the results for that
-    process's own rows.
+    Models of the same parallel layout share process groups. A scoring model may have another layout than the trained
+    model. It then collects the rows of all replicas of the trained model, and returns to each process the results for
+    that process's own rows.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass
@@ -107,7 +107,7 @@ class ScoringModel:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank is the one that writes files and prints messages."""
+        """Whether this rank writes the files and prints the messages."""
         return self.rank == 0
 
     def parameters(self) -> Iterator[Tensor]:
@@ -176,7 +176,7 @@ class ScoringModel:
             raise RuntimeError(f"{purpose}: weights or optimizer state are offloaded; call prepare_for_training first")
 
     def shutdown(self) -> bool:
-        """Release the process groups, which are destroyed when no model uses them any more."""
+        """Release the process groups. They are destroyed when no model uses them any more."""
         destroy_parallel(self.topology)
         return True
 
@@ -204,8 +204,8 @@ class ScoringModel:
 
         Args:
             lengths: number of tokens in each sequence.
-            before: for each sequence, the number of preceding tokens to which it attends, but which are not computed
-                again. Default: 0.
+            before: for each sequence, the number of preceding tokens. The sequence attends to them, but they are not
+                computed again. Default: 0.
         """
         sequences = list(zip(lengths, before or [0] * len(lengths), strict=True))
         mixing = (n * sum(mixer.flops(*sequence) for sequence in sequences) for mixer, n in self._mixers.items())
@@ -226,7 +226,7 @@ class ScoringModel:
         return (self._flops_of_weights + per_token) / squared if squared else math.inf
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
-        """Return `training_flops` of a global batch; a common prefix counts once if it is computed once."""
+        """Return `training_flops` of a global batch; a common prefix counts once if the model computes it once."""
         return batch_share(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
 
     def divide(
@@ -244,14 +244,14 @@ class ScoringModel:
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:
-        """Divide a global batch, which every rank has, over the replicas: return the indices of each replica's rows.
+        """Divide a global batch over the replicas; return the indices of each replica's rows. Every rank has all rows.
 
         Collective.
         """
         return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
 
     def own_rows(self, data: BatchedDataDict[Any]) -> LocalBatch[Any]:
-        """Return this replica's rows of a global batch, which every rank has. Collective."""
+        """Return this replica's rows of the global batch `data`. Every rank passes all rows. Collective."""
         replicas = self.topology.data
         share = BatchShare(self.division_of(data)[replicas.rank], data.size, replicas)
         return LocalBatch(data.select_indices(share.indices), share)
@@ -394,8 +394,8 @@ class ScoringModel:
             zeros: function that returns, for given rows, the columns as zeros on the device.
             compute: function that returns a microbatch's columns from the last stage's hidden states.
             model_head: head that the model must have.
-            is_needed: whether this process needs the results. If not, and if the model has its own layout, the process
-                gets no results.
+            is_needed: whether this process needs the results. If it does not, and the model has its own layout, the
+                process gets none.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
@@ -438,7 +438,7 @@ class ScoringModel:
 
         Args:
             micro_batch_size: number of rows per microbatch; only used if rows are not packed.
-            share: whether rows with a common prefix may share it, so that a pack contains it only once.
+            share: whether rows may share a common prefix, so that a pack contains the prefix only once.
             rows_per_unit: number of neighbouring rows that must be in the same microbatch. The model's own
                 `rows_per_unit` is observed as well.
         """
@@ -494,9 +494,9 @@ class TeacherModel(ScoringModel):
     def head(self) -> Tensor:
         """Rows of the teacher's LM head for this rank's shard of the student's vocabulary, [Vp, hidden].
 
-        If the shards of teacher and student are equally large, this is the teacher's own shard. Otherwise it is a copy,
-        with zeros in rows that have no token. It is needed on the student's last stage. Collective over the ranks of
-        the last stage; over all ranks if the teacher has its own layout.
+        If the shards of teacher and student are equally large, these rows are the teacher's own shard. Otherwise they
+        are a copy, with zeros in rows that have no token. The student's last stage needs these rows. Collective over
+        the ranks of the last stage; over all ranks if the teacher has its own layout.
         """
         is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
         weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None

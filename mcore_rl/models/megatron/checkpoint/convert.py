@@ -212,7 +212,7 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return the suffixes of names, in a checkpoint, of parameters that are float32 at any precision of the model."""
+    """Return name suffixes: parameters with such names in a checkpoint are float32 at any precision of the model."""
     in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
     return tuple({f".{name}" for name in in_layer})
 
@@ -223,7 +223,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a parameter that a checkpoint stores as a tensor of its own.
+    """A part of a parameter; a checkpoint stores this part as a separate tensor.
 
     place: Megatron's entry for the part. first: number of its first element in the parameter.
     """
@@ -239,7 +239,7 @@ class StoredPart:
 
 
 def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
-    """For each parameter of a model that is not sharded, yield its mapping and its stored parts in order."""
+    """For each parameter of `model`, which is not sharded, yield its mapping and its stored parts in order."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
     for name, mapping, tensor in chunk_mappings(model, chunk):
@@ -266,7 +266,7 @@ def _read_parts(
 
 
 def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint as Hugging Face tensors with names; each is read when it is needed."""
+    """Yield a checkpoint's weights: the names and values of Hugging Face tensors. Each is read when it is needed."""
     parts = _loaded_parts(RegionReader(iteration, index), list(_stored_parts(model)), model.vocab_size, progress)
     yield from assemble(parts, model.family.shapes())
 

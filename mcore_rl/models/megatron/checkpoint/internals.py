@@ -16,10 +16,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class OwnedPart(NamedTuple):
-    """The elements of a parameter that a distributed optimizer updates on this rank.
+    """Those elements of a parameter that a distributed optimizer updates on this rank.
 
     start, end: the elements are start … end − 1 in row-major order.
-    main: these elements in fp32, which are a parameter of the PyTorch optimizer.
+    main: these elements in fp32; `main` is a parameter of the PyTorch optimizer.
     """
 
     parameter: Parameter
@@ -59,7 +59,8 @@ def owned_parts(inner: Any) -> Iterator[OwnedPart]:
 def shards_by_key(state: ShardedStateDict, strategy: TorchDistSaveShardedStrategy) -> dict[str, Any]:
     """Return the shards in `state` by their names in the checkpoint, as PyTorch's planner expects them.
 
-    This is a step of the strategy's own saving, which is not used: it waits for subprocesses without a time limit.
+    This is a step of the strategy's own saving. That saving is not used, because it waits for subprocesses without a
+    time limit.
     """
     tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
     found: dict[str, Any] = tensors

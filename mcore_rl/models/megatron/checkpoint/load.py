@@ -1,6 +1,6 @@
 """Loading of checkpoints in Megatron's distributed format, from any parallel layout.
 
-Only those types are unpickled that a checkpoint needs. Each rank reads only the regions of tensors that it needs.
+Only those types are unpickled that a checkpoint needs. Each rank reads only those regions of tensors that it needs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def check_trusted(iteration: Path) -> Metadata:
     """Check that loading a checkpoint runs no code and reads no file outside its directory; return its index.
 
     Raises:
-        UserError: the checkpoint names code to run, or a file outside. The message contains the file and the name.
+        UserError: the checkpoint names code to run, or a file outside its directory. The message contains the file and
+            the name.
     """
     index = read_index(iteration)
     for storage in index.storage_data.values():
@@ -134,7 +135,7 @@ def _read(path: Path, offset: int = 0, length: int = -1) -> io.BytesIO:
 def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
     """Return the architecture of the model whose weights a checkpoint contains; {} if it is not recorded.
 
-    It has the same form as the result of `architecture_of`.
+    The architecture has the same form as the result of `architecture_of`.
     """
     if (identity := stored_identity(iteration)) is not None:
         architecture = json.loads(identity).get("architecture", {})
@@ -152,7 +153,7 @@ ZIP_HEADER_BYTES, ZIP_LENGTHS_AT, ZIP_LENGTHS = 30, 26, struct.Struct("<HH")
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a region that one stored shard contains.
+    """The intersection of a region with one stored shard.
 
     file, start, length: the shard's file, and the first byte and number of bytes of the shard in it. sizes, dtype:
     shape and precision of the shard. offsets: place of the part in the shard. values: memory for the part.
@@ -168,7 +169,7 @@ class Piece:
 
 
 class RegionReader:
-    """Reads regions of a checkpoint's tensors, which may be stored in any number of shards. It does not communicate."""
+    """Reads regions of a checkpoint's tensors, however many shards each tensor has. It does not communicate."""
 
     def __init__(self, iteration: Path, index: Metadata) -> None:
         self.iteration, self.index = iteration, index
@@ -215,7 +216,7 @@ class RegionReader:
         return entry
 
     def pieces(self, region: Region) -> list[Piece]:
-        """Divide a region into pieces, one for each stored shard that contains a part of it.
+        """Divide a region into pieces, one for each stored shard that contains a part of the region.
 
         Raises:
             UserError: the tensor is missing, or the region is not completely stored.

@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class HostStaging:
-    """A block of shared host memory, to which a checkpoint's tensors are copied, and from which a process writes them.
+    """A block of shared host memory. A checkpoint's tensors are copied to it, and a process writes them to files.
 
     A thread allocates the block, because page faults take longer than the copies. It also copies tensors that are on
     the host. The block is kept for later saves. On machines with a GPU it is page-locked, so that the host need not
@@ -114,7 +114,7 @@ class HostStaging:
         self._end = 0
 
     def add(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Start to copy tensors into the block; return the byte at which each begins in it.
+        """Start to copy tensors into the block; return the byte of the block at which each begins.
 
         Tensors on the device may be changed at once, because later work of the device runs after the copies. Tensors on
         the host must stay unchanged until `settle` has returned.
@@ -138,7 +138,10 @@ class HostStaging:
             torch._foreach_copy_(views_of(self._block[start:], tensors), [t.detach() for t in tensors], True)
 
     def settle(self) -> None:
-        """Wait for the thread's work and raise its error, if any. Copies from the device end when `is_done` is True."""
+        """Wait for the thread's work and raise its error, if any.
+
+        Copies from the device may still run; they are complete when `is_done` is True.
+        """
         work, self._work = self._work, []
         wait(work)
         try:
@@ -232,10 +235,9 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner, to which shards are added that need no planning. PyTorch checks that all shards fit together.
+    """Megatron's planner, plus shards that need no planning. PyTorch checks that all shards fit together.
 
-    Args:
-        own: these shards, with their places.
+    Args: own: the shards that need no planning, with their places.
     """
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
@@ -292,7 +294,7 @@ class OneFileWriter(FileSystemWriterAsync):
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, copied if it is a view of a larger storage, which PyTorch would write completely."""
+    """Return `tensor`, or a copy if it is a view of a larger storage: PyTorch would write the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
@@ -342,7 +344,7 @@ class ShardWriter:
         self._submit_if_staged()
 
     def _submit_if_staged(self) -> bool:
-        """Give the job to the process as soon as the tensors are copied; return whether the process has it."""
+        """If the tensors are copied, give the job to the process; return whether the process has the job."""
         if not self._is_submitted and self.staging.is_done:
             self._process.submit(self._job, self.staging.descriptor)
             self._is_submitted = True
@@ -375,7 +377,7 @@ class ShardWriter:
         return Report(error=f"writing took longer than checkpoint.timeout_seconds={self._timeout:g}")
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait until the checkpoint is committed and return True; if it is not in time, discard it and return False.
+        """Wait until the checkpoint is committed and return True; if that takes too long, discard it and return False.
 
         Not collective. If the file system hangs, the files cannot be removed.
 
@@ -511,7 +513,7 @@ class PendingSave:
     def is_written(self, wait: bool = False) -> bool:
         """Return whether the shards of all ranks are written and the checkpoint is committed; with `wait`, wait for it.
 
-        If it cannot be written, it is discarded and SaveError is raised.
+        If the checkpoint cannot be written, it is discarded and SaveError is raised.
         """
         while True:
             report = self._writer.poll()
@@ -549,7 +551,7 @@ def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, An
 
 
 def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
-    """Write the files of a checkpoint that are neither shards nor index.
+    """Write those files of a checkpoint that are neither shards nor the index.
 
     Args:
         common: the state that is the same on all ranks.

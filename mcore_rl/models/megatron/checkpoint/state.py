@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return the sharded state dict of the reference weights, made from the model's by other names and values.
+    """Return the sharded state dict of the reference weights: the model's, with other names and other values.
 
     Args:
         model_state: sharded state dict of the model.
@@ -54,10 +54,10 @@ def _pairs(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> Iterat
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield the parts of the fp32 parameters and moments that this rank writes.
+    """Yield those parts of the fp32 parameters and moments that this rank writes.
 
     Args:
-        model_state: sharded state dict of the model, which determines names, places and shapes of the parts.
+        model_state: sharded state dict of the model. It determines names, places and shapes of the parts.
     """
     for entry, region in _optimizer_regions(optimizer, model_state):
         if not any(entry.replica_id[:-1]):  # otherwise another tensor-parallel rank or stage writes it
@@ -65,7 +65,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
 
 
 def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[Region]:
-    """Yield the parts of the fp32 parameters and moments that this rank reads.
+    """Yield those parts of the fp32 parameters and moments that this rank reads.
 
     Args:
         model_state: sharded state dict of the model, as in `optimizer_shards`.
@@ -74,7 +74,7 @@ def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any])
 
 
 def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
-    """Yield the tensors of a sharded state dict as regions that are read into the tensors' own memory."""
+    """Yield the tensors of a sharded state dict as regions. Reading a region fills the tensor's own memory."""
     for entry in nested_values(described):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             memory = entry.data.untyped_storage().data_ptr()
@@ -100,7 +100,7 @@ def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]
 
 
 def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the parts of a parameter that are stored as separate tensors; most parameters are a single part."""
+    """Return the parts of a parameter. Each part is stored as a separate tensor; most parameters are a single part."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
@@ -186,7 +186,7 @@ class ModelState:
         return model_state(self.model, self.name)
 
     def optimizer_shards(self, weights: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-        """Yield the parts of the optimizer's state that this rank writes. Before the first step the moments are 0.
+        """Yield those parts of the optimizer's state that this rank writes. Before the first step the moments are 0.
 
         Args:
             weights: result of `weights()`.
@@ -195,11 +195,11 @@ class ModelState:
         return optimizer_shards(self.optimizer, weights)
 
     def common(self) -> dict[str, Any]:
-        """Return the state of optimizer and schedule that is the same on all ranks."""
+        """Return the state of optimizer and schedule, without the parts that differ between ranks."""
         return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
 
     def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
-        """Yield the regions of weights and optimizer state that this rank reads from a checkpoint.
+        """Yield those regions of weights and optimizer state that this rank reads from a checkpoint.
 
         Args:
             weights: result of `weights()`.
@@ -224,7 +224,7 @@ class ModelState:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the optimizer's parameter groups, which are the same on all ranks. Only the step is loaded from them.
+    """Return the optimizer's parameter groups; they are the same on all ranks. Loading reads only the step in them.
 
     Experts have a separate optimizer with the same step and learning rates. Megatron's own function is not used: it
     reads the whole state, which Transformer Engine's optimizer rejects for Muon and for moments in bfloat16.
@@ -277,7 +277,7 @@ def _model_key(model: ModelShard, index: int) -> str:
 
 
 def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
-    """Return the sharded state dicts of the model's chunks. If there are adapters, they contain only the adapters.
+    """Return the sharded state dicts of the model's chunks; if there are adapters, only those of the adapters.
 
     Args:
         name: prefix of the keys, for a model that is trained together with the policy.
@@ -325,7 +325,7 @@ class Region:
 class MovingReference(Protocol):
     """Interface of reference weights that may change during training.
 
-    has_moved: whether they differ from the initial weights.
+    has_moved: whether the reference weights differ from the initial weights.
     """
 
     has_moved: bool
@@ -337,9 +337,10 @@ class MovingReference(Protocol):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a run that a checkpoint contains, without the state of the training loop.
+    """The state of a run as a checkpoint contains it, without the state of the training loop.
 
-    reference: the reference weights, if the run has a copy of them. A checkpoint contains them if they have changed.
+    reference: the reference weights, if the run has a copy of them. A checkpoint contains the reference weights if they
+        have changed.
     beside: other models that are trained together with the policy.
     """
 

@@ -33,7 +33,7 @@ REWARD_HEAD = "score.weight"
 
 
 def has_reward_head(hf: Any) -> bool:
-    """Return whether the model has a reward head, with one output, instead of an LM head."""
+    """Return whether the model has a reward head instead of an LM head. A reward head has one output."""
     return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
 
 
@@ -42,11 +42,12 @@ class Family:
 
     It is created from a Hugging Face configuration.
 
-    whole: this configuration. hf: the configuration of the text model in it; the same object for most families.
+    whole: the Hugging Face configuration. hf: the text model's configuration inside `whole`; the same object for most
+        families.
     model_type: name of the family in `config.json`.
     norms_before: whether a layer has norms before attention and MLP. norms_after: whether it has norms after them.
-    norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; ""
-        for a norm that it does not have.
+    norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; "" for
+        a norm that the layer does not have.
     """
 
     model_type: ClassVar[str]
@@ -139,7 +140,7 @@ class Family:
         return [self._rope_frequencies()[0]]
 
     def rope_factor(self, layer: int) -> float:
-        """Return the factor by which the layer's cos and sin are multiplied; it is 1 except for YaRN."""
+        """Return the factor by which the layer's cos and sin are multiplied; the factor is 1 except for YaRN."""
         return self._rope_frequencies()[1]
 
     def _rope_frequencies(self) -> tuple[Tensor, float]:
@@ -156,7 +157,7 @@ class Family:
         return 0
 
     def token_mixer(self, layer: int) -> TokenMixer:
-        """Return the token mixer of a layer, which describes its attention."""
+        """Return the token mixer of a layer. A token mixer describes the layer's attention."""
         return self._grouped_query_attention(layer)
 
     def _grouped_query_attention(
@@ -280,7 +281,7 @@ class Family:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def active_parameters(self) -> int:
-        """Return how many parameters one token is multiplied with: all except an untied input embedding."""
+        """Return how many parameters one token is multiplied with. An untied input embedding does not count."""
         embedding = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters() - embedding
 

@@ -130,9 +130,9 @@ class SmolLM3(Family):
 
 @dataclass(frozen=True)
 class PositionScale:
-    """The factor 1 + beta · log(1 + ⌊position / original⌋), by which queries are multiplied (Llama 4).
+    """The factor 1 + beta · log(1 + ⌊position / original⌋). Llama 4 multiplies queries by this factor.
 
-    It is greater than 1 from position `original` on.
+    The factor is greater than 1 from position `original` on.
     """
 
     beta: float
@@ -156,7 +156,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Olmo3(Olmo2):
-    """OLMo-3, which is OLMo-2 with windows in most layers. Layers with windows have other rotary frequencies."""
+    """OLMo-3: OLMo-2 with windows in most layers. Layers with windows have other rotary frequencies."""
 
     model_type = "olmo3"
     has_windows = True

@@ -40,7 +40,8 @@ class Experts:
     count: number of routed experts in a layer. topk: number of routed experts that are chosen for a token.
     width: size of a routed expert's hidden layer.
     sparse_layers: for each layer, whether it has experts; layers without experts are dense.
-    shared_width: size of the hidden layer of the shared expert, which computes every token; 0 if there is none.
+    shared_width: size of the shared expert's hidden layer; 0 if there is no shared expert. The shared expert computes
+        every token.
     shared_gate: whether the output of the shared expert is multiplied by a gate.
     score: function that maps the router's logits to scores, "softmax" or "sigmoid". normalise: whether the weights of a
         token's experts sum to 1. scale: factor of the weights; None for 1.
@@ -331,7 +332,7 @@ class Glm4MoE(Mixture):
         self.hf.first_k_dense_replace = min(getattr(self.hf, "first_k_dense_replace", 0), 1)
 
     def passes_on(self, name: str) -> bool:
-        """Return whether the tensor `name` belongs to an additional layer, after the last, that predicts more tokens.
+        """Return whether the tensor `name` belongs to an additional layer that predicts further tokens.
 
         Exports contain such tensors unchanged.
         """
@@ -403,8 +404,8 @@ class Glm4MoELite(DeepseekV3):
 class DeepseekV32(Glm4MoELite):
     """DeepSeek-V3.2, in sequences of at most `index_topk` tokens.
 
-    Its indexer chooses `index_topk` keys that a token sees. In such short sequences these are all keys: attention is
-    the same as in DeepSeek-V3, and the indexer gets no gradient.
+    Its indexer chooses the `index_topk` keys that a token sees. In such short sequences it chooses all keys: attention
+    is the same as in DeepSeek-V3, and the indexer gets no gradient.
     """
 
     model_type = "deepseek_v32"
