@@ -33,5 +33,5 @@ LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "brok
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` looks like the consequence of another rank having ended before."""
+    """Return whether `error` looks as if it was raised because another rank ended before."""
     return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -243,7 +243,7 @@ class RMConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _set_head(cls, values: Any) -> Any:
-        """Set model.head to reward, unless the file sets another head, which is refused."""
+        """Set model.head to reward if the file does not set it. Another head is refused later."""
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             return {**values, "model": {"head": "reward", **model}}
         return values
@@ -269,7 +269,7 @@ model."""
 
 
 def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Return the configurations of all models other than the policy, by the keys that name the models."""
+    """Return the configurations of all models other than the policy. The keys of the result name the models."""
     found: dict[str, TrainingConfig] = {}
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
         found[REFERENCE] = reference_config(config)
@@ -288,8 +288,10 @@ TEACHER_LAYOUT, JUDGE_LAYOUT = "distillation.teacher_parallel", "environment.par
 
 
 def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
-    """Return the parallel layouts of models that do not use the trained model's layout, by the key that sets the
-    layout."""
+    """Return the parallel layouts of models with a layout of their own.
+
+    The keys of the result are the configuration keys that set these layouts.
+    """
     found: dict[str, LayoutConfig | None] = {}
     if isinstance(config, DistillationConfig):
         found[TEACHER_LAYOUT] = config.distillation.teacher_parallel
@@ -299,7 +301,7 @@ def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
 
 
 def own_layout_key(config: TrainingConfig, key: str) -> str | None:
-    """Return the key that sets the layout of the model named by `key`; None if it uses the trained model's layout."""
+    """Return the key that sets the layout of the model named by `key`; None if that is the trained model's layout."""
     layout = TEACHER_LAYOUT if key.startswith(TEACHER) else JUDGE_LAYOUT if key == JUDGE else None
     return layout if layout in own_layouts(config) else None
 
@@ -331,7 +333,7 @@ def critic_config(config: PPOConfig) -> PPOConfig:
 
 
 def judge_config(config: RLConfig) -> RLConfig:
-    """Return the configuration of a judging reward model, whose conversations have their own maximum length."""
+    """Return the configuration of a judging reward model. Its conversations have their own maximum length."""
     path = config.environment.path
     assert path is not None, "the configuration asks for it"
     limit = config.environment.max_sequence_length or 2 * config.data.max_sequence_length
@@ -346,7 +348,8 @@ def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
     """Return the configuration of a model that is not trained, with the parallel layout `own`.
 
     If `own` is None, the model has the trained model's layout. If batch.tokens_per_pack is set, it is raised to the
-    longest record of this model, which may be longer or have more padding than the trained model's.
+    length of this model's longest record. That record may be longer, or have more padding, than the trained model's
+    longest record.
     """
     if own is not None:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update=own.model_dump())})

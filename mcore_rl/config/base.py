@@ -1,4 +1,4 @@
-"""The base class of sections, which refuses unknown keys, and types for the values of keys."""
+"""The base class of sections (it refuses unknown keys), and types for the values of keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 
 def refuse_bool(value: Any) -> Any:
-    """Raise ValueError for true and false, which would otherwise be read as 1 and 0."""
+    """Raise ValueError for true and false; otherwise they would be read as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value

@@ -1,5 +1,7 @@
-"""Read configuration files: YAML, included files, variables and overrides. Errors have one line, which names the
-key."""
+"""Read configuration files: YAML, included files, variables and overrides.
+
+Errors have one line. It names the key.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ contains the secrets."""
 
 @dataclass(frozen=True)
 class Unset:
-    """Placeholder of a value that names an environment variable which is not set. Another value may still replace
-    it."""
+    """Placeholder of a value: the value names an environment variable which is not set.
+
+    Another value may still replace the placeholder.
+    """
 
     message: str
 
@@ -56,9 +60,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def read_overridable(path: str | Path) -> dict[str, Any]:
     """Return the sections of a configuration file, unchecked.
 
-    With `base: OTHER.yaml` (relative to the file), they are merged key by key into the sections of that file. In a
-    value, `${NAME}` is replaced by the environment variable, `${NAME:-text}` by `text` if the variable is not set, and
-    `$${` by `${`. A value that names a variable which is not set becomes an `Unset`.
+    With `base: OTHER.yaml` (relative to the file), the sections are merged key by key into the sections of OTHER.yaml.
+    In a value, `${NAME}` is replaced by the environment variable, `${NAME:-text}` by `text` if the variable is not set,
+    and `$${` by `${`. A value that names a variable which is not set becomes an `Unset`.
 
     Raises:
         UserError: a file cannot be read, does not contain sections, or includes itself.
@@ -67,7 +71,7 @@ def read_overridable(path: str | Path) -> dict[str, Any]:
 
 
 def parse_value(text: str, name: str = "") -> Any:
-    """Return the value of an override of the key `name`, read as YAML, with its variables replaced.
+    """Read an override of the key `name` as YAML; return its value with environment variables replaced.
 
     Raises:
         ValueError: `text` is not YAML.
@@ -82,7 +86,10 @@ def parse_value(text: str, name: str = "") -> Any:
 
 
 def expand_variables(value: Any, name: str, where: str = "") -> Any:
-    """Return `value` with environment variables replaced in all texts; errors name it by `where` and its key `name`."""
+    """Return `value` with environment variables replaced in all texts.
+
+    Errors name the value by `where` and the key `name`.
+    """
     if isinstance(value, dict):
         return {
             key: expand_variables(part, f"{name}.{key}" if name else str(key), where) for key, part in value.items()
@@ -94,7 +101,9 @@ def expand_variables(value: Any, name: str, where: str = "") -> Any:
 
 
 def expand_text(text: str, name: str) -> str | Unset:
-    """Return `text` with environment variables replaced, or an `Unset` if one is not set; errors begin with `name`.
+    """Return `text` with environment variables replaced, or an `Unset` if a variable is not set.
+
+    Errors begin with `name`.
 
     Raises:
         UserError: `${…}` does not name a variable.
@@ -116,7 +125,9 @@ def expand_text(text: str, name: str) -> str | Unset:
 
 
 def expand_headers(headers: Mapping[str, str], key: str = "environment.headers") -> dict[str, str]:
-    """Return the headers of a judge's requests, from the configuration key `key`, with environment variables replaced.
+    """Return `headers`, the headers of a judge's requests, with environment variables replaced.
+
+    The configuration key `key` contains these headers.
 
     Raises:
         UserError: a variable is not set, or `${…}` does not name one.
@@ -207,7 +218,7 @@ are not parts of the key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read the YAML file `path` and apply overrides of the form `section.key=value`, whose values are also YAML.
+    """Read the YAML file `path`, and apply overrides of the form `section.key=value`. Each value is YAML too.
 
     Raises:
         UserError: the file is missing or not YAML, or a key or value is wrong; the message names file and key.
@@ -235,7 +246,7 @@ def resolved_yaml(config: Section) -> str:
 
 
 def changed_values(config: Section) -> list[str]:
-    """Return each value that differs from its default, as the override `section.key=value` that sets it."""
+    """Return the values that differ from their defaults, each as an override `section.key=value`."""
     values = without_variables(config.model_dump(mode="json", exclude_defaults=True, exclude={"dry_run"}))
     return [f"{key}={_flow(value)}" for key, value in _flattened(values)]
 
@@ -249,7 +260,7 @@ def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _FlowDumper(yaml.SafeDumper):
-    """Writes a text that has line breaks in double quotes, with `\\n` for each line break."""
+    """Writes texts with line breaks in double quotes; each line break becomes `\\n`."""
 
 
 def _flow_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -336,10 +347,10 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """For a key of another program, return text with this package's key for it, or why there is no such key.
+    """For a key of another program, return text about this package's key for it, or about why there is no such key.
 
     The table of other programs is searched for the whole key, or else for the last parts of the key. Return None if
-    neither is found, or if the best matches stand for different keys of this package."""
+    nothing is found, or if the best matches stand for different keys of this package."""
     algorithm = getattr(config_type, "algorithm", "")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for line in OTHER_NAMES.read_text().splitlines():

@@ -168,8 +168,8 @@ class PipelineConfig(Section):
 
     def distinct_stages(self) -> list[int]:
         """Return the pipeline stages that can differ in cost: the first, the last and, if the split is uneven, one
-        stage between them for each number of layers. Of the stages with equal layers this is the earliest, which keeps
-        the activations of the most microbatches."""
+        stage between them for each number of layers. Of the stages with equally many layers, the earliest is returned:
+        it keeps the activations of the most microbatches."""
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
             counts = layers_of_layout(layout)

@@ -85,7 +85,10 @@ class JudgeOptions(Section):
 
     @property
     def valued_columns(self) -> tuple[str, ...]:
-        """Columns that must not be null in a prompt's record; the text of null would be compared with responses."""
+        """Columns that must not be null in a prompt's record.
+
+        Otherwise the text of null would be compared with responses.
+        """
         return ("answer",) if self.compares else ()
 
     @property
@@ -307,15 +310,17 @@ class RolloutOptions(Section):
 
     @property
     def sampled_at_most(self) -> int | None:
-        """Largest number of tokens that the sampling mask keeps at a position; None if the mask is not kept."""
+        """Maximum number of tokens that the sampling mask keeps at a position; None if the run keeps no mask."""
         if not self.filters_tokens or self.keep_sampling_mask is False:
             return None
         return min(self.max_kept_tokens, self.top_k or self.max_kept_tokens)
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """The samples whose rewards must differ for an update to learn anything: those of a prompt's group, or those
-        of the batch. None if the rewards need not differ."""
+        """Whose rewards must differ, so that an update learns anything: a prompt's group, or the batch.
+
+        None if the rewards need not differ.
+        """
         return None
 
     @property
@@ -553,7 +558,7 @@ class RLConfig(TrainingConfig):
         return self
 
     def _check_stale(self) -> None:
-        """Raise ValueError for options that cannot be used with samples of older weights."""
+        """Raise ValueError for options that cannot be used with samples that older weights generated."""
         name, loss = f"{self.algorithm}.max_staleness", self.loss
         if self.generation.backend != "vllm":
             raise ValueError(f"{name}: needs generation.backend=vllm, whose servers generate during training")

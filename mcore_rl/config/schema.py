@@ -118,8 +118,10 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 
 
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
-    """Return one section for all forms of a section, among which its key `name` chooses. The description of a key that
-    only some forms have begins with the names of these forms."""
+    """Return one section for all forms of a section. The key `name` chooses the form.
+
+    If only some forms have a key, the key's description begins with the names of these forms.
+    """
     base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
     found: dict[tuple[str, str, str], list[str]] = {}
     for form in forms:
@@ -139,8 +141,10 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that only some forms have; `defaults` has its default in each form, with the form's name in
-    parentheses."""
+    """Return a key that only some forms have.
+
+    `defaults` has the key's default in each form, with the form's name in parentheses.
+    """
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)
     return Key(key, kind, values.pop() if len(values) == 1 else ", ".join(defaults), f"{names}: {meaning}")
@@ -167,7 +171,7 @@ def _default(value: Any) -> str:
 
 
 def forms_of_section(annotation: Any) -> list[Any]:
-    """Return the classes of all forms of a section from its annotation; [] if the annotation is not of a section."""
+    """Return the classes of all forms of a section from its annotation; [] if it is not the annotation of a section."""
     if inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return [annotation]
     parts = get_args(annotation)[: 1 if hasattr(annotation, "__metadata__") else None]
@@ -196,7 +200,7 @@ def _kind(annotation: Any) -> str:
 
 @functools.cache
 def meanings_of(cls: Any) -> dict[str, str]:
-    """Return the description of each field, the string below it, from the class and its base classes."""
+    """Return the description of each field of the class and its base classes: the string below the field."""
     found: dict[str, str] = {}
     for base in reversed(inspect.getmro(cls)):
         if not base.__module__.startswith("mcore_rl"):

@@ -213,7 +213,7 @@ class DataConfig(Section):
         return self
 
     def columns_of(self, source: str) -> dict[str, str]:
-        """Return the column names of a source, by the fields that they give."""
+        """Return a map from the fields of a record to the names of the source's columns."""
         by_source = {key: names for key, names in self.columns.items() if not isinstance(names, str)}
         if by_source:
             return by_source.get(source, {})
@@ -237,7 +237,7 @@ class DataConfig(Section):
 
 
 def read_chat_template(template: str | None) -> str | None:
-    """Return the text of a template that is given as text or as the path of a file.
+    """Return the text of a template; `template` is the text itself, or the path of a file.
 
     Raises:
         UserError: `template` is neither of these.
@@ -600,7 +600,7 @@ class TrainingConfig(Section):
 
     @property
     def max_answer_length(self) -> int | None:
-        """Maximum number of tokens that the policy generates in a training sequence; None if it generates none."""
+        """Maximum number of tokens that the policy generates in a training sequence; None if it does not generate."""
         return None
 
     @property

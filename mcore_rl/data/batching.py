@@ -61,7 +61,7 @@ class Microbatch:
     data: the data of these rows, cut to the length of the longest row.
     layout: positions of the rows' tokens in the pack.
     packed: whether the rows are packed; otherwise, they are all padded to one length.
-    counts: False for a filler, which gives all data-parallel ranks the same number of microbatches; its samples are
+    counts: False for a filler. Fillers give all data-parallel ranks the same number of microbatches; their samples are
         masked.
     """
 
@@ -109,7 +109,7 @@ class MicrobatchPlanner:
         """Return the row numbers of each microbatch of each data-parallel rank, as plan[rank][microbatch].
 
         Every rank gets the same number of microbatches; an empty microbatch is a filler. Every rank gets an even share
-        of the work. The work for a sequence has a part proportional to its length and one proportional to the square.
+        of the work. One part of a sequence's work is proportional to its length, another part to the length's square.
 
         Args:
             lengths: number of tokens of each row.
@@ -130,7 +130,7 @@ class MicrobatchPlanner:
         A unit is a pair or a single row. With shared prefixes, it consists of as many rows of a group as fit a pack.
 
         Args:
-            indices: index of each row in the global batch, which determines the row's group.
+            indices: index of each row in the global batch. It determines the row's group.
         """
         step = self._whole_units(lengths)
         if not self.rows_per_group or input_ids is None:
@@ -190,7 +190,9 @@ class MicrobatchPlanner:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
 
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
-        """Return the microbatches of data-parallel rank `dp_rank` for the global batch `data`, with `input_lengths`.
+        """Return the microbatches of data-parallel rank `dp_rank` for the global batch `data`.
+
+        `data` must have `input_lengths`.
 
         If `data` is a `LocalBatch`, it has only this replica's rows, and all of them are divided into microbatches. The
         call is then collective, because every rank must have the same number of microbatches.
@@ -227,7 +229,7 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each of the `boxes`, which are lists of units; an empty box becomes a filler.
+        """Return a microbatch for each of the `boxes` (lists of units); an empty box becomes a filler.
 
         A filler contains the smallest unit, masked.
 
@@ -298,7 +300,7 @@ class MicrobatchPlanner:
         ]
 
     def divide(self, units: Sequence[PackUnitSize]) -> list[list[int]]:
-        """Return, for each data-parallel rank, the row numbers that `plan` gives to it, in ascending order.
+        """Return, for each data-parallel rank, the row numbers that `plan` gives to the rank, in ascending order.
 
         Args:
             units: size of each unit of the global batch.
@@ -315,7 +317,7 @@ class MicrobatchPlanner:
         """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their ends.
 
         Returns:
-            For each segment, its number of tokens. For each segment, the number of tokens of its row that precede it.
+            Two lists. For each segment: its number of tokens; the number of tokens before the segment in its row.
         """
         if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
@@ -336,7 +338,7 @@ class PackUnit:
 class PackUnitSize:
     """The size of a `PackUnit`.
 
-    rows: indices of its rows in the global batch. tokens: number of padded tokens that it takes in a pack.
+    rows: indices of the unit's rows in the global batch. tokens: number of padded tokens that the unit takes in a pack.
     cost: the model's work for this unit, in multiples of the work for a token without attention.
     """
 
@@ -346,7 +348,10 @@ class PackUnitSize:
 
 
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """Return a batch with the columns of `data`, which has no rows, and with `rows` rows of one token and zeros."""
+    """Return a batch with the columns of `data` and with `rows` rows.
+
+    Each row has one token and zeros. `data` itself has no rows.
+    """
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -400,12 +405,13 @@ def divide(
 ) -> list[list[int]]:
     """Divide a global batch among the replicas, with even work; return each replica's row numbers, ascending.
 
-    Collective over the replicas. With shared prefixes, each replica computes unit sizes of rows whose tokens it has,
-    and the sizes are gathered.
+    Collective over the replicas. With shared prefixes, each replica computes the unit sizes of those rows whose tokens
+    it has. The sizes are gathered.
 
     Args:
         lengths: lengths of all rows.
-        tokens_of: function that returns [b, S] right-padded tokens of b given rows; called only if prefixes are shared.
+        tokens_of: function of b row numbers; returns the tokens of these rows, [b, S], right-padded. Called only if
+            prefixes are shared.
         known: numbers of the rows whose tokens this replica has; every row must be known to exactly one replica. None:
             every replica has all tokens.
     """
@@ -435,7 +441,7 @@ def assign_records(
         indices: indices of the batch's records in `units`.
 
     Returns:
-        This replica's share of the rows, and the positions in `indices` of its records.
+        This replica's share of the rows, and the positions of its records in `indices`.
     """
     lengths = [units.lengths_of(index) for index in indices]
     size = len(lengths[0])

@@ -98,7 +98,9 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def check_tools(value: Any) -> list[Any] | None:
-    """Return a record's tools as a list of descriptions; `value` is such a list, or its JSON. None if it is empty.
+    """Return a record's tools as a list of descriptions.
+
+    `value` is such a list, or its JSON. Return None if the list is empty.
 
     Raises:
         ValueError: `value` is neither.
@@ -114,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys with null values from a tool's function, but not inside of `parameters`: null is a value there."""
+    """Remove keys with null values from a tool's function, except inside of `parameters`, where null is a value."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
@@ -158,7 +160,7 @@ LONG = 30
 
 @dataclass(frozen=True)
 class Span:
-    """The characters `start` … `end` − 1 of a rendered conversation, which are a response."""
+    """The place of a response in a rendered conversation: the characters `start` … `end` − 1."""
 
     start: int
     end: int
@@ -175,12 +177,12 @@ def set_chat_day(tokenizer: Any, day: date) -> None:
 
 
 def chat_day(tokenizer: Any) -> date | None:
-    """Return the date that `set_chat_day` has set for the chat template, or None if it has set none."""
+    """Return the date that `set_chat_day` has set for the chat template, or None if no date is set."""
     return getattr(tokenizer, "chat_day", None)
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return the argument `chat_template` that makes a template use the date of `set_chat_day`; {} if none is set.
+    """Return an argument `chat_template`: with it, the template uses the date of `set_chat_day`; {} if no date is set.
 
     The template gets a macro `strftime_now`, because transformers does not accept a function. The macro works even if
     the template computes the format.
@@ -230,7 +232,7 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
 def tokenize_conversation(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation, up to the end of its last trained response, and the mask of these tokens.
+    """Return token ids and mask of a conversation, up to the end of its last trained response.
 
     The mask is True for the tokens of the messages to train on.
 
@@ -238,7 +240,7 @@ def tokenize_conversation(
         wanted: indices of the assistant's messages to train on.
 
     Raises:
-        ValueError: the template fails or omits a message, or a response cannot be found in its output.
+        ValueError: the template fails or omits a message, or a response cannot be found in the template's output.
     """
     text = render(tokenizer, messages, tools)
     _check_shown(tokenizer, messages, tools, text)
@@ -254,7 +256,7 @@ def tokenize_conversation(
 
 
 def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
-    """Return the text of a conversation, followed by the text with which the template requests a response.
+    """Return the text of a conversation, and after it the text by which the template requests a response.
 
     Raises:
         ValueError: the template fails, or omits a part of the conversation.
@@ -302,7 +304,7 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 def _by_marks(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
-    """Return token ids, the mask of `wanted` responses, and whether the template ends the last one with an end token.
+    """Return token ids, the mask of `wanted` responses, and whether an end token follows the last response.
 
     Each response is found by rendering the conversation again with a mark in place of the response's content.
     """
@@ -353,9 +355,9 @@ class _Marked:
     def start(self, before: str) -> int:
         """Return the position in `text` where the response starts, after its header.
 
-        The header is the text with which the template requests a response. If `text` contains only the beginning of it
-        (for example, because the request also opens a thought for the model), this beginning is the header. If `text`
-        contains nothing of it, the response starts with its content.
+        The header is the text with which the template requests a response. If `text` contains only the beginning of
+        this request (for example, because the request also opens a thought for the model), this beginning is the
+        header. If `text` contains nothing of the request, the response starts with its content.
 
         Args:
             before: text before the message's content.
@@ -377,7 +379,7 @@ class _Marked:
         return content
 
     def limit(self) -> int:
-        """Return the position in `text` where the next message's content starts; the end of `text` if it is unknown."""
+        """Return the position in `text` where the next message's content starts; the end of `text` if unknown."""
         if self.index + 1 == len(self.messages):
             return len(self.text)
         before, _ = self.around(self.index + 1)
@@ -511,7 +513,7 @@ def check_keeps_turns(tokenizer: Any) -> None:
     """Check that the chat template does not change the text of earlier turns in a longer conversation.
 
     Raises:
-        UserError: it changes this text; the message describes the change.
+        UserError: the template changes this text; the message describes the change.
     """
     ask, more = {"role": "user", "content": "A question."}, {"role": "user", "content": "And now?"}
     try:

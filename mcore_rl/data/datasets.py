@@ -107,7 +107,10 @@ class UnpairedDataset(Dataset):
 
 
 class DistillationDataset(Dataset):
-    """SFT records that name their teachers, or whose teachers read another prompt than the student."""
+    """SFT records for distillation.
+
+    The records name their teachers, or the teachers read another prompt than the student.
+    """
 
     def teachers(self, index: int) -> dict[str, float]:
         """Return the weight of each teacher of record `index`, by name. The configuration must have named teachers."""
@@ -115,7 +118,7 @@ class DistillationDataset(Dataset):
         return weights
 
     def teacher_prompt(self, index: int, tokenizer: Any) -> tuple[int, ...]:
-        """Return the tokens of the prompt that the teachers of record `index` read.
+        """Return the tokens of the prompt for the teachers of record `index`.
 
         The configuration must have a `teacher_prompt`.
         """
@@ -175,7 +178,9 @@ def load_store(
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
-    """Return the settings with which `data` tokenizes a kind of records. The columns are set later, for each source.
+    """Return the settings with which `data` tokenizes a kind of records.
+
+    The names of columns are set later, for each source.
 
     Args:
         name: name of the kind of records.
@@ -192,7 +197,7 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 def load_preference_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load pairs from records with the keys prompt, chosen and rejected, which are strings or messages.
+    """Load pairs from records with the keys prompt, chosen and rejected. The values are strings or messages.
 
     The key prompt may be missing if chosen and rejected begin with the same messages.
     """
@@ -240,8 +245,8 @@ class Teaching:
     """Settings of distillation with named teachers, or with another prompt for the teachers.
 
     teachers: names of all teachers that records may name; ("",) for a single teacher without name.
-    template: template of the prompt that the teachers read instead of the record's prompt; {COLUMN} is replaced by a
-        column of the record.
+    template: template of a prompt. The teachers read this prompt instead of the record's prompt. {COLUMN} is replaced
+        by a column of the record.
     max_new_tokens: maximum length of the responses that the student samples; None if the student is trained on the
         records' responses.
     """
@@ -252,7 +257,7 @@ class Teaching:
 
     @property
     def have_names(self) -> bool:
-        """Whether records name their teachers; otherwise there is a single teacher, which has no name."""
+        """Whether records name their teachers; otherwise there is a single teacher without a name."""
         return self.teachers != ("",)
 
     @property
@@ -280,7 +285,7 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the data to store with a record, as far as they are configured.
+        """Return the data to store with a record. Data that are not configured are left out.
 
         `teachers` are the weights of its teachers, and `prompt` is the prompt that these teachers read, with its tools.
         """
@@ -305,7 +310,7 @@ class Teaching:
         return {name: float(weight) for name, weight in named.items()}
 
     def _prompt_of(self, record: dict[str, Any], template: str) -> str | Messages:
-        """Return the record's prompt, in which the filled template replaces the text, or the last message's text."""
+        """Return the record's prompt. The filled template replaces its text, or the text of its last message."""
         prompt = record.get("prompt")
         if record.get("messages") is not None:
             messages = record["messages"]
@@ -339,7 +344,7 @@ def load_distillation_dataset(
 ) -> DistillationDataset:
     """Load SFT records for distillation.
 
-    With named teachers, read the column `teacher` too; with a template, read the columns that it names.
+    With named teachers, read the column `teacher` too; with a template, read the columns that the template names.
     """
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     if teaching.reads_records:
@@ -421,7 +426,7 @@ def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Split two conversations into the prompt, which is their common first messages, and two responses.
+    """Split two conversations into a prompt (their common first messages) and two responses.
 
     The last message of each conversation always belongs to the response.
     """
@@ -501,7 +506,7 @@ class PromptDataset:
     def source_of(self, index: int) -> str | None:
         """Return the name of a prompt's source for metrics; None if the dataset has a single source without name.
 
-        It is the text in the field `data_source` of the record or, without this field, the prompt's source in a
+        The name is the text in the record's field `data_source` or, without this field, the prompt's source in a
         mixture. Characters other than letters, digits, '_', '.' and '-' are replaced.
         """
         own = self.prompts[index].record.get("data_source")
@@ -531,7 +536,7 @@ def load_prompt_dataset(
     All other keys of the records are kept. Values that JSON does not have (dates of a table) are converted to text.
 
     Args:
-        valued: other keys that must not be null in records that have them.
+        valued: other keys. If a record has such a key, its value must not be null.
 
     Raises:
         UserError: a record is invalid (the message names its file and line), or no prompt is short enough.

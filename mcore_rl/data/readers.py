@@ -22,8 +22,8 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: `text` is not JSON, an object has a key twice, or a string contains an unpaired surrogate, which
-            tokenizers reject.
+        ValueError: `text` is not JSON, an object has a key twice, or a string contains an unpaired surrogate.
+            (Tokenizers reject it.)
     """
     value = json.loads(text, object_pairs_hook=_unique)
     if SURROGATE.search(text):  # a pair of surrogates becomes one character
@@ -61,7 +61,7 @@ FOREIGN_COLUMNS = {
 
 @dataclass(frozen=True)
 class Records:
-    """Consecutive records of a source: lines that are not parsed yet, or rows of a table.
+    """Consecutive records of a source: rows of a table, or lines that are not parsed yet.
 
     place: what `numbers` counts: "line", or "record" of a table or a list.
     numbers: position of each record in the source, from 1.
@@ -153,7 +153,7 @@ def check_file(source: str) -> None:
 
 
 def _is_aside(path: Path) -> bool:
-    """Return whether a file in a data directory is one that never contains data, such as README.md."""
+    """Return whether a file in a data directory never contains data; an example is README.md."""
     return path.name.startswith((".", "_")) or path.suffix in (".md", ".lock") or path.stem in ("README", "LICENSE")
 
 
@@ -168,7 +168,7 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
-    """Yield the records of a .json file, which has a JSON list of objects or, as JSON Lines, one object per line."""
+    """Yield the records of a .json file. The file has a JSON list of objects or, as JSON Lines, one object per line."""
     with open(source, "rb") as file:
         first = next((text for line in file if (text := line.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if first.startswith(b"{"):
@@ -237,7 +237,7 @@ def load_hub_dataset(source: str) -> Any:
     """Return the dataset `NAME` or `NAME:SPLIT` from the hub or its cache.
 
     Raises:
-        UserError: neither the hub nor its cache has the dataset.
+        UserError: the dataset is neither on the hub nor in the hub's cache.
     """
     import datasets
     import huggingface_hub
@@ -263,8 +263,8 @@ def _read_hub(source: str) -> Iterator[tuple[Records, float]]:
 def _clean(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of a table without the nulls in nested objects.
 
-    The format of tables adds such nulls for keys that only other records have. The record's top-level keys are all
-    kept, so that a null value differs from a missing key.
+    If only some records have a key, the format of tables adds such nulls to the other records. The record's top-level
+    keys are all kept, so that a null value differs from a missing key.
     """
     return {str(key): _without_nulls(value) for key, value in record.items()}
 

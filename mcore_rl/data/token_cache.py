@@ -46,7 +46,7 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The cache in `directory`, for the tokenizer that `remake` describes."""
+    """The cache in `directory`. `remake` describes the tokenizer."""
 
     directory: Path
     remake: TokenizerSpec
@@ -113,7 +113,8 @@ class TokenCache:
         """Wait until another process of this node has created the store `path`.
 
         Raises:
-            UserError: for some time, no process has held the lock of the store: its creator has ended.
+            UserError: for some time, no process has held the lock of the store, so the process that created the store
+                has ended.
         """
         lost_since = None
         while not path.is_dir():
@@ -180,7 +181,7 @@ class TokenCache:
 
 
 def _states(source: str) -> list[Any]:
-    """Return a value that changes with every write to the source's files; [] for a hub dataset, which has a version."""
+    """Return a value that changes with every write to the source's files; [] for a hub dataset: it has a version."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
     return [_state_of(file) for file in found if os.path.exists(file)]
 

@@ -75,7 +75,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """An order of the records of several sources in which each source has its share of the samples.
+    """An order of the records of several sources. Each source has its share of the samples.
 
     Samples are arranged in periods of `PERIOD`. In each period, the sources follow one another in a shuffled order. The
     samples of one source follow that source's `SampleOrder`, so every pass over a source ends before the next one
@@ -104,7 +104,10 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Return, for each sample of a period, its source, and how many earlier samples of the period that source has."""
+    """Return two values for each sample of a period.
+
+    They are the sample's source, and how many earlier samples of the period this source has.
+    """
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()
     for slot in SampleOrder(PERIOD, seed).indices(period * PERIOD, PERIOD):
@@ -128,7 +131,7 @@ def quotas_of(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids, and whether each token carries loss, as the tokens of a response and its end token do."""
+    """Token ids, and whether each token carries loss. The tokens of a response, and its end token, carry loss."""
 
     input_ids: tuple[int, ...]
     token_mask: tuple[bool, ...]
@@ -163,7 +166,7 @@ class TokenizedChunk:
 
     ids, mask: token ids and loss mask of all sequences, one after the other.
     lengths: length of each sequence.
-    extra: JSON text to store with each record; empty if no record has one.
+    extra: JSON text to store with each record; empty if no record has such a text.
     counts: numbers of records with certain properties ("dropped", "truncated", …).
     """
 
@@ -307,7 +310,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
 
 class _FileArray:
-    """An array in a file, of which slices are read. (A memory map would read 64 KiB around each access.)"""
+    """An array in a file. Only slices are read. (A memory map would read 64 KiB around each access.)"""
 
     def __init__(self, path: Path, kind: type, size: int) -> None:
         self._kind, self._size = np.dtype(kind), size
@@ -330,7 +333,7 @@ def plain_name(text: str) -> str:
 
 
 def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory: Path | None = None) -> TokenStore:
-    """Join all chunks into one store, in the files of `directory` or, if it is None, in memory.
+    """Join all chunks into one store, in the files of `directory` or, if `directory` is None, in memory.
 
     With a directory, only one chunk at a time is in memory.
     """

@@ -87,7 +87,7 @@ JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number
 def tokenize_completion(
     tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
 ) -> TokenSequence:
-    """Tokenize a prompt and its completion, which are both plain strings or both lists of messages.
+    """Tokenize a prompt and its completion. Both are plain strings, or both are lists of messages.
 
     With plain strings, the completion and an end token are trained on. With messages, the assistant's messages in the
     completion are trained on.
@@ -135,9 +135,10 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """Return the tokens of a whole conversation for a reward model, which computes the reward at the last token.
+    """Return the tokens of a whole conversation for a reward model. It computes the reward at the last token.
 
-    They equal the tokens of transformers' `apply_chat_template`, including the template's text after the last response.
+    The tokens equal the tokens of transformers' `apply_chat_template`, including the template's text after the last
+    response.
 
     Raises:
         ValueError: the tokenizer has no template, or the template fails.
@@ -197,7 +198,7 @@ CHUNKS_AHEAD = 4
 
 @dataclass(frozen=True)
 class TokenizationSpec:
-    """Settings with which records are tokenized. Its functions must be picklable, because other processes get them."""
+    """Settings for the tokenization of records. The functions must be picklable, because other processes get them."""
 
     name: str
     """Name of the kind of records; it must include all options of `unit_of` and the other functions."""
@@ -258,7 +259,10 @@ class TokenizationSpec:
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
-        """Return `unit` within `max_length`: unchanged, or truncated if this is configured; None to drop it."""
+        """Return `unit` if it has at most `max_length` tokens.
+
+        Otherwise return `unit` truncated, if this is configured, or None to drop it.
+        """
         if max(map(len, unit)) <= self.max_length:
             return unit
         if self.overlong == "drop":
@@ -269,7 +273,7 @@ class TokenizationSpec:
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The arguments of `load_tokenizer` with which another process creates the same tokenizer."""
+    """The arguments of `load_tokenizer`. With them, another process creates the same tokenizer."""
 
     path: Path
     trust_remote_code: bool

@@ -46,10 +46,10 @@ class LossFunction(Protocol):
     losses of the microbatches can be summed.
 
     A loss may have four more attributes. `prepare` is called with this rank's microbatches before they go through the
-    policy. `metric_reductions` maps the name of each metric that must not be summed to its `Reduction`.
-    `rows_per_unit` is the number of neighbouring rows that belong together (2 for pairs; default 1); packing never
-    separates them. `reads_values` is true for a loss that reads a reward head's output at every token, [B, S], and
-    not only at the last token.
+    policy. `metric_reductions` maps the name of each metric that must not be summed to its `Reduction`. `rows_per_unit`
+    is the number of neighbouring rows that belong together (2 for pairs; default 1); packing never separates them.
+    `reads_values` is true for a loss that reads a reward head's output at every token, [B, S]; other losses read it at
+    the last token only.
     """
 
     loss_type: LossType
@@ -66,8 +66,8 @@ class LossFunction(Protocol):
         Args:
             next_token_logits: [B, S, V]; entry (b, i) predicts token i + 1 of row b. Losses that can work on shards
                 also take `vocab_parallel_rank`, `vocab_parallel_group` (logits contain this rank's columns) and
-                `context_parallel_group` (logits contain its zigzag tokens). Under context parallelism every rank
-                computes the whole loss; `packs.gather_context_parallel` describes the consequence for gradients.
+                `context_parallel_group` (logits contain this rank's zigzag tokens). Under context parallelism every
+                rank computes the whole loss; `packs.gather_context_parallel` describes the consequence for gradients.
             data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own entries.
             global_valid_seqs: Σ sample_mask over the global batch.
             global_valid_toks: Σ token_mask[:, 1:] · sample_mask over the global batch.
@@ -107,7 +107,7 @@ def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " bat
 
 
 def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """Return the mask [B, S − 1] of predicted tokens that carry loss, in samples that count."""
+    """Return a mask [B, S − 1] of the predicted tokens that carry loss; it is 0 in samples that do not count."""
     return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
 
 
@@ -246,7 +246,7 @@ class LogprobLoss(LossFunction):
         raise NotImplementedError
 
     def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
-        """Return a mask [B, S − 1] of the predicted tokens that the loss reads; by default, those that carry loss."""
+        """Return a mask [B, S − 1] of the predicted tokens that the loss reads; default: the tokens that carry loss."""
         return token_mask_of(data, data["token_mask"])
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
@@ -302,12 +302,12 @@ def takes_hidden_states(loss_fn: Any) -> bool:
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself sets `reads_counted_tokens_only = True`, not only a base class."""
+    """Return whether the class of `loss_fn` itself (not a base class) sets `reads_counted_tokens_only = True`."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
 def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
-    """Return the `PackLayout` of unpacked logits [B, S' / CP, Vp], whose rows are `input_ids` [B, S] padded to S' ≥ S.
+    """Return the `PackLayout` of unpacked logits [B, S' / CP, Vp]: the rows of `input_ids` [B, S] are padded to S' ≥ S.
 
     Raises:
         ContractError: the logits do not have the shape that `input_ids` requires.
@@ -341,7 +341,7 @@ def reduce_metrics(
 
     Args:
         parts: metrics of each call.
-        samples: number of valid samples of each call, by which means are weighted.
+        samples: number of valid samples of each call. Means are weighted by these numbers.
         reductions: reduction of each metric that must not be summed.
     """
     names = dict.fromkeys(name for part in parts for name in part)
@@ -390,14 +390,14 @@ _REDUCE = {"sum": _sum, "mean": _mean, "min": _min, "max": _max}
 
 
 class LossBySource(LogprobLoss):
-    """The loss `loss_fn`, with additional metrics `SOURCE/…` that cover only the samples of one source of a mixture.
+    """The loss `loss_fn`, with additional metrics `SOURCE/…`: each covers only the samples of one source of a mixture.
 
     The data must have a column `source` [B] with the number of each row's source.
 
     Args:
         loss_fn: a loss that `takes_logprobs` and `reads_counted_tokens_only`.
-        counts: by name of the source, its numbers of valid sequences and tokens in the global batch. The n-th entry
-            belongs to source number n. A source without valid sequences gets no metrics.
+        counts: for each source, by name: its numbers of valid sequences and valid tokens in the global batch. The n-th
+            entry belongs to source number n. A source without valid sequences gets no metrics.
     """
 
     reads_counted_tokens_only = True

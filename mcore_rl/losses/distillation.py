@@ -78,7 +78,7 @@ class _Distillation(LossFunction):
     def _loss(
         self, divergences: Divergences, data: BatchedDataDict[Any], global_valid_toks: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss and metrics, which are means of `divergences` [B, S − 1] over the tokens that carry loss."""
+        """Return the loss and metrics: means of `divergences` [B, S − 1] over the tokens that carry loss."""
         mask = token_mask_of(data, divergences.forward_kl)
         tokens = require_count("global_valid_toks", global_valid_toks, self)
         means = {
@@ -99,7 +99,9 @@ class _Distillation(LossFunction):
 
 
 class DistillationLossFn(_Distillation):
-    """Divergence between teacher and student over the teacher's top k tokens. The mean is over tokens.
+    """Divergence between teacher and student over the teacher's top k tokens.
+
+    The loss is the mean over the tokens that carry loss.
 
     Both distributions are renormalised over the k tokens, except for kl_type=reverse_unnormalized. With
     `zero_outside_topk` in `DistillationOptions`, the student instead keeps its probabilities over the whole vocabulary,
@@ -228,7 +230,7 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return KL divergences of p and q, which need not sum to one. A divergence is 0 only if p = q on all k tokens."""
+    """Return KL divergences of p and q, which need not sum to one; 0 only if p = q on all k tokens."""
     log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
     p, q = log_p.exp(), log_q.exp()
     return Divergences((p * (log_p - log_q) - p + q).sum(-1), (q * (log_q - log_p) - q + p).sum(-1), None)
@@ -242,9 +244,9 @@ class SampledDistillationLossFn(LogprobLoss):
     samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. The loss is a mean over
     tokens.
 
-    The loss reads three entries of the data: `teacher_logprobs` [B, S], each token's sum over the teachers of weight ·
-    log-probability; `teacher_weight` [B], the sum of the teachers' weights (1 without this entry); and, if the rows
-    were sampled, `generation_logprobs` [B, S].
+    The loss reads three entries of the data: `teacher_logprobs` [B, S], for each token, the sum of weight ·
+    log-probability over the teachers; `teacher_weight` [B], the sum of the teachers' weights (1 without this entry);
+    and, if the rows were sampled, `generation_logprobs` [B, S].
     """
 
     reads_counted_tokens_only = True
@@ -296,8 +298,8 @@ class Teacher(Protocol):
 class WholeVocabularyDistillationLossFn(_Distillation):
     """Divergence between teacher and student over the whole vocabulary, from the hidden states of both models.
 
-    The mean is over tokens. The policy must call `prepare` with its microbatches before it calls the loss. If one
-    model has more tokens than the other, the additional tokens (rows of its LM head) are ignored.
+    The mean is over tokens. The policy must call `prepare` with its microbatches before it calls the loss. If the LM
+    head of one model has more rows (tokens) than that of the other model, the additional rows are ignored.
     """
 
     takes_hidden_states = True

@@ -49,7 +49,7 @@ class Bounds:
         return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Return the schema of the YAML section, which rejects bools: pydantic would accept true as 1."""
+        """Return the schema of the YAML section. The schema rejects bools: pydantic would accept true as 1."""
         from pydantic_core import core_schema
 
         def refuse_bool(value: Any) -> Any:
@@ -65,7 +65,7 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a field that dictionaries must contain, because the documented reference requires it; YAML may omit it."""
+    """Return a field. Dictionaries must contain it, because the documented reference requires it; YAML may omit it."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 
@@ -119,7 +119,7 @@ class LossOptions:
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
-        """Return options from a dictionary, which may contain aliases and the trainer's own keys.
+        """Return options from a dictionary. It may contain aliases and the trainer's own keys.
 
         Raises:
             ContractError: a key is missing, unknown (the message names the nearest), contradictory or of a wrong type.

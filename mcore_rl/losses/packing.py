@@ -126,7 +126,7 @@ class SequencePackingLossWrapper:
 def accepted_groups(
     loss_fn: Any, rank: int | None, vocab_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return those keyword arguments for parallel groups that `loss_fn` has parameters for.
+    """Return keyword arguments for parallel groups, as far as `loss_fn` has parameters for them.
 
     Raises:
         ContractError: logits are split over a group for which `loss_fn` has no parameter.

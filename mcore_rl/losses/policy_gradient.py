@@ -1,6 +1,6 @@
 """Policy-gradient losses, KL estimators and the critic's loss.
 
-Each policy-gradient loss is a short function that maps a batch to values per token; `POLICY_LOSSES` lists these
+Each policy-gradient loss is a short function. It maps a batch to values per token; `POLICY_LOSSES` lists these
 functions by name. `PolicyGradientLossFn` adds what the losses share: importance weights, the off-policy mask,
 aggregation, the KL term, entropy and likelihoods.
 """
@@ -83,7 +83,7 @@ class PolicyBatch:
         return self.current - self.prev
 
     def sequence_means(self, values: Float[Tensor, "batch predicted"]) -> Float[Tensor, "batch predicted"]:
-        """Return [B, S − 1] in which all tokens of a sequence have the mean of `values` over its unmasked tokens."""
+        """Return, for each token [B, S − 1], the mean of `values` over the unmasked tokens of the token's sequence."""
         return masked_mean(values, self.token_mask, dim=-1)[:, None].expand_as(values)
 
 
@@ -96,7 +96,7 @@ class PolicyTerms:
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
     clipped_low, clipped_high: whether the lower or the upper bound clips the token; if None, whether `clipped_ratio`
         is above or below `ratio`.
-    metrics: further values by name; the mean of each over tokens becomes a metric.
+    metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
     loss: Tensor
@@ -158,7 +158,10 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 
 
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
-    """Return −A·min(r, c)·log π, r without a gradient; 0 for tokens that have moved too far in A's direction."""
+    """Return −A·min(r, c)·log π; r has no gradient.
+
+    The result is 0 for tokens that have moved too far in A's direction.
+    """
     advantages, log_ratio = batch.advantages, batch.log_ratios.detach()
     ratio = bounded_ratio(log_ratio)
     weight = ratio.clamp(max=options.ratio_clip_c)
@@ -201,7 +204,7 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
 
 
 def gmpo(batch: PolicyBatch, options: GMPOOptions) -> PolicyTerms:
-    """Return −A times the geometric mean of a sequence's ratios, each clipped in A's direction."""
+    """Return −A times the geometric mean of a sequence's ratios. Each ratio is clipped in A's direction."""
     log_ratio, positive = batch.log_ratios, batch.advantages > 0
     clamped = log_ratio.clamp(-options.log_ratio_clip_min, options.log_ratio_clip_max)
     clipped = torch.where(positive, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
@@ -330,8 +333,8 @@ def kl_weights(
     exp(current − generation). Otherwise it is 1. The argument `gradient` has one of two values:
 
     value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
-        of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL
-        and of the reference's documented version), and 0 for k1, which then has no regularising effect.
+        of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL and
+        of the reference's documented version), and 0 for k1: k1 then has no regularising effect.
     unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling
         the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the
         reference's present version), and ∇E[k2] for k2.
@@ -362,13 +365,13 @@ def soft_overlong_penalty(
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """The entries that policy-gradient losses read: all [B, S] aligned with `input_ids`, except `sample_mask` [B].
+    """The entries that policy-gradient losses read. All are [B, S], aligned with `input_ids`, except `sample_mask` [B].
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
 
-    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: the number of tokens, in
-    the global batch, of all samples with a positive reward. Every row has the same number. `observation_nll_weight`
-    requires `num_observation_tokens` [B]: the number of tokens of `observation_mask` in the global batch.
+    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: the number of tokens of all
+    samples with a positive reward in the global batch. Every row has this number. `observation_nll_weight` requires
+    `num_observation_tokens` [B]: the number of tokens of `observation_mask` in the global batch.
     """
 
     input_ids: Tensor
@@ -385,7 +388,7 @@ Mean = Callable[[Tensor], Tensor]
 
 
 class PolicyGradientLossFn(LogprobLoss):
-    """A policy-gradient loss: the function that `name` chooses from `POLICY_LOSSES`, plus KL and other terms.
+    """A policy-gradient loss: a function from `POLICY_LOSSES`, chosen by `name`, plus KL and other terms.
 
     L = mean(w·ℓ) + β·mean(KL(π ‖ π_ref)) − entropy and likelihood terms. ℓ is the chosen function's value for a token,
     and w the token's importance weight. ℓ, KL and entropy are aggregated in the same way. Log-ratios are clamped to ±20
@@ -481,7 +484,7 @@ class PolicyGradientLossFn(LogprobLoss):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _batch(self, current: Tensor, data: BatchedDataDict[Any]) -> PolicyBatch:
-        """Return the microbatch's data for the predicted tokens, in which values of masked tokens are 0."""
+        """Return the microbatch's data for the predicted tokens. Values of masked tokens are 0."""
         options, mask = self.options, token_mask_of(data, current)
 
         def counted(values: Tensor) -> Tensor:
@@ -503,10 +506,10 @@ class PolicyGradientLossFn(LogprobLoss):
         )
 
     def _means(self, batch: PolicyBatch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
-        """Return three functions that aggregate values [B, S − 1] or [B, 1] over the global batch.
+        """Return three functions that aggregate values over the global batch.
 
-        The first aggregates as the loss does, the second computes the mean over tokens, and the third computes the
-        mean over samples of [B, 1].
+        The first function aggregates values [B, S − 1] or [B, 1] as the loss does. The second computes the mean over
+        tokens. The third computes the mean of values [B, 1] over samples.
         """
         tokens, reduction = require_count("global_valid_toks", toks, self), self.options.reduction
 
@@ -531,9 +534,9 @@ class PolicyGradientLossFn(LogprobLoss):
         return aggregations[reduction], token_mean, sample_mean
 
     def _on_policy(self, per_token: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Return `per_token` with 0 for tokens that the off-policy mask excludes, and this mask.
+        """Return `per_token` and the off-policy mask. `per_token` becomes 0 for tokens that the mask excludes.
 
-        Without `off_policy_mask_threshold`, return `per_token` unchanged, and None.
+        Without `off_policy_mask_threshold`, `per_token` is unchanged, and the mask is None.
         """
         threshold = self.options.off_policy_mask_threshold
         if threshold is None:
@@ -543,7 +546,10 @@ class PolicyGradientLossFn(LogprobLoss):
         return torch.where(left_out, 0, per_token), left_out
 
     def _importance_weights(self, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Return importance weights [B, S − 1] or [B, 1], and a mask of those inside the bounds (None: no bounds)."""
+        """Return importance weights [B, S − 1] or [B, 1], and a mask.
+
+        The mask is True for weights inside the bounds; None without bounds.
+        """
         options = self.options
         weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
         if options.truncated_importance_sampling_ratio is None:
@@ -560,8 +566,8 @@ class PolicyGradientLossFn(LogprobLoss):
     def _likelihoods(self, logprobs: Tensor, batch: PolicyBatch, data: BatchedDataDict[Any]) -> dict[str, Tensor]:
         """Return the likelihood terms whose weights are not 0, by the name of their metric.
 
-        Each is a mean of −log π: over the tokens of all samples of the global batch with a positive reward (VAPO,
-        eq. 10), or over the tokens of observations.
+        One term is the mean of −log π over the tokens of all samples with a positive reward in the global batch (VAPO,
+        eq. 10). The other term is the mean of −log π over the tokens of observations.
         """
         found = {}
         if self.options.positive_example_nll_weight:
@@ -590,10 +596,10 @@ class PolicyGradientLossFn(LogprobLoss):
         }
 
     def _mismatch(self, batch: PolicyBatch) -> dict[str, Tensor]:
-        """Return measures, by name, of how far sampler and trainer disagree on each token, [B, S − 1] each.
+        """Return measures of the disagreement of sampler and trainer on each token: by name, [B, S − 1] each.
 
-        `token_mult_prob_error` is a probability ratio. The others are in nats: KL(generation ‖ prev),
-        KL(prev ‖ generation), and the Jensen–Shannon divergence, whose KLs to the mixture are estimated by k3.
+        `token_mult_prob_error` is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖
+        generation), and the Jensen–Shannon divergence. Its KLs to the mixture are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)
@@ -610,8 +616,9 @@ class PolicyGradientLossFn(LogprobLoss):
 class ClippedPGLossFn(PolicyGradientLossFn):
     """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
 
-    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`, whose values
-    are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to ±20 nats.
+    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`. The values
+    of the options are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to
+    ±20 nats.
     """
 
     reads_counted_tokens_only = True
@@ -639,10 +646,10 @@ LIKELIHOODS = {
 
 
 def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """Return a mask that is 1 for tokens between two responses of a conversation, and 0 elsewhere.
+    """Return a mask: 1 for tokens between two responses of a conversation, 0 elsewhere.
 
-    `token_mask` is 1 only for responses, so the tokens between responses are the environment's. Samples whose
-    `sample_mask` is 0 have 0 everywhere.
+    `token_mask` is 1 only for responses, so the tokens between responses are the environment's. In samples whose
+    `sample_mask` is 0, the mask is 0 everywhere.
     """
     responses = data["token_mask"][:, 1:] > 0
     before = responses.cumsum(1) > 0
@@ -651,7 +658,7 @@ def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "ba
 
 
 def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the metrics `name`_min and `name`_max: the extremes of `values` where `mask` is 1; ±inf if none is."""
+    """Return the metrics `name`_min and `name`_max: the extremes of `values` where `mask` is 1 (±inf if nowhere)."""
     low, high = (
         F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
     )
@@ -659,7 +666,7 @@ def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 class ValueLossDataDict(TypedDict):
-    """The entries that `ValueLossFn` reads: all [B, S] aligned with `input_ids`, except `sample_mask` [B].
+    """The entries that `ValueLossFn` reads. All are [B, S], aligned with `input_ids`, except `sample_mask` [B].
 
     `values` are the critic's values before the update; they are needed only with `value_clip`.
     """

@@ -1,7 +1,7 @@
 """Options of the policy-gradient losses: a base class with the common options, and a class for each loss.
 
-`POLICY_LOSS_OPTIONS` lists the classes by the name of the loss. A class has only the options that its loss reads, so
-that a configuration with any other option is refused. This module imports neither torch nor pydantic.
+`POLICY_LOSS_OPTIONS` lists the classes by the name of the loss. A class has only the options that its loss reads. A
+configuration with any other option is refused. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions(LossOptions):
-    """Options of the policy losses. If only some losses have an option, its description starts with their names."""
+    """Options of the policy losses.
+
+    If only some losses have an option, the option's description starts with their names.
+    """
 
     aliases: ClassVar[Mapping[str, str]] = {
         "reference_policy_kl_type": "kl_estimator",
@@ -132,7 +135,7 @@ class PolicyLossOptions(LossOptions):
 
     @property
     def constant_length(self) -> int | None:
-        """Constant that divides the sum over a sequence in place of its number of tokens."""
+        """Constant that divides the sum over a sequence, in place of the sequence's number of tokens."""
         return None
 
     @property
@@ -364,7 +367,7 @@ POLICY_LOSS_OPTIONS: Mapping[PolicyLossName, type[PolicyLossOptions]] = {
 
 
 def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
-    """Return the class of options that a dictionary's `name` chooses; the class of clipped_pg without a name.
+    """Return the class of options that a dictionary's `name` chooses; without a name, the class of clipped_pg.
 
     Raises:
         ContractError: no loss has this name, or another loss has one of the keys.
@@ -383,7 +386,7 @@ def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
 
 
 def policy_loss_options(cfg: Mapping[str, Any] | PolicyLossOptions, loss: str) -> PolicyLossOptions:
-    """Return the options of the loss that a dictionary's `name` chooses.
+    """Return the options in the dictionary `cfg`, for the loss that the dictionary's `name` chooses.
 
     Args:
         loss: name of the loss's class, for errors.

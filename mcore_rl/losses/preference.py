@@ -43,13 +43,13 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True)
 class Pairs:
-    """The quantities of n pairs that the losses on pairs read, in nats, not multiplied by β.
+    """What the losses on pairs read: quantities of n pairs in nats, not multiplied by β.
 
     chosen, rejected: rewards [n] of the responses, relative to the reference if there is one.
-    margin: score of the chosen minus score of the rejected response, [n]. A score is the f-divergence's value (see
-        `f_divergence_scores`); for the reverse KL, it is the reward.
-    mean_margin: like `margin`, but each score is divided by its response's number of tokens; for sigmoid_norm.
-    policy_margin: chosen minus rejected log-probability under the policy, without the reference, [n]; for aot.
+    margin: [n], the score of the chosen response minus the score of the rejected response. A score is the
+        f-divergence's value (see `f_divergence_scores`); for the reverse KL, it is the reward.
+    mean_margin: like `margin`, but each score is divided by the response's number of tokens; for sigmoid_norm.
+    policy_margin: [n], chosen minus rejected log-probability under the policy, without the reference; for aot.
     partners: for each loss that sorts, the values [2n] that `batch_partners` returns.
     """
 
@@ -144,17 +144,17 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Compare each pair's margin under the policy with the reference's margin that has the same rank in the batch."""
+    """Compare each pair's margin under the policy with the margin of the same rank in the batch under the reference."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Compare each chosen reward with the rejected reward that has the same rank in the global batch.
+    """Compare each chosen reward with a rejected reward: the one of the same rank in the global batch.
 
-    That rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here. Therefore a
-    second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
+    The compared rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here.
+    Therefore a second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)
@@ -188,7 +188,7 @@ PAIR_LOSSES: Mapping[PreferenceLossType, PairLoss] = {**OF_MARGIN, **OF_BOTH_REW
 
 
 def weighted_sum(kinds: Mapping[PreferenceLossType, float], pairs: Pairs) -> Float[Tensor, " n"]:
-    """Return each pair's sum of the losses `kinds`, which maps each loss to its weight."""
+    """Return each pair's weighted sum of losses; `kinds` maps each loss to its weight."""
     of_margin = [weight * OF_MARGIN[kind](pairs) for kind, weight in kinds.items() if kind in OF_MARGIN]
     parts = [_sum(of_margin)] if of_margin else []
     parts += [weight * OF_BOTH_REWARDS[kind](pairs) for kind, weight in kinds.items() if kind in OF_BOTH_REWARDS]
@@ -235,15 +235,15 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """Return, for each loss that sorts, the values [2n] of equal rank with which the rows are compared.
+    """For each loss that sorts, return the values [2n] with which the rows are compared: the values of equal rank.
 
     Sorting only permutes values, so a loss's gradient is the gradient of the values that it compares. Equal values are
     sorted in the order of the pairs.
 
     Args:
         kinds: losses and their weights.
-        policy: each row's sum of log-probabilities under the policy, for all rows of the global batch.
-        reference: each row's sum of log-probabilities under the reference.
+        policy: for all rows of the global batch, the row's sum of log-probabilities under the policy.
+        reference: for all rows, the sum of log-probabilities under the reference.
         counted: whether each pair counts; rows of pairs that do not count get 0.
     """
     partners: dict[PreferenceLossType, Tensor] = {}
@@ -258,7 +258,7 @@ def batch_partners(
 
 
 def _of_equal_rank(own: Tensor, other: Tensor, counted: Tensor) -> Tensor:
-    """Return, for each value of `own`, the value of `other` that has the same rank; 0 where `counted` is False.
+    """For each value of `own`, return the value of `other` with the same rank; 0 where `counted` is False.
 
     Only values with `counted` are ranked.
     """
@@ -337,7 +337,7 @@ class PreferenceLoss(LossFunction):
     def split_output_tensor(
         self, tensor: Shaped[Tensor, rows * rest]
     ) -> tuple[Shaped[Tensor, pairs * rest], Shaped[Tensor, pairs * rest]]:
-        """Split the rows of `tensor` into those of the chosen and those of the rejected responses.
+        """Split `tensor` into the rows of the chosen responses and the rows of the rejected responses.
 
         Raises:
             ContractError: the number of rows is odd.
@@ -392,14 +392,14 @@ class PreferenceLoss(LossFunction):
 
 
 class BradleyTerryLoss(PreferenceLoss):
-    """The loss that trains reward models: `PreferenceLoss` with an optional margin and centring of rewards.
+    """The loss of reward models: `PreferenceLoss` with an optional margin and an optional centring of rewards.
 
     If the data have an entry `margin` [2n] (equal for both rows of a pair), it is subtracted from r_chosen −
     r_rejected (Llama 2, arXiv:2307.09288, eq. 2).
 
     Args:
-        center_rewards_coefficient: weight of the mean of (r_chosen + r_rejected)², which keeps rewards
-            near zero (arXiv:2312.09244).
+        center_rewards_coefficient: weight of the mean of (r_chosen + r_rejected)². This term keeps rewards near zero
+            (arXiv:2312.09244).
     """
 
     def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
@@ -585,7 +585,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return mask if alpha is None else mask * shared_length_weights(mask, alpha)
 
     def _row_sums(self, logprobs: Tensor, mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return the weighted sum of each row's log-probabilities, or its mean if the loss averages over tokens."""
+        """Return each row's weighted sum of log-probabilities, or weighted mean if the loss averages over tokens."""
         sums = masked_sum(logprobs, self._token_weights(mask), dim=-1)
         return _divided(sums, mask) if self.averages else sums
 
@@ -664,7 +664,7 @@ class WeightedDPOLossFn(DPOLossFn):
         return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
 
     def _weights(self, logprobs: Tensor, doubled: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " pairs"]:
-        """Return each pair's weight: the product of exp(mean over tokens of log p − log Σ p²) of its two rows."""
+        """Return each pair's weight: the product of its two rows' exp(mean over tokens of log p − log Σ p²)."""
         mask = token_mask_of(data, logprobs)
         means = _divided(masked_sum(doubled - logprobs.detach(), mask, dim=-1), mask)
         chosen, rejected = self.split_output_tensor(means.exp())
@@ -677,7 +677,7 @@ def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
 
 
 def _divided(sums: Float[Tensor, " rows"], mask: Float[Tensor, "rows predicted"]) -> Float[Tensor, " rows"]:
-    """Return each row's sum divided by its number of tokens where `mask` is 1; divided by 1 if there are none."""
+    """Return each row's sum divided by the row's number of tokens where `mask` is 1; divided by 1 if there are none."""
     return sums / mask.sum(-1).clamp(min=1)
 
 
@@ -715,8 +715,8 @@ def kto_reference_point(
 ) -> Float[Tensor, ""]:
     """Return KTO's reference point z₀ = max(0, mean(log π − log π_ref)), without gradient.
 
-    The mean is over prompts that are combined with the completions of other prompts. z₀ is a single number for the
-    global batch: pass the log-probabilities [n] of all sequences of the batch, and expand the result to every row.
+    For this mean, each prompt is combined with the completion of another prompt. z₀ is a single number for the global
+    batch: pass the log-probabilities [n] of all sequences of the batch, and expand the result to every row.
     """
     return (sequence_logprobs.detach() - reference_sequence_logprobs).mean().clamp(min=0)
 

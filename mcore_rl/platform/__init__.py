@@ -49,7 +49,7 @@ def device() -> torch.device:
 
 
 class DeviceConfig(Protocol):
-    """A configuration, or a section of one, in which some values (`auto`) depend on the device."""
+    """A configuration or a section, in which some values (`auto`) depend on the device."""
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self: ...
 
@@ -81,7 +81,7 @@ def te_problem() -> str | None:
 
 
 def resolve(config: ConfigT) -> ConfigT:
-    """Return `config` with each `auto` replaced by the value that is chosen for this device.
+    """Return `config` with each `auto` replaced by the value for this device.
 
     Raises:
         UserError: the configuration requires Transformer Engine, but it cannot be used.
@@ -162,7 +162,7 @@ class Event(Protocol):
 
 
 def record_event() -> Event:
-    """Record an event after all work submitted to the current stream; without a GPU it is complete at once."""
+    """Record an event after all work submitted to the current stream; without a GPU the event is complete at once."""
     event: Any = torch.cuda.Event() if has_gpu() else cpu.Inert()
     event.record()
     recorded: Event = event
@@ -187,7 +187,7 @@ def release_cached_memory() -> None:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies a tensor's storage while the storage exists.
 
-    The storage's address cannot be used for this, because an emptied or simulated storage has none.
+    The storage's address cannot be used for this, because an emptied or simulated storage has no address.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -238,7 +238,10 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 class HostCopy:
-    """A copy on the host of a tensor that does not change any more. The host waits only when the copy is read."""
+    """A copy of a tensor on the host.
+
+    The tensor must not change any more. The host waits only when it reads the copy.
+    """
 
     def __init__(self, of: torch.Tensor) -> None:
         self._event: Event | None = None
@@ -294,7 +297,7 @@ def initialize_platform(simulate: bool = False) -> None:
 
 
 def _hide(package: str) -> None:
-    """Make every later import of `package`, or of one of its modules, fail."""
+    """Hide `package`: every later import of it, or of its modules, fails."""
     hidden: Any = None
     for name in [package, *sys.modules]:
         if name.partition(".")[0] == package:
@@ -402,7 +405,7 @@ def offsets_of(tensors: Sequence[Tensor], start: int = 0) -> list[int]:
 
 
 def views_of(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a view of `block` for each of the `tensors`, with its shape and dtype.
+    """Return views of `block`: one for each of the `tensors`, with the tensor's shape and dtype.
 
     Args:
         block: uint8, at least `bytes_for(tensors)` long.

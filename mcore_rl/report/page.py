@@ -171,8 +171,8 @@ class SampleRow:
 def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
     """Return the rows of the table of samples.
 
-    A row has the runs' samples of the same step and prompt. If a run has several of these, its n-th sample is in the
-    row of the n-th samples of the other runs.
+    A row has the runs' samples of the same step and prompt. If a run has several samples of a step and prompt, its n-th
+    sample is in the same row as the other runs' n-th samples.
     """
     rows: dict[tuple[int, str, int], SampleRow] = {}
     for column, run in enumerate(runs):
@@ -318,7 +318,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return the sections of the page that have charts; they cover all metrics of the runs."""
+    """Return those sections of the page that have charts; the charts cover all metrics of the runs."""
     names = list(dict.fromkeys(name for run in runs for name in _series(run)))
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
@@ -350,7 +350,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _series(run: Run) -> dict[str, Series]:
-    """Return the metrics of the run that are drawn as curves, by name.
+    """Return those metrics of the run, by name, that are drawn as curves.
 
     The seconds of phases are not among them. The margin between rewards of chosen and rejected responses is added.
     """
@@ -414,7 +414,8 @@ def _set_axes(figure: go.Figure) -> None:
 def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the steps and values of a curve, thinned to at most `MAX_POINTS` points.
 
-    If there are more steps, they are divided into intervals, and the lowest and the highest value of each are kept.
+    If there are more steps, they are divided into intervals, and the lowest and the highest value of each interval are
+    kept.
     """
     steps, values = np.array(series.steps), np.array(series.values)
     values[~np.isfinite(values)] = np.nan
@@ -432,7 +433,7 @@ def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _phases(run: Run) -> list[str]:
-    """Return the names of the run's metrics that are seconds of a step or of its phases."""
+    """Return the names of those metrics of the run that are seconds of a step or of its phases."""
     return [name for name in run.metrics if name.endswith("_seconds") and not name.startswith("validation_")]
 
 

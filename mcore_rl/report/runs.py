@@ -60,7 +60,7 @@ class Run:
     metrics: metrics by name, in the order in which they first have a value.
     last_step: last step in metrics.jsonl; None if the file has no lines.
     samples: entries of samples.jsonl to show.
-    steps_with_samples, sampled_steps: number of steps in samples.jsonl, and number of steps of which `samples` are.
+    steps_with_samples: number of steps in samples.jsonl. sampled_steps: number of steps that `samples` come from.
     cut_short: names of the files whose last line is incomplete.
     config: every value of config.yaml by its dotted key; empty if there is no such file.
     """
@@ -104,7 +104,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """The phase of each rank that has written a report of its stacks (see `run.watchdog`), a line for each."""
+        """Lines with the phase of each rank that has written a report of its stacks (see `run.watchdog`)."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 

@@ -1,1 +1,1 @@
-"""Rollouts: conversations of the policy with an environment, which are collected, judged and recorded."""
+"""Rollouts: conversations of the policy with an environment. They are collected, judged and recorded."""

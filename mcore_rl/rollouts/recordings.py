@@ -22,7 +22,7 @@ REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_pe
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """Return what identifies a run in its recording; `data` is the fingerprint of its prompts."""
+    """Return what identifies a run in its recording; `data` is the fingerprint of the run's prompts."""
     return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
 
 
@@ -113,7 +113,7 @@ SAMPLES_PER_TENSOR = 64
 def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a SHA-256 of the tensors' names and of some evenly spaced numbers of each tensor.
 
-    It distinguishes the weights after different updates, without reading the whole model.
+    The hash distinguishes the weights after different updates, without reading the whole model.
     """
     digest, samples = hashlib.sha256(), []
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""Rollouts of a step: conversations, their rewards and lengths, and the training batch that is made from them.
+"""Rollouts of a step: conversations, their rewards and lengths, and the training batch made from the conversations.
 
 Every rank has the rewards and lengths of all samples. The tokens stay on the rank that generated them, until
 `exchange_rows` sends each row to the replica that trains on it.
@@ -104,8 +104,8 @@ def exchange_rows(
     """Send each row to the replica that wants it; return this replica's wanted rows on all of its ranks. Collective.
 
     Args:
-        own: right-padded columns, on the host, of the rows that the first rank of this replica has. Exactly one replica
-            has each row.
+        own: right-padded columns of the rows that the first rank of this replica has. The columns are on the host.
+            Exactly one replica has each row.
         held: numbers of the rows in `own`.
         wanted: for each replica, the numbers of the rows that it receives, in the order of the result; the same on all
             ranks.
@@ -124,7 +124,7 @@ def exchange_kept_tokens(
     outcomes: Sequence[RolloutSummary],
     topology: Topology,
 ) -> list[KeptTokens]:
-    """Send the tokens that the sampler kept to the replicas that want the rows; see `exchange_rows`. Collective."""
+    """Send the sampler's kept tokens of each row to the replica that wants the row; see `exchange_rows`. Collective."""
     lengths = [outcome.num_tokens for outcome in outcomes]
     found = [KeptTokens.none(0) if kept is None else kept for kept in own]
     sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
@@ -209,12 +209,12 @@ class RolloutSummary:
 
     @property
     def weight_version(self) -> int:
-        """Oldest version of weights that generated a token of the rollout; 0 if it has no response."""
+        """Oldest of the weight versions that generated tokens of the rollout; 0 if the rollout has no response."""
         return min((version for version, _ in self.weight_versions), default=0)
 
 
 def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
-    """Return a mask that is True for samples that were judged; the others could not be judged and have no reward."""
+    """Return a mask: True for judged samples, False for samples that could not be judged and have no reward."""
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
@@ -235,8 +235,8 @@ class SummaryExchange:
         """Gather the summaries of all replicas' rollouts; return them in the order of their places. Collective.
 
         Args:
-            own: summaries of this replica's rollouts, by place in the result. They are ignored on all ranks but the
-                first of the replica.
+            own: summaries of this replica's rollouts, by place in the result. Only the summaries of the replica's first
+                rank are used.
             total: number of rollouts of all replicas.
         """
         if not self.topology.leads_replica:
@@ -284,7 +284,7 @@ def _numbers(outcome: RolloutSummary) -> list[float]:
 
 
 def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
-    """Return two numbers for each name: whether the sample has a reward with this name (1 or 0), and the reward."""
+    """Return two numbers for each name: 1 if the sample has a reward with this name, otherwise 0; and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
@@ -404,7 +404,7 @@ class RolloutBatch:
     outcomes: summaries of all rollouts, in order.
     own: rollouts that this rank has run, by their place in `outcomes`. Each rollout is run by one replica, and the
         replica's first rank has the complete rollout.
-    dropped: summaries of further rollouts, which were generated and are not trained on (dynamic sampling).
+    dropped: summaries of further rollouts. They were generated, but are not trained on (dynamic sampling).
     """
 
     outcomes: Sequence[RolloutSummary] = ()
@@ -422,7 +422,10 @@ class RolloutBatch:
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
     ) -> RolloutBatch:
-        """Return a batch of rollouts that every rank has. Consecutive rollouts are assigned to the same replica."""
+        """Return a batch of `rollouts`; every rank passes all of them.
+
+        Consecutive rollouts are assigned to the same replica.
+        """
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
@@ -443,7 +446,7 @@ class RolloutBatch:
 
 
 def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
-    """Return descriptions of those columns of `to_batch` that have values for each token.
+    """Return descriptions of the columns with a value for each token, as `to_batch` makes them.
 
     Args:
         experts: numbers of MoE layers and of experts per token, if experts are replayed; otherwise None.
@@ -465,8 +468,8 @@ def to_batch(
     rollouts have experts, there is also a column routed_experts [B, S, layers, topk] int16; unknown experts are −1.
 
     Args:
-        experts: numbers of MoE layers and of experts per token, if experts are replayed, for rollouts without a
-            response; otherwise None.
+        experts: numbers of MoE layers and of experts per token, if experts are replayed; otherwise None. Rollouts
+            without a response need these numbers.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -486,7 +489,7 @@ def to_batch(
 
 
 def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the rollout's experts; if it has no response because its request failed, return −1 for all experts."""
+    """Return the rollout's experts; −1 for all experts if the rollout has no response because its request failed."""
     if experts is None or not rollout.error or rollout.turns:
         return rollout.routed_experts
     return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)
@@ -508,7 +511,7 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the position [B] of the last response token of each row; in a row without response, of the last token.
+    """Return the position of each row's last response token, [B]; in a row without response, of its last token.
 
     Args:
         data: the result of `to_batch`.

@@ -1,4 +1,4 @@
-"""The rollout worker, which runs the policy's conversations in an environment. Each replica runs its own."""
+"""The rollout worker. It runs the policy's conversations in an environment. Each replica runs its own conversations."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PromptRequests = Sequence[tuple[int, Prompt]]
 
 @dataclass
 class Conversation:
-    """A rollout in progress, and its prompt, which the next turns need."""
+    """A rollout in progress, and its prompt. The next turns need the prompt."""
 
     rollout: Rollout
     prompt: Prompt
 
     @property
     def sample(self) -> Sample:
-        """The last response as a `Sample`, which the judge receives."""
+        """The last response as a `Sample`, for the judge."""
         log, start = self.prompt.message_log, len(self.prompt.input_ids)
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
@@ -125,7 +125,7 @@ class RolloutWorker:
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
     def prepare(self, weight_version: int) -> None:
-        """Prepare the engine to generate with the policy's current weights, whose version is `weight_version`."""
+        """Prepare the engine to generate with the policy's current weights; their version is `weight_version`."""
         self.generation.prepare_for_generation(weight_version=weight_version)
         self.weight_version, self.judging_seconds = weight_version, 0.0
 
@@ -182,7 +182,7 @@ class RolloutWorker:
         """Wait for the conversations that `begin` started; return all replicas' rollouts in the order of the prompts.
 
         The ranks synchronize often enough that no collective times out. If conversations fail on some ranks, the
-        exception of the lowest of these ranks is raised on all ranks.
+        exception of the lowest such rank is raised on all ranks.
         """
         led = settle(begun.work, self.meeting_seconds) or []
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
@@ -266,7 +266,7 @@ class RolloutWorker:
         return [conversations[place] for place in goes_on]
 
     async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
-        """Judge the last responses; return the observation's tokens of each conversation, or None if it ends.
+        """Judge the last responses; return each conversation's observation as tokens, or None if the conversation ends.
 
         `settle` waits for this coroutine, and raises its exception on all ranks.
         """

@@ -62,7 +62,9 @@ class BestValidation:
         return best
 
     def is_bettered(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of a validation; return whether it is the best so far. A validation with NaN never is.
+        """Record the metrics of a validation; return whether this validation is the best so far.
+
+        A validation with NaN is never the best.
 
         Raises:
             UserError: the best_metric is not among the validation's metrics.
@@ -90,7 +92,7 @@ class BestValidation:
         self.step, self.value, self.waited = 0, None, 0
 
     def state(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint, from which `of` restores this object."""
+        """Return the state to store in a checkpoint; `of` restores this object from that state."""
         return {
             "metric": self.metric,
             "highest": self.highest,
@@ -141,7 +143,7 @@ class RunCheckpoints:
     Args:
         candidates: the result of `preflight.find_checkpoints`: checkpoints to resume from, best first, and notes for
             the user.
-        identity: identity of the run as JSON, which is stored in each checkpoint.
+        identity: identity of the run as JSON. It is stored in each checkpoint.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, wait: bool = False) -> None:
-        """Commit the pending checkpoint, if it has been written, or report that it could not be written.
+        """Commit the pending checkpoint if it has been written. Report it if the checkpoint could not be written.
 
         Args:
             wait: wait until it has been written.
@@ -241,7 +243,7 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Remember the passing checkpoints (see `save`) that the checkpoint `resumed` lists, given by their `steps`.
+        """Remember the passing checkpoints (see `save`). The checkpoint `resumed` lists their `steps`.
 
         Passing checkpoints before `resumed` are removed now; the earlier launch may have ended before it removed them.
         """

@@ -63,7 +63,7 @@ class RunDirectory:
             return None
 
     def writes(self, path: Path, exports: bool = True) -> bool:
-        """Return whether `path` is a file or directory that a run writes here, or is inside of such a directory.
+        """Return whether a run writes `path` here, or a directory that contains `path`.
 
         Args:
             exports: whether the run exports models.
@@ -110,7 +110,7 @@ class RunDirectory:
                     )
 
     def holds_results(self) -> bool:
-        """Return whether the directory contains results of a run, which a new run would mix with its own."""
+        """Return whether the directory contains results of a run. A new run would mix them with its own results."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
 
@@ -195,9 +195,9 @@ class RunDirectory:
                 made.rmdir()
 
     def clear(self) -> None:
-        """Remove the files that an earlier run wrote, and no others.
+        """Remove the files that an earlier run wrote, and no other files.
 
-        Precomputed log-probabilities of references are kept; their names say to what they belong.
+        Files of precomputed reference log-probabilities are kept; their names say to what they belong.
         """
         if not self.identity:  # judge.log may be a file of the user
             return
@@ -223,7 +223,7 @@ class RunDirectory:
             (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
 
     def not_finite(self, launch: str) -> str | None:
-        """Return the message that this `launch` stored by `mark_not_finite`; None if it has stored none."""
+        """Return the message that this `launch` stored by `mark_not_finite`; None if there is no such message."""
         try:
             ended = json.loads((self.path / NOT_FINITE).read_text())
             return str(ended["error"]) if ended["launch"] == launch else None
@@ -279,7 +279,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process that a lock file names may still be running; for file systems without locks."""
+    """Return whether the process named in a lock file may still be running; for file systems without locks."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -60,9 +60,9 @@ class RunIdentity:
     """Identity of a run, together with the configuration that the run was started with.
 
     architecture: the fields of the model's config.json that determine the architecture.
-    base_weights: digest of the model's initial weights, which a reference model keeps.
-    data: fingerprint of the tokenized training data, which depends on tokenizer and chat template. "" as long as the
-        data has not been read; it is then not compared.
+    base_weights: digest of the model's initial weights. A reference model keeps these weights.
+    data: fingerprint of the tokenized training data. It depends on tokenizer and chat template. "" as long as the data
+        has not been read; it is then not compared.
     config: every value of the configuration.
     launch: `launch_id` of the launch that wrote this; "" without torchrun.
     other_weights: digests of the other weights that the run reads (adapter, reference, teacher, reward model, critic),
@@ -108,7 +108,7 @@ class RunIdentity:
             where: the checkpoint, for the error.
 
         Raises:
-            UserError: it is another run; the message names the key that differs.
+            UserError: `earlier` is another run; the message names the key that differs.
         """
         for key, was, now in self._identifying(earlier):
             change = f" ({was} → {now})" if was else ""
@@ -145,7 +145,7 @@ class RunIdentity:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:
-        """Return the differences between the inputs of this process and those of rank 0 (`first`).
+        """Return the differences between the inputs of this process and the inputs of rank 0 (`first`).
 
         Each is a line that begins with the key; likely causes come first.
         """
@@ -202,7 +202,10 @@ def _named(key: str, number: int) -> str:
 
 
 def identity_of(iteration: Path) -> RunIdentity | None:
-    """Return the identity of the run that wrote a checkpoint; None if it has none (converted weights) or is damaged."""
+    """Return the identity of the run that wrote a checkpoint.
+
+    Return None if the checkpoint has no identity (converted weights) or is damaged.
+    """
     try:
         return RunIdentity.from_json(stored_identity(iteration) or "")
     except (TypeError, ValueError):

@@ -44,8 +44,8 @@ class StopSignals:
     torchrun has ended.
 
     Args:
-        save_seconds: `save_is_due` becomes True this many seconds after the last checkpoint, by the clock of rank 0;
-            None for never.
+        save_seconds: number of seconds after the last checkpoint, by the clock of rank 0, until `save_is_due` becomes
+            True; None for never.
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
@@ -105,7 +105,7 @@ class StopSignals:
 
 
 def _divides(interval: int | None, step: int) -> bool:
-    """Return whether something that is done every `interval` steps (None: never) is done at this step."""
+    """Return whether `step` is due, for something that is done every `interval` steps (None: never)."""
     return interval is not None and step % interval == 0
 
 
@@ -275,7 +275,9 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Call `part` for a step and return its metrics. If it raises an error that ends the run, save what is valid.
+        """Call `part` for a step and return its metrics.
+
+        If `part` raises an error that ends the run, save what is valid.
 
         The pending checkpoint is finished. After a TrainingError (judges or servers do not work any more), the weights
         are valid if `part` has made no update. They are then saved too, even if they are offloaded for an engine.
@@ -324,7 +326,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             self.reference_moved()
 
     def reference_moved(self) -> None:
-        """Called after the reference has been updated: discard stored values that it computed before."""
+        """Called after the reference has been updated: discard stored values that the old reference computed."""
 
     def _validates_after(self, step: int) -> bool:
         trainer = self.config.trainer

@@ -52,7 +52,7 @@ class OptionalLog:
     """A `JsonLinesLog` whose errors do not end the run.
 
     If the disk is full, entries are missing in the log; the first failure is reported. A crash of the machine may leave
-    lines that cannot be read; they are removed when the run resumes.
+    unreadable lines; these lines are removed when the run resumes.
     """
 
     def __init__(self, path: Path, say: PrintLine) -> None:
@@ -118,7 +118,7 @@ def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class Tracker(Protocol):
-    """An experiment tracker, which receives the same metrics as metrics.jsonl."""
+    """An experiment tracker. It receives the same metrics as metrics.jsonl."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step."""
@@ -134,7 +134,7 @@ SAMPLE_COLUMNS = ("prompt", "response", "ground_truth", "reward", "advantage")
 
 
 def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return a table row with `SAMPLE_COLUMNS` for each of the `samples`, which are entries of samples.jsonl.
+    """Return a table row with `SAMPLE_COLUMNS` for each of the `samples`; `samples` are entries of samples.jsonl.
 
     The column `response` begins with the assistant's first message.
     """
@@ -151,7 +151,7 @@ def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def text_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
-    """Return `sample_rows` with all values as texts, for tables in which all values of a column have one type."""
+    """Return `sample_rows` with all values as texts: in some tables all values of a column must have the same type."""
     return [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
 
 
@@ -240,7 +240,10 @@ class MLflow:
 
 
 class Trackers:
-    """All configured trackers. If a tracker fails, this is reported once, and it is not used any more."""
+    """All configured trackers.
+
+    If a tracker fails, the failure is reported once, and the tracker is not used any more.
+    """
 
     def __init__(self, config: TrainingConfig, say: PrintLine) -> None:
         asked, self._say, self._started = config.logging, say, dict[str, Tracker]()

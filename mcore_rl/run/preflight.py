@@ -28,7 +28,7 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
     Raises:
         UserError: a check fails; the message names the key or option, the value found, and a valid value.
-        NotFiniteError: torchrun has restarted a run after a loss that was not finite; it would end in the same way
+        NotFiniteError: torchrun has restarted a run after a loss that was not finite; the run would end in the same way
             again.
     """
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
@@ -157,7 +157,9 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
-    """Return whether the run writes to its input `path`, to a file in it, or to the target of a link in it.
+    """Return whether the run writes to its input `path`.
+
+    This includes files in the directory `path`, and targets of links in it.
 
     Args:
         key: configuration key of the input.
@@ -169,7 +171,7 @@ def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) ->
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints that `checkpoint.resume` allows the run to resume, best first, and notes for the user.
+    """Return the checkpoints that the run may resume by `checkpoint.resume`, best first, and notes for the user.
 
     Raises:
         UserError: the path in `checkpoint.resume` has no checkpoint, or all checkpoints are damaged.

@@ -52,7 +52,7 @@ POLICY = "model.path"
 
 
 def check_models(config: TrainingConfig) -> dict[str, Any]:
-    """Check all models; return their transformers configurations, by the key that names the model.
+    """Check all models; return their transformers configurations. The key of each configuration names the model.
 
     Raises:
         UserError: a model cannot be used for its purpose, or cannot be combined with the policy.
@@ -78,7 +78,7 @@ def _checked(config: TrainingConfig) -> Any:
 
 
 def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool = True) -> None:
-    """Compare the names and shapes of each model's weights with those that its configuration requires.
+    """Check that each model's weights have the names and shapes that the model's configuration requires.
 
     Args:
         found: the result of `check_models`.
@@ -120,7 +120,8 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
         found: the result of `check_models`.
 
     Returns:
-        The date that the chat templates of the policy and of a judging reward model insert; None if neither uses one.
+        The date that the chat templates of the policy and of a judging reward model insert; None if neither uses a
+        date.
 
     Raises:
         UserError: a token id exceeds a model's embeddings, or a model's vocabulary differs from the policy's.
@@ -152,7 +153,7 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
 
 
 def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
-    """Check that the vocabulary of another model equals the policy's.
+    """Check that the vocabulary of another model equals the policy's vocabulary.
 
     Args:
         model: the model's key and path, for the error.
@@ -220,10 +221,10 @@ class ProcessInputs:
 
 
 def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
-    """Check that every process has the same inputs as process 0, which has claimed `output_dir`. Collective.
+    """Check that every process has the same inputs as process 0. Process 0 has claimed `output_dir`. Collective.
 
     Args:
-        options: options of the command line, with their values or digests of them, which are compared too.
+        options: options of the command line, with their values or the values' digests. They are compared too.
 
     Raises:
         UserError: a process has other inputs. Raised on every process; the message names the input and the process.
@@ -265,7 +266,7 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return the source file of the module `name`; None if this node has no such module, or it has no file."""
+    """Return the source file of the module `name`; None if this node has no such module, or the module has no file."""
     try:
         module = find_spec(name)
     except Exception:  # its parent package is missing, or cannot be imported
@@ -281,7 +282,8 @@ def _digest(text: str) -> str:
 def software() -> dict[str, str]:
     """Return the versions of this package and of the libraries on which results depend, by name.
 
-    For this package, it is a digest of its files, because its version number does not change with every commit.
+    For this package, a digest of its files stands for the version, because its version number does not change with
+    every commit.
     """
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
     digest = _digest(str([(str(path.relative_to(PACKAGE)), digest_of_file(path)) for path in files]))
@@ -290,7 +292,7 @@ def software() -> dict[str, str]:
 
 
 def disagreement(everyone: Sequence[ProcessInputs]) -> str:
-    """Return an error message about the first process whose inputs differ from process 0's; "" if none differ."""
+    """Compare all processes' inputs with process 0's; return an error message about the first difference, or ""."""
     for rank, given in enumerate(everyone):
         first = everyone[0]
         process = f"process {rank} (on {given.host})"
@@ -346,7 +348,7 @@ DatasetT = TypeVar("DatasetT", bound=RunDataset)
 
 @dataclass(frozen=True)
 class RunInputs(Generic[DatasetT]):
-    """The inputs of a run, which have been checked and loaded. Checking and loading need no process group."""
+    """The checked and loaded inputs of a run. Checking and loading need no process group."""
 
     tokenizer: Any
     hf_config: Any
@@ -401,7 +403,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
-    """On rank 0, run the checks of `check_output_dir` that do not depend on the data; write no file.
+    """On rank 0, run those checks of `check_output_dir` that do not depend on the data; write no file.
 
     Raises:
         UserError: a checkpoint belongs to another run, an adapter to another model, or the hub refuses access.
@@ -461,7 +463,7 @@ def claim_output_dir(
     their inputs, before they build models.
 
     Args:
-        options: options of the command line, which the processes compare too.
+        options: options of the command line. The processes compare them too.
 
     Raises:
         UserError: the run would destroy or continue the files of another run, or a process has other inputs than

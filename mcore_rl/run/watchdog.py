@@ -1,8 +1,9 @@
 """Diagnosis of deadlocks: on request, each rank reports what it is doing.
 
-All ranks report when a collective has timed out on a rank, or when a user creates the file `stacks/requested`.
-Each rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. A fatal signal (NCCL
-aborts a process whose collective timed out) writes the rank's own stacks there. A run that ends well removes the files.
+All ranks report when a collective has timed out on a rank, or when a user creates the file `stacks/requested`. Each
+rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. On a fatal signal (NCCL
+aborts a process whose collective timed out), the rank's own stacks are written to this file. A run that ends well
+removes the files.
 
 Requests go through the store of the process group. Each rank opens a separate connection for them, because the group's
 connection may be blocked. Only rank 0 looks for the user's file. Nothing is written before the first request.
@@ -93,7 +94,7 @@ class Watchdog:
                 self._write()
 
     def _takes_request(self) -> bool:
-        """Return whether the user's request file exists, and remove it; False if the file system fails."""
+        """Remove the user's request file; return whether it existed, or False if the file system fails."""
         with contextlib.suppress(OSError):
             if self._request.exists():
                 self._request.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ receive buffers of collectives; all others."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that exist and were created while the mode was active.
+    """Counts the bytes of all existing tensors that were created while the mode was active.
 
     live: current number of bytes.
     peaks: largest number of bytes in each phase.
@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         devices: device types whose memory is counted.
-        kind_now: function that returns the kind of a storage that is created now.
+        kind_now: function that returns the kind of a new storage.
     """
 
     def __init__(self, *devices: str, kind_now: Callable[[], str] = lambda: ACTIVATIONS) -> None:
@@ -117,9 +117,9 @@ def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, *
 
 
 def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the number of operations of the product of [n, in] and [in, out], which is added to `total`.
+    """Return the number of operations of `total` + `a` · `b`, for `a` [n, in] and `b` [in, out].
 
-    torch's own function for this operator does not accept the argument for the dtype of the result.
+    torch's own function for this operator does not accept the argument for the result's dtype.
     """
     return 2 * math.prod(a) * b[-1]
 
@@ -141,7 +141,7 @@ class _Tracker(contextlib.nullcontext[None]):
     """Replacement of torch's module tracker: operations are counted under "Global" and under the current part.
 
     torch's tracker installs hooks on the inputs and outputs of every module, until the counting ends. The hooks keep
-    recomputed activations alive, and thus memory in use that a real run does not use.
+    recomputed activations alive. A real run does not use this memory.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:
@@ -154,11 +154,11 @@ class _Tracker(contextlib.nullcontext[None]):
 
 
 class Product(NamedTuple):
-    """Kind of a matrix product: phase and part in which it is computed, and properties that determine its rate.
+    """Kind of a matrix product: phase and part in which it is computed, and the properties that determine its rate.
 
     dtype: precision of the factors, as torch names it.
-    narrow: the smaller dimension of the result; in a grouped product, of the result of one expert, if all experts have
-        equally many rows.
+    narrow: the smaller dimension of the result. For a grouped product, the result of one expert is meant, if all
+        experts have equally many rows.
     inner: size of the dimension that is summed over.
     """
 
@@ -232,7 +232,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _OneKernel:
-    """Counts the memory that is read and written by a kernel that fuses several operations."""
+    """Counts the memory that one kernel reads and writes. The kernel fuses several operations."""
 
     def __init__(self) -> None:
         self.made = set[int]()
@@ -241,9 +241,9 @@ class _OneKernel:
         self._sizes: dict[int, int] = {}
 
     def note(self, tensor: Tensor, of: dict[int, dict[int, int]]) -> None:
-        """Note in `of`, which is `read` or `changed`, that the kernel reads or changes a tensor.
+        """Note that the kernel reads or changes `tensor`; `of` is either `read` or `changed`.
 
-        Tensors that the kernel itself has made are ignored. Views of the same elements count once.
+        Tensors that the kernel itself has made are ignored. Several views of the same elements count once.
         """
         key = platform.storage_id(tensor)
         if key in self.made:
@@ -266,14 +266,14 @@ class _OneKernel:
 class Kernels(TorchDispatchMode):
     """Counts kernels, and the memory that they read and write, while the mode is active.
 
-    Every operation that computes counts as a kernel that reads its inputs and writes its results. Only the operations
+    Every operation that computes counts as a kernel: it reads its inputs and writes its results. Only the operations
     inside of a `fused` function count together as one kernel. The bytes of a matrix product are counted only if the
     result has a wider type than the factors; otherwise they are included in the rate of products.
 
     launches: number of kernels, by phase.
     bytes: bytes that kernels read and write, by phase and part.
-    of_weights: the part of `bytes` that kernels read and write when they copy weights.
-    of_gradients: the part of `bytes`, by phase, that kernels read and write when they add gradients to fp32 sums.
+    of_weights: the part of `bytes` that is read and written to copy weights.
+    of_gradients: the part of `bytes` that is read and written to add gradients to fp32 sums, by phase.
 
     Args:
         devices: device types whose kernels are counted.
@@ -392,9 +392,9 @@ class _Done:
 class Traffic:
     """Number of bytes and of calls of every kind of transfer.
 
-    For a gather or scatter, the bytes of all ranks' parts together are counted. For an all-to-all, the bytes that this
-    rank sends or those that it receives are counted, whichever are more. For an all-reduce, broadcast or message, the
-    bytes of the tensor are counted.
+    For a gather or scatter, the bytes of all ranks' parts together are counted. For an all-to-all, either the bytes
+    that this rank sends or the bytes that it receives are counted, whichever are more. For an all-reduce, broadcast or
+    message, the bytes of the tensor are counted.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
@@ -422,7 +422,7 @@ class Operation(NamedTuple):
 
     whole: name of the argument that contains the parts of all ranks.
     received: name of the argument that receives data; "" if the function works in place on computed values.
-    peer: name of the argument that is the other rank of a message; "" for other functions.
+    peer: name of the argument for the other rank of a message; "" for functions that are no messages.
     """
 
     name: str
@@ -501,7 +501,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Replace collectives of objects, which then return this rank's value for all ranks; make all new groups fake."""
+    """Replace collectives of objects: they then return this rank's value for all ranks. Make all new groups fake."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
@@ -620,7 +620,7 @@ def part_of(name: str) -> str:
 class Parts:
     """Tracks which part of the model is computing.
 
-    In a forward pass, it is the part whose module was entered last. In a backward pass, it is the part in which the
+    In a forward pass, this is the part whose module was entered last. In a backward pass, this is the part in which the
     current autograd node was created. torch numbers the nodes in order, including those of recomputed forward passes.
     """
 

@@ -1,4 +1,4 @@
-"""An estimate of the time that a rank's kernels and transfers take, with an efficiency for each kind of work."""
+"""Estimates the time that a rank's kernels and transfers take. Each kind of work has an efficiency."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hardware(BaseModel):
         nodes.
     host_bytes_per_second: bandwidth between a GPU and its host.
     launch_seconds: time that the host needs to launch a kernel.
-    shape_efficiency: rate of a product relative to large products, by the smaller dimension of the result and by the
+    shape_efficiency: rate of a product relative to large products, given by the result's smaller dimension and by the
         dimension that is summed over. For a grouped product, these are the dimensions of one expert's product.
 
     The other efficiencies are fractions of these peak rates and bandwidths.
@@ -96,7 +96,7 @@ class Hardware(BaseModel):
         return Counter(rank // self.gpus_per_node for rank in transfer.ranks)
 
     def within_and_across(self, transfer: Transfer, size: int) -> tuple[float, float]:
-        """Return the number of bytes that a rank sends inside of its node, and the number that it sends across nodes.
+        """Return two numbers: the bytes that a rank sends inside of its node, and the bytes that it sends across nodes.
 
         With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice as many, and a
         message all bytes once. The bytes go across nodes if the ranks are on several nodes. In an all-to-all, a rank
@@ -125,7 +125,7 @@ class Hardware(BaseModel):
     def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
         """Return the seconds that the device needs for its kernels in these phases.
 
-        These are matrix products, attention, and all other kernels, which take the time of their reads and writes.
+        The kernels are matrix products, attention, and all others. The others take the time of their reads and writes.
         """
         products = sum(
             operations / self._product_rate(kind.dtype if kind.dtype in self.flops_per_second else dtype, *kind[-2:])
@@ -172,7 +172,8 @@ class Hardware(BaseModel):
         Two more kinds of transfers overlap if their options are set. The reduce-scatters of gradients
         (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, which takes two thirds of a
         pack's time. The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first
-        pack, which takes one third, unless the policy generates or scores before training and needs the weights then.
+        pack, which takes one third of a pack's time. They do not overlap if the policy generates or scores before
+        training: it then needs the weights.
 
         At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are
         ready last, and the weights that are needed first. No other transfers are hidden. This includes the all-gathers
@@ -197,25 +198,26 @@ class Hardware(BaseModel):
         return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Return the seconds of an operation on weights or gradients, without the time of one bucket per update."""
+        """Return the seconds of a collective on weights or gradients, minus the time of one bucket per update."""
         chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
         buckets = sum(report.calls[transfer] for transfer in chosen)
         seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)
         return seconds * (1 - report.updates / buckets) if buckets else 0.0
 
     def host_seconds(self, report: RankReport) -> float:
-        """Return the seconds of transfers between host and device, for which the device waits.
+        """Return the seconds of those transfers between host and device for which the device waits.
 
-        They are caused by `optimizer.offload`, `critic.offload`, and a reference that is swapped with the policy.
+        These transfers are caused by `optimizer.offload`, `critic.offload`, and a reference that is swapped with the
+        policy.
         """
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
         """Return the seconds of a step, for the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
 
-        The bubble is the fraction (stages − 1) / (packs × chunks) of the time for all packs; in it, messages between
-        stages do not overlap. All replicas wait for the replica with the most work, so the computation time of the
-        simulated replica is scaled to that work.
+        The bubble is the fraction (stages − 1) / (packs × chunks) of the time for all packs; in the bubble, messages
+        between stages do not overlap. All replicas wait for the replica with the most work, so the computation time of
+        the simulated replica is scaled to that work.
 
         Args:
             reports: reports of ranks that have rows of the batch.

@@ -132,9 +132,9 @@ def updates_of(config: TrainingConfig) -> int:
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Return functions that run the forward passes of a step, except those of training.
+    """Return functions that run the forward passes of a step, except the passes of training.
 
-    These are passes of the reference, of the policy before its update, of a judge, and of teachers. The judge's
+    The functions run passes of the reference, of the policy before its update, of a judge, and of teachers. The judge's
     conversations are assumed to be as long as the policy's.
     """
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
@@ -169,7 +169,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
 
 
 class ShapesOnly:
-    """Replacement of `SafetensorsDirectory` that knows only the shapes of the tensors, so that no files are needed."""
+    """Replacement of `SafetensorsDirectory`. It knows only the shapes of the tensors, so no files are needed."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         self.path, self._shapes = path, shapes
@@ -232,7 +232,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
 
 
 def alike(reduced: Any) -> Any:
-    """Return a replacement of `batched_data_dict.reduced` which assumes that all replicas have the same values."""
+    """Return a replacement of `batched_data_dict.reduced`. It assumes that all replicas have the same values."""
 
     def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
         reduced(values, replicas, op)  # counts the transfer and the host's wait
@@ -242,7 +242,7 @@ def alike(reduced: Any) -> Any:
 
 
 def rows_of_all(data: Any, *keys: str) -> Any:
-    """Replacement of `LocalBatch.all_rows` which assumes that the other replicas have this replica's rows."""
+    """Replacement of `LocalBatch.all_rows`. It assumes that all other replicas have the same rows as this replica."""
     return data.select_indices([row % data.size for row in range(data.share.total)])
 
 
@@ -252,12 +252,12 @@ def rows_from_others(held: Mapping[str, Tensor], numbers: Any, wanted: Any) -> d
 
 
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Replacement of `reference.copies_on_host` that copies no values: memory that is never written takes no space."""
+    """Replacement of `reference.copies_on_host`. It copies no values: memory that is never written takes no space."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
 def swap_stand_in(tensor: Tensor, kept: Tensor) -> None:
-    """Replacement of `reference.swap_tensors` that only allocates the device memory which the exchange needs."""
+    """Replacement of `reference.swap_tensors`. It only allocates the device memory that the exchange needs."""
     tensor.clone()
 
 

@@ -68,8 +68,8 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
 class Assumptions:
     """Assumptions of an estimate that are not in the configuration.
 
-    imbalance: number of tokens that are routed to the simulated rank's experts, divided by the mean over the ranks of
-        its expert-parallel group.
+    imbalance: number of tokens that are routed to the simulated rank's experts, divided by the mean of this number over
+        the ranks of the expert-parallel group.
     """
 
     implementation: Implementation = LOCAL
@@ -114,7 +114,7 @@ def simulate(
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
-    """Simulate how each of these ranks loads a checkpoint that `writers` ranks have written; return their reports."""
+    """Simulate how each of these ranks loads a checkpoint; return their reports. `writers` ranks have written it."""
     return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
 
 
@@ -166,7 +166,7 @@ class Candidate:
     overrides: command-line overrides that give the configuration this layout.
     peak: largest memory of a simulated rank, in bytes.
     seconds: estimated time of a step; infinite if there is a `reason`.
-    reason: why the configuration refuses the layout, or why it does not fit the GPU; otherwise "".
+    reason: why the configuration refuses the layout, or why the layout does not fit the GPU; otherwise "".
     is_mixture: see `RankReport`.
     """
 
@@ -182,7 +182,7 @@ class Candidate:
 def layouts_to_try(
     config: TrainingConfig, world_size: int, gpu: Hardware, experts: int = 1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield layouts whose sizes are powers of 2, each as a text and as values of the configuration.
+    """Yield layouts, each as a text and as values of the configuration. All sizes are powers of 2.
 
     The configuration may refuse some of them. Tensor parallelism stays inside of a node and is combined with sequence
     parallelism. Pipelines (with even stages) and context parallelism have up to 16 ranks. Expert parallelism divides
@@ -215,7 +215,7 @@ def layouts_to_try(
 
 
 def experts_of(config: TrainingConfig) -> int:
-    """Return the number of routed experts in a layer of the configured model; 1 if it has no experts.
+    """Return the number of routed experts in a layer of the configured model; 1 if the model has no experts.
 
     Raises:
         UserError: the model directory has no model, or a model of an unsupported family.
@@ -237,7 +237,7 @@ def search(
     say: Callable[[str], None],
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[Candidate]:
-    """Simulate all `layouts_to_try`; return first those that fit, fastest first, and then the others with a reason.
+    """Simulate all `layouts_to_try`; return first the layouts that fit, fastest first, then the others with a reason.
 
     Args:
         workers: number of simulations that run at the same time.
@@ -317,7 +317,7 @@ def describe(
     gpu: Hardware,
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> Iterator[str]:
-    """Yield the lines that describe a simulated step: the reports of ranks, and the estimated times on `gpu`."""
+    """Yield lines about a simulated step: the reports of ranks, and the estimated times on `gpu`."""
     for report in reports:
         yield from _rank(report, gpu)
     if reports[0].is_mixture:
@@ -390,7 +390,9 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
-    """Return the bytes of the report's transfers by (operation, number of ranks, whether the bytes cross nodes).
+    """Return the bytes of the report's transfers.
+
+    The keys are (operation, number of ranks, whether the bytes cross nodes).
 
     An all-to-all may have bytes that cross nodes and bytes that do not.
     """

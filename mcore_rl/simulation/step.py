@@ -122,9 +122,10 @@ class Watch:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Context in which each function that is a single kernel on a GPU with Triton counts as a single kernel.
+        """Context in which some functions count as a single kernel, as they are on a GPU with Triton.
 
-        These are a norm, a gated activation, a rotation, and the reduction of a tile of logits, forward and backward.
+        These functions are a norm, a gated activation, a rotation, and the reduction of a tile of logits, forward and
+        backward.
         """
         from mcore_rl.distributed import logprobs
         from mcore_rl.models.megatron import layers
@@ -205,25 +206,25 @@ class RankReport:
     """Results of the simulation of a step on one rank.
 
     parameters: number of parameters on this rank.
-    memory: bytes by kind at the step's peak of memory, which is in the phase `peak_phase`. Weights, gradients and
+    memory: bytes by kind at the step's peak of memory. The peak is in the phase `peak_phase`. Weights, gradients and
         optimizer state stay from step to step. Logits include all tensors computed from hidden states and the LM head.
         Communication buffers receive values of other ranks. The rest is activations and workspace.
     attention: floating-point operations of attention, by phase.
     shapes: floating-point operations of matrix products, by their kind.
-    kernel_bytes: bytes that kernels other than products read and write in memory, by phase and part of the model.
+    kernel_bytes: bytes that all kernels except products read and write in memory, by phase and part of the model.
     copied_weights: the part of `kernel_bytes` that is read and written to copy weights.
-    gradient_bytes: the part of `kernel_bytes`, by phase, that is read and written to add gradients to fp32 sums.
-    operands: number of elements of the products' factors that are not weights, by phase and part.
+    gradient_bytes: the part of `kernel_bytes` that is read and written to add gradients to fp32 sums, by phase.
+    operands: number of elements of those factors of products that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights in linear layers, without routers and LM heads.
     traffic, calls: number of bytes and of calls of every kind of transfer.
-    overlapped: names of the collectives on weights and gradients that overlap with computation.
+    overlapped: names of those collectives on weights and gradients that overlap with computation.
     host_bytes: bytes that move between host and device in both directions: optimizer states, a critic, a reference.
     host_reads: number of times that the host waits for the device, by (phase, place in the code).
     updates: number of updates in a step.
     packs: number of microbatches in an update.
     tokens: number of tokens in the packs, without and with padding.
-    work: work of this replica, and work of the replica with the most work, each divided by the mean over all replicas.
+    work: work of this replica, and largest work of a replica; both are divided by the mean over all replicas.
     model_flops: operations of a step's training on all ranks, without recomputation and scoring.
     seconds: duration of the simulation itself.
     is_mixture: whether the model is a mixture of experts; every expert is then assumed to receive equally many tokens.
@@ -288,12 +289,12 @@ LINEAR = ("projections", "MLP", "experts")
 
 @dataclass(frozen=True)
 class Implementation:
-    """The kernels and precisions for which a report is an estimate.
+    """A choice of kernels and precisions. A report is an estimate for such a choice.
 
     The package's own layers are simulated; `of` then converts the report to other kernels and precisions.
 
-    transformer_engine: whether the layers are those of Transformer Engine. Its products add gradients of weights
-        directly to their fp32 sums, and read the weights of experts without copying them.
+    transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
+        to fp32 sums, and read the weights of experts without copying them.
     products: precision of the products of linear layers: "fp8" (with the current scale), "mxfp8", or "" for the model's
         precision. The FP8 copies of weights are made in each update and kept. Activations that are kept for the
         backward pass stay in the model's precision.
@@ -307,7 +308,7 @@ class Implementation:
     moments: str = ""
 
     def of(self, report: RankReport) -> RankReport:
-        """Return `report`, which is of the package's own layers, converted to these kernels and precisions."""
+        """Convert `report` to these kernels and precisions. It must be a report of the package's own layers."""
         if self.transformer_engine:
             report = _without_copies(report)
         if self.products:
@@ -369,12 +370,12 @@ def simulate_rank(
     tiles_of: str = "cuda",
     imbalance: float = 1.0,
 ) -> RankReport:
-    """Simulate a step of a rank in this process, which cannot be used for anything else afterwards.
+    """Simulate a step of a rank in this process. The process cannot be used for anything else afterwards.
 
     Args:
         tiles_of: device type whose sizes of logit tiles are used. With "cpu", tensors on the host are counted too.
-        imbalance: number of tokens that are routed to this rank's experts, divided by the mean over the ranks of its
-            expert-parallel group.
+        imbalance: number of tokens that are routed to this rank's experts, divided by the mean of this number over the
+            ranks of the expert-parallel group.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -470,7 +471,7 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(BatchShare):
-    """`BatchShare` of a simulated replica, from which the plans of the other replicas can be computed too.
+    """`BatchShare` of a simulated replica. It can also compute the plans of the other replicas.
 
     batch: the global batch.
     division: row numbers of each replica.
@@ -598,7 +599,7 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """Return the lengths of all sequences of a global batch, which take the given `lengths` in turn.
+    """Return the lengths of all sequences of a global batch. The sequences take the given `lengths` in turn.
 
     Args:
         response_part: fraction of each sequence that is trained on. The default is a half or, if responses are
@@ -648,8 +649,8 @@ LOADING = "loading"
 class LoadingReport:
     """Bytes that a rank reads and keeps when it loads a checkpoint.
 
-    state: weights and optimizer state on this rank, including those of a critic, and a reference that reference_sync
-        updates.
+    state: weights and optimizer state on this rank, including a critic's, and the reference if reference_sync updates
+        it.
     read: bytes that are read from files.
     beyond: additional memory during loading: peak on device and host, minus the memory after loading.
     """
@@ -662,7 +663,7 @@ class LoadingReport:
 
 
 def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers: int) -> LoadingReport:
-    """Simulate the loading of a checkpoint in this process, which cannot be used for anything else afterwards.
+    """Simulate the loading of a checkpoint in this process. The process cannot be used for anything else afterwards.
 
     Args:
         writers: number of ranks that wrote the checkpoint. Each of them has written an equal part of every tensor,
@@ -686,7 +687,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
-    """Yield the regions of tensors to load: of all trained models, and of a reference that reference_sync updates."""
+    """Yield the regions of tensors to load: of all trained models, and of a reference that changes (reference_sync)."""
     from mcore_rl.models.megatron.checkpoint.state import tensor_regions
 
     for number, model in enumerate(models.trained):
@@ -699,7 +700,7 @@ def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
 
 
 def _read(regions: list[Region], writers: int) -> int:
-    """Return the number of bytes that loading reads; the code that loads runs, but without files."""
+    """Run the loading code without files; return the number of bytes that it reads."""
     import torch
 
     from mcore_rl.models.megatron.checkpoint.load import RegionReader, copy_piece

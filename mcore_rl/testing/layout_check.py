@@ -61,9 +61,9 @@ class LayoutResult:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """Add invented columns to `data` that the loss compares with the policy's log-probabilities `logprobs`.
+    """Add invented columns to `data`. The loss compares them with the policy's log-probabilities `logprobs`.
 
-    Log-probabilities of a reference or an earlier policy are the policy's, with noise. Without noise, margins and KL
+    The log-probabilities of a reference or an earlier policy are `logprobs` with noise. Without noise, margins and KL
     would be 0 except for rounding; accuracies would then be random, and KL terms would not be tested.
     """
     generator = torch.Generator().manual_seed(0)
@@ -183,7 +183,7 @@ class Difference:
 def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
     """Return the relative differences between `outcome` and `reference`.
 
-    The difference of two numbers is divided by the reference's number, or by 1 if that is larger. The norm of the
+    The difference of two numbers is divided by the reference's number, or by 1 if 1 is larger. The norm of the
     difference of two tensors is divided by the norm of the reference's tensor. For a gradient, the divisor is at least
     a thousandth of the norm of the whole gradient.
     """
@@ -249,8 +249,8 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
 def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     """Write random adapters of the configured shapes to `destination`; return `model` with them, without dropout.
 
-    Adapters usually start with B = 0. The gradient of A would then be 0 in every layout, and errors in it would not be
-    seen.
+    Adapters usually start with B = 0. The gradient of A would then be 0 in every layout, and errors in this gradient
+    would not be seen.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -271,7 +271,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
 def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
-    """Return the layouts that fit the configured model, and the layouts that do not, each with the error."""
+    """Return the layouts that fit the configured model, and those that do not fit, each with its error."""
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     fits, refused = [], []

@@ -1,7 +1,7 @@
 """Imports the modules that most test processes need; the fork server imports this module once, before it forks.
 
-It also freezes the objects of the garbage collector. In a forked process, a collection would otherwise visit every
-imported object and therefore copy its memory, which would take most of the time of a short process.
+It also freezes the objects of the garbage collector. Otherwise, a collection in a forked process would visit every
+imported object and therefore copy the object's memory. This would take most of the time of a short process.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a directory for each iteration, which is either complete or does not exist.
+"""Checkpoints on disk: a directory for each iteration. The directory is either complete or does not exist.
 
     DIRECTORY/iter_0000010/                          manifest.json lists every file's size and SHA-256
     DIRECTORY/latest_checkpointed_iteration.txt      written last
@@ -50,7 +50,7 @@ class CheckpointStore:
     def iterations(self) -> list[Path]:
         """Return the directories of the committed checkpoints, oldest first.
 
-        The directory of a removed checkpoint, in which a user's own files remain, is not a checkpoint.
+        If a checkpoint was removed and only a user's own files remain in its directory, the directory does not count.
         """
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
         return sorted((path for path in found if not _is_rest(path)), key=step_of)
@@ -142,7 +142,7 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint, as JSON; None if it has none or is damaged."""
+    """Return, as JSON, the identity of the run that wrote a checkpoint; None if it is missing or damaged."""
     import torch
 
     try:
@@ -153,7 +153,7 @@ def stored_identity(iteration: Path) -> str | None:
 
 
 def _is_rest(iteration: Path) -> bool:
-    """Return whether a directory contains only files of a user: `remove_listed` has removed those of the checkpoint."""
+    """Return whether a directory contains only files of a user: `remove_listed` has removed the checkpoint's files."""
     try:
         names = os.listdir(iteration)
     except OSError:  # it has just been removed, or is no directory
@@ -169,7 +169,7 @@ def step_of(iteration: Path) -> int:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """Return the problems of a checkpoint that can be found without reading its files: manifest, missing files, sizes.
+    """Find problems of a checkpoint without reading its files; return those of the manifest, missing files and sizes.
 
     Args:
         required: files that the manifest must list.
@@ -195,7 +195,7 @@ def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES)
 def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Read a checkpoint's files; return a problem for each file whose content differs from the manifest.
 
-    The files are divided into `parts` equal parts, of which only part number `part` is read: ranks can share the work.
+    The files are divided into `parts` equal parts, and only part number `part` is read. Ranks can thus share the work.
     """
     manifest = read_manifest(iteration)
     names = sorted(manifest)[part::parts]

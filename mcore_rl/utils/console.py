@@ -15,7 +15,7 @@ from rich.console import Console
 
 
 def quiet_libraries() -> None:
-    """Silence those messages of libraries that are about features which this package does not use."""
+    """Silence messages of libraries about features that this package does not use."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
     for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):
@@ -48,7 +48,7 @@ class Progress:
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """Note that `count` records are done, which are the fraction `part` of the work; print this if it is time."""
+        """Note that `count` records are done, the fraction `part` of the work; print this if it is time."""
         now = time.monotonic()
         if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
             self._told = now
@@ -82,7 +82,7 @@ class RunConsole(Console):
 
 
 def print_error(line: str) -> None:
-    """Print a line to standard error; if that cannot be written, do nothing."""
+    """Print a line to standard error; if standard error cannot be written, do nothing."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

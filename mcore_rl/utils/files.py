@@ -37,7 +37,7 @@ def digest_of_file(path: Path) -> str:
 def write_manifest(directory: Path, digests: FileDigests) -> None:
     """Write the manifest of `directory`, and give the directory and its weights the usual permissions.
 
-    mkdtemp and safetensors create them so that only their owner can read them.
+    mkdtemp and safetensors create directories and files that only their owner can read.
     """
     (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
     mask = _umask()
@@ -56,7 +56,9 @@ def read_manifest(iteration: Path) -> FileDigests:
 
 
 def unlisted_files(directory: Path) -> list[str]:
-    """Return the files in `directory` that its manifest does not list, or that have changed; [] if it does not exist.
+    """Return the files in `directory` that its manifest does not list, or that have changed.
+
+    Return [] if `directory` does not exist.
 
     A file of weights counts as changed only if its size has changed: users do not edit weights, and their digests
     take minutes.

@@ -162,7 +162,7 @@ def architecture_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _architecture_in(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the `values` that determine the architecture, also in nested parts such as `text_config`."""
+    """Return the `values` that determine the architecture; nested parts such as `text_config` are searched too."""
     kept = ((key, value) for key, value in values.items() if key not in NOT_ARCHITECTURE)
     return {key: _architecture_in(value) if isinstance(value, dict) else value for key, value in kept}
 
@@ -176,9 +176,9 @@ def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[t
 def digest_of_weights(path: Path) -> str:
     """Return a hash of the safetensors files in the directory of a model or adapter; names of files do not matter.
 
-    It would take minutes to read all of a large model. Of a file of more than 64 MiB, only the header, tensors of up to
-    1 MiB, and 16 evenly spaced blocks of 16 KiB of each larger tensor (including its first and last block) are read. A
-    change elsewhere is not detected, for example a change of a few rows in the middle of an embedding.
+    It would take minutes to read all of a large model. If a file has more than 64 MiB, only three things are read: the
+    header, tensors of up to 1 MiB, and 16 evenly spaced blocks of 16 KiB of each larger tensor (including its first and
+    last block). A change elsewhere is not detected, for example a change of a few rows in the middle of an embedding.
     """
     files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # the latter has an adapter's scale
     digests = [_digest_of_file(file) for file in files]
@@ -200,7 +200,7 @@ def _digest_of_file(file: Path) -> bytes:
 
 
 def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
-    """Return (offset, size) of each block to read of a tensor with `size` bytes at offset `begin`."""
+    """Return (offset, size) of each block to read. The tensor has `size` bytes and begins at offset `begin`."""
     if size <= WHOLE_TENSOR_BYTES:
         return [(begin, size)]
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
@@ -286,7 +286,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the name of the file that contains each tensor, from the index of a sharded model."""
+    """Read the index of a sharded model; return, for each tensor, the name of the file that contains it."""
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):

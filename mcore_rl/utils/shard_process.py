@@ -1,8 +1,9 @@
 """The process that writes a rank's part (shard) of each checkpoint while training continues.
 
 It is a new Python process, not a fork: it has no device, no communicator, and none of the trainer's threads. It is
-started early and serves one save after the other. The trainer sends it a job and a block of shared memory with the
-tensors, as file descriptors over a socket, and never waits for it. The process answers each job with a `Report`.
+started early and serves one save after the other. Over a socket, the trainer sends it two file descriptors: a job, and
+a block of shared memory with the tensors. The trainer never waits for the process. The process answers each job with a
+`Report`.
 
 Each process also writes a report file next to its shard. The first rank's process waits for the report files of all
 ranks, and then commits the checkpoint. A checkpoint is therefore complete as soon as all its shards are, whatever the
@@ -99,7 +100,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """A rank's part of a save, which its writing process executes.
+    """A rank's part of a save. The rank's writing process executes it.
 
     prefix: torch's prefix for the names of the rank's files.
     objects: objects that are not tensors: torch's item of the save plan, and the object's bytes.
@@ -148,7 +149,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Stand-in for torch's save planner: it returns the value of each item, which is all that the writer needs."""
+    """Stand-in for torch's save planner. It returns the value of each item; the writer needs nothing else."""
 
     values: dict[Any, Any]
 
@@ -268,8 +269,8 @@ class ShardProcess:
     def kill(self) -> None:
         """End the process, even while it is writing.
 
-        If it is in a call to a file system that hangs, it ends only when this call returns; this method does not wait
-        for that.
+        If the process is in a call to a file system that hangs, it ends only when this call returns. This method does
+        not wait for that end.
         """
         if self._process is not None:
             self._process.kill()
@@ -284,7 +285,7 @@ _spare: ShardProcess | None = None
 
 
 def start_early() -> None:
-    """Start the writing process that `take` will return first, so that its imports are done before the first save."""
+    """Start a writing process, so that its imports are done before the first save. `take` returns its handle first."""
     global _spare
     if _spare is None:
         _spare = ShardProcess()
@@ -340,7 +341,7 @@ def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | N
 
     Args:
         job: file descriptor of the pickled job.
-        block: file descriptor of the shared memory that contains its tensors.
+        block: file descriptor of the shared memory that contains the job's tensors.
     """
     try:
         with open(job, "rb") as file, open(block, "rb") as shared:
@@ -354,7 +355,7 @@ def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | N
 
 
 def _live_and_die_with(parent: int) -> None:
-    """Ignore stop signals, which the parent handles, and end when the parent ends."""
+    """Ignore stop signals, because the parent handles them, and end when the parent ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

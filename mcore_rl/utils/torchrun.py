@@ -55,10 +55,10 @@ def has_rendezvous_id() -> bool:
 
 
 def launch_id() -> str:
-    """Return an id of this launch by torchrun, which is the same after restarts of the ranks; "" without torchrun.
+    """Return an id of this launch by torchrun; "" without torchrun. It is the same after restarts of the ranks.
 
-    It is the argument of --rdzv-id or, without it, the name of this node's log directory, which torchrun creates for
-    each launch.
+    The id is the argument of --rdzv-id or, without this option, the name of this node's log directory. torchrun creates
+    such a directory for each launch.
     """
     if not is_under_torchrun() or has_rendezvous_id():
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -67,6 +67,6 @@ def launch_id() -> str:
 
 
 def error_file() -> Path | None:
-    """Return the file in which torchrun looks for this rank's error; None if it has named none."""
+    """Return the file in which torchrun looks for this rank's error; None if torchrun has named no file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None
