@@ -26,7 +26,7 @@ from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
-    """Train the student's next-token distributions towards those of its teachers, over top-k or all tokens."""
+    """Train the student towards the next-token distributions of its teachers, over top-k or all tokens."""
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))

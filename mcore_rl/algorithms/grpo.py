@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from mcore_rl.config import GRPOAlgorithmConfig
 
 PROBED_RECORDS = 4
-"""Number of records that the judge is tested on. It may fail on single records; if it fails on all, the run is
-refused."""
+"""Number of records that the judge is tested on. The judge may fail on single records; if it fails on all of them, the
+run is refused."""
 
 
 def check_inputs(
@@ -192,7 +192,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 SLOW_JUDGING = 0.25
-"""Fraction of a step's time; if judging takes more, the console names the keys that shorten it."""
+"""Fraction of a step's time; if judging takes a larger fraction, the console names the keys that shorten judging."""
 
 
 class GRPOTrainer(TrainingLoop[PromptDataset]):

@@ -28,8 +28,8 @@ from mcore_rl.run.loop import TrainingLoop
 from mcore_rl.run.setup import RunInputs
 
 VALIDATION_RECORDS = 4096
-"""Number of validation records in a batch. A loss with a statistic of the whole batch (KTO's reference point) computes
-it over one such batch."""
+"""Number of validation records in a batch. If a loss needs a statistic of the whole batch (KTO's reference point), it
+computes the statistic over one such batch."""
 
 Columns = dict[str, Tensor]
 
@@ -60,7 +60,7 @@ class Objective:
     """
 
     temperature = 1.0
-    """Divisor of the logits from which the loss gets the policy's log-probabilities."""
+    """Temperature: the policy's logits are divided by it before the loss gets log-probabilities."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
@@ -78,7 +78,7 @@ class Objective:
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of the first step, which runs on the initial weights.
+        """Check the metrics of the first step. It runs on the initial weights.
 
         Raises:
             TrainingError: the metrics show that policy and reference differ.

@@ -171,7 +171,7 @@ def _default(value: Any) -> str:
 
 
 def forms_of_section(annotation: Any) -> list[Any]:
-    """Return the classes of all forms of a section from its annotation; [] if it is not the annotation of a section."""
+    """Return the classes of all forms of a section from `annotation`, or [] if this annotates no section."""
     if inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return [annotation]
     parts = get_args(annotation)[: 1 if hasattr(annotation, "__metadata__") else None]

@@ -99,7 +99,7 @@ class ModelConfig(Section):
             simulates: whether the run is simulated.
 
         Raises:
-            UserError: the section requires Transformer Engine, which cannot be used.
+            UserError: the section requires Transformer Engine, but Transformer Engine cannot be used.
         """
         if self.transformer_impl == "transformer_engine" and te_problem is not None and not simulates:
             install = "install it with pip install 'mcore_rl[gpu]', or " if on_gpu else ""
@@ -648,7 +648,9 @@ class TrainingConfig(Section):
         return rows_per_unit * -(-self.data.max_sequence_length // multiple) * multiple
 
     def pack_width(self, rows_per_unit: int) -> int:
-        """Return the number of tokens in a pack, in which the longest record of `rows_per_unit` sequences must fit.
+        """Return the number of tokens in a pack.
+
+        The longest record, of `rows_per_unit` sequences, must fit into a pack.
 
         Raises:
             UserError: batch.tokens_per_pack is too small for that record.

@@ -60,7 +60,7 @@ class Microbatch:
     rows: indices of the rows in the batch that was divided: the global batch, or a replica's `LocalBatch`.
     data: the data of these rows, cut to the length of the longest row.
     layout: positions of the rows' tokens in the pack.
-    packed: whether the rows are packed; otherwise, they are all padded to one length.
+    packed: whether the rows are packed; otherwise, all rows are padded to one length.
     counts: False for a filler. Fillers give all data-parallel ranks the same number of microbatches; their samples are
         masked.
     """

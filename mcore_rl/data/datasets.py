@@ -287,7 +287,8 @@ class Teaching:
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the data to store with a record. Data that are not configured are left out.
 
-        `teachers` are the weights of its teachers, and `prompt` is the prompt that these teachers read, with its tools.
+        `teachers` are the weights of the record's teachers. `prompt` is the prompt, with its tools, that these teachers
+        read.
         """
         own: dict[str, Any] = {}
         if self.have_names:
@@ -626,7 +627,7 @@ class UnloadedTokenizer:
 
 
 def check_first_records(config: TrainingConfig) -> None:
-    """Check the columns of the first record of each local source, and that there is a chat template for messages.
+    """Check the columns of each local source's first record. Check that messages have a chat template.
 
     No tokenizer is loaded, because that takes seconds.
 

@@ -278,7 +278,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require(record: dict[str, Any], *keys: str) -> None:
-    """Raise ValueError if a record lacks one of the keys, or one of them is null."""
+    """Raise ValueError if a record lacks one of the keys, or the value of a key is null."""
     if empty := [key for key in keys if key in record and record[key] is None]:
         raise ValueError(f"the key {empty[0]} has no value (null)")
     missing = [key for key in keys if key not in record]

@@ -26,14 +26,14 @@ from mcore_rl.errors import UserError
 
 ROUNDS = 8
 PERIOD = 10_000
-"""Number of samples of a mixture after which each source has had exactly its share."""
+"""Number of samples in a period of a mixture. In each period, each source has exactly its share."""
 
 
 class Order(Protocol):
     """The order in which a run uses the records of its dataset."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the dataset indices of the samples start … start + count − 1 of a run, which may span epochs."""
+        """Return the dataset indices of the samples start … start + count − 1 of a run. They may span epochs."""
         ...
 
 
@@ -41,9 +41,9 @@ class Order(Protocol):
 class SampleOrder:
     """A shuffled order with a new permutation in each epoch, computed from (seed, epoch, position) in time O(1).
 
-    A Feistel network, over the smallest even number of bits that can represent all positions, enciphers a position
-    repeatedly until the result is a position in the dataset (Black and Rogaway, Ciphers with arbitrary finite domains,
-    2002). On average, this takes at most 4 encipherments.
+    A Feistel network enciphers a position repeatedly, until the result is a position in the dataset (Black and Rogaway,
+    Ciphers with arbitrary finite domains, 2002). It uses the smallest even number of bits that can represent all
+    positions. On average, this takes at most 4 encipherments.
     """
 
     num_samples: int
@@ -52,7 +52,7 @@ class SampleOrder:
     """Number that distinguishes orders of the same size and seed: the orders of a mixture's sources."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the dataset indices of the samples start … start + count − 1 of a run, which may span epochs."""
+        """Return the dataset indices of the samples start … start + count − 1 of a run. They may span epochs."""
         return [self._index(*divmod(k, self.num_samples)) for k in range(start, start + count)]
 
     def _index(self, epoch: int, position: int) -> int:

@@ -190,7 +190,7 @@ def _leading_special_tokens(tokenizer: Any) -> list[int]:
 
 
 SOURCE_BYTES_FOR_PROCESSES = 32 << 20
-"""Minimum file size for tokenization by several processes, which take some seconds to start."""
+"""Minimum file size for tokenization by several processes. These processes take some seconds to start."""
 
 CHUNKS_AHEAD = 4
 """Number of chunks to read ahead for each process."""

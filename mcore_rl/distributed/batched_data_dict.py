@@ -74,7 +74,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ rows
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Return a copy of the rows `indices`, in that order, or of the rows where a boolean tensor [B] is true.
+        """Return a copy of some rows.
+
+        `indices` are row numbers in the wanted order, or a boolean tensor [B], true for the wanted rows.
 
         Raises:
             ContractError: a boolean tensor has another length.
@@ -311,7 +313,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ tensors
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut dimension `dim` of every tensor that has it to the first `truncated_len` entries, in place."""
+        """Cut dimension `dim` of every tensor to its first `truncated_len` entries, in place.
+
+        Tensors without this dimension stay unchanged.
+        """
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
@@ -486,5 +491,5 @@ class LocalBatch(BatchedDataDict[DictT]):
 
 
 def batch_share(data: BatchedDataDict[Any]) -> BatchShare:
-    """Return which rows of a global batch `data` has: a `LocalBatch` has a part of them, any other batch all."""
+    """Return which rows of a global batch `data` has: a part if it is a `LocalBatch`, otherwise all."""
     return data.share if isinstance(data, LocalBatch) else BatchShare.whole(data.size)

@@ -22,7 +22,7 @@ Bin = list[int]
 def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, multiple: int = 1) -> list[list[Bin]]:
     """Pack units into as few bins as possible, and divide the bins among `count` ranks; return each rank's bins.
 
-    Every rank gets the same number of bins, which is a multiple of `multiple`, and an even share of the cost.
+    Every rank gets the same number of bins, a multiple of `multiple`, and an even share of the cost.
 
     Where possible, the units are distributed over the bins by cost, so that no bin contains only a small remainder of
     the units. Bins are empty only if there are fewer units than bins.
@@ -113,8 +113,9 @@ def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]
 
     This is balanced largest differencing: Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of
     an algorithm for balanced parallel processor scheduling, 1992). The bins are sorted by cost, costliest first. Each
-    `count` consecutive bins make a partial solution with one bin per rank. The two most uneven solutions are joined,
-    the heaviest part of one with the lightest part of the other, until a single solution remains.
+    `count` consecutive bins make a partial solution with one bin per rank. Then the two most uneven solutions are
+    joined: the heaviest part of the first with the lightest part of the second, and so on. This is repeated until a
+    single solution remains.
     """
     order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
     loads = [sum(cost[u] for u in box) for box in bins]

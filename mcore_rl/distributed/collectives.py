@@ -147,7 +147,7 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 
 
 def settle(work: Future[T] | None, seconds: float) -> T | None:
-    """Wait until the work of all ranks is done; return the result of this rank's `work`, or None if it has no work.
+    """Wait until the work of all ranks is done; return the result of this rank's `work`, or None without work.
 
     The processes communicate every `seconds`. If the work of several ranks fails, the exception of the lowest such rank
     is raised on all ranks, as in `broadcast_result`.

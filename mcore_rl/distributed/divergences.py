@@ -237,5 +237,5 @@ class _Pair:
 
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Return log(β·p + (1 − β)·q), accurate even if exp of one of the two underflows."""
+    """Return log(β·p + (1 − β)·q), accurate even if exp(log p) or exp(log q) underflows."""
     return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))

@@ -391,7 +391,10 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        """For each token, its column and a row that contains it; if several rows share the token, any of them."""
+        """For each token, its column and a row that contains the token.
+
+        If several rows share the token, the row may be any of these rows.
+        """
         row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
         for row, end in enumerate(self.tree.ends):
             row_of[self.tree.path(end)] = row

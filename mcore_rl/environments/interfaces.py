@@ -16,7 +16,7 @@ MessageLog = list[Message]
 class Sample:
     """A response to judge.
 
-    message_log: the conversation, which ends with the response.
+    message_log: the conversation. It ends with the response.
     record: the prompt's record of the data file, without the prompt itself (`answer` and other fields).
     num_prompt_messages: number of messages in the prompt, at the start of the conversation.
     is_text: whether the prompt is a plain text; otherwise it consists of messages.

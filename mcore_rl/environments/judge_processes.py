@@ -47,7 +47,7 @@ ALWAYS = (
     *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM", "MCORE_RL_CACHE", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Environment variables, or patterns of them, that Python, torch, tokenizers, locales and HTTP requests need."""
+"""Names or patterns of environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 """Variables of proxies, also in small letters. A proxy with a password is passed only if a judge is a URL."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -236,7 +236,10 @@ class _Worker:
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
 
     def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
-        """Let the process judge these samples; return their steps, or an error message if it could not judge them."""
+        """Let the process judge these samples; return their steps.
+
+        If the process could not judge the samples, return an error message.
+        """
         self._write({"samples": [asdict(sample) for sample in samples]})
         limit = self.config.time_limit_seconds
         answer = self._wait(limit * len(samples))

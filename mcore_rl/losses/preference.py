@@ -38,7 +38,7 @@ from mcore_rl.losses.common import (
 from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, PreferenceLossType, typed_dict
 
 LARGEST_EXPONENT = 80.0
-"""In nats: a power of a probability ratio is at most exp(LARGEST_EXPONENT), which is finite in fp32."""
+"""In nats: a power of a probability ratio is at most exp(LARGEST_EXPONENT). This is finite in fp32."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ OF_BOTH_REWARDS: Mapping[PreferenceLossType, PairLoss] = {
     "aot": aot,
     "aot_unpaired": aot_unpaired,
 }
-"""Losses that depend on both rewards of a pair, not only on their difference, or on rewards of other pairs."""
+"""Losses that depend on more than the difference of a pair's rewards: on both rewards, or on rewards of other pairs."""
 PAIR_LOSSES: Mapping[PreferenceLossType, PairLoss] = {**OF_MARGIN, **OF_BOTH_REWARDS}
 
 

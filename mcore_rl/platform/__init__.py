@@ -2,7 +2,7 @@
 
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
 program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, this only
-selects the device. Without a GPU, it replaces the functions of `torch.cuda` that Megatron-Core calls by those of
+selects the device. Without a GPU, it replaces functions of `torch.cuda`: Megatron-Core then calls the functions of
 `cpu.py`. No other file of the package uses `torch.cuda`.
 """
 
@@ -58,7 +58,8 @@ ConfigT = TypeVar("ConfigT", bound=DeviceConfig)
 
 
 TE_VERSIONS = (2, 9), (2, 12)
-"""The first supported version of Transformer Engine, and the first newer one that is not, as in pyproject.toml."""
+"""The first supported version of Transformer Engine, and the first later version that is not supported, as in
+pyproject.toml."""
 
 
 @cache
@@ -333,7 +334,7 @@ DETERMINISTIC_ENVIRONMENT = {
 def make_deterministic() -> None:
     """Use only deterministic kernels from now on. Call it before anything runs on the device.
 
-    A call of an operation that has no deterministic kernel then raises RuntimeError with the operation's name.
+    If an operation has no deterministic kernel, calling it then raises RuntimeError with the operation's name.
 
     Raises:
         UserError: an environment variable has a value that allows kernels that are not deterministic.

@@ -28,7 +28,7 @@ from mcore_rl.utils.console import size_text
 SUSPICIOUS_MISMATCH = 1.05
 """Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
 NEAR = 0.8
-"""Fraction of the distance from 1 (sampler and trainer agree) to the bound, above which a finding is reported."""
+"""A finding is reported above this fraction of the distance from 1 (sampler and trainer agree) to the bound."""
 
 
 def findings(run: Run) -> Iterator[str]:

@@ -67,7 +67,7 @@ def read_recording(
 
     Args:
         steps: number of steps that the recording must have.
-        required: sampling options of this run, which must be equal to the recorded ones.
+        required: sampling options of this run. They must equal the recorded options.
         replays_experts: whether this run sends tokens to the same experts as during sampling.
         section: section of the configuration that has the sampling options, for errors.
         keeps_mask: whether this run trains in the distribution over the tokens that the sampler kept.

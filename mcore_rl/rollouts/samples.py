@@ -311,7 +311,7 @@ class Rollout:
     input_ids, token_mask, logprobs: id, mask and log-probability of each token of the conversation. The mask is True
         for tokens of responses; all other tokens have a log-probability of 0.
     truncated: whether the last response reached the limit of new tokens.
-    error: reason why the rollout could not be judged; None if it was.
+    error: reason why the rollout could not be judged; None if it was judged.
     """
 
     prompt: int
@@ -336,9 +336,10 @@ class Rollout:
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
     """Rewarded tokens as (position, reward); the rewards sum to the reward of the rollout."""
     routed_experts: torch.Tensor | None = None
-    """Experts of the tokens, [tokens, layers, topk] int16, if they are replayed."""
+    """Experts of the tokens, [tokens, layers, topk] int16, if experts are replayed."""
     kept_tokens: KeptTokens | None = None
-    """Tokens that the sampler kept at each position, as far as the last response, if the sampling mask is kept."""
+    """Tokens that the sampler kept at each position, up to the end of the last response, if the sampling mask is
+    kept."""
     answer: str | None = None
     """Answer that the judge found in the last response."""
 

@@ -48,7 +48,7 @@ class BestValidation:
     ) -> BestValidation | None:
         """Return the best validation so far, from the `state` of a checkpoint; None without checkpoint.best_metric.
 
-        The checkpoint's best validation is ignored if it has another metric or direction, or other validation data.
+        The best validation of the checkpoint is ignored if its metric, its direction or its validation data are others.
         """
         asked = config.checkpoint
         if asked.best_metric is None:

@@ -34,7 +34,7 @@ LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """Files that a run replaces or removes. judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
-"""Name of the report that `mcore-rl report` writes, and the mark by which it is known. A file of that name
+"""Name of the report that `mcore-rl report` writes, and the mark that identifies such a report. A file of that name
 without the mark is never replaced."""
 OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
@@ -73,7 +73,7 @@ class RunDirectory:
         return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
-        """Check that the directory is writable, and contains no files of others that the run would destroy.
+        """Check that the directory is writable, and that the run would not destroy files of others in it.
 
         Args:
             export: whether the run will export models or adapters.

@@ -43,7 +43,7 @@ UNTRACKED_KEYS = (
     *("output_dir", "dry_run", "checkpoint", "logging"),
     *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
-"""Keys and sections whose changes are not reported; of those with paths, the contents are compared instead."""
+"""Keys and sections whose changes are not reported. If a key contains a path, the contents are compared instead."""
 
 NODE_LOCAL_KEYS = (
     *("output_dir", "model.path", *SECOND_MODEL_KEYS, f"{TEACHER}.*"),

@@ -40,8 +40,8 @@ class StopSignals:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the current step.
 
     A second signal ends the process at once, unless it is the same signal within `SAME_NOTICE_SECONDS`. torchrun
-    forwards the first Ctrl-C to the ranks and waits for them. A second Ctrl-C reaches only torchrun; the ranks end when
-    torchrun has ended.
+    forwards the first Ctrl-C to the ranks and waits until the ranks end. A second Ctrl-C reaches only torchrun; the
+    ranks end when torchrun has ended.
 
     Args:
         save_seconds: number of seconds after the last checkpoint, by the clock of rank 0, until `save_is_due` becomes
@@ -153,7 +153,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @abstractmethod
     def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
-        """Return the metrics of the validation set `dataset`, whose name is `name`."""
+        """Return the metrics of the validation set `dataset`. Its name is `name`."""
 
     def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
         """Return the throughput metrics of a step with `num_tokens` tokens and `flops` floating-point operations."""
@@ -389,7 +389,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     def _export(self) -> Path | None:
         """If configured, export the trained model in Hugging Face format, and adapters in PEFT format.
 
-        Return the directory of the model, or None if it is not exported.
+        Return the directory of the model, or None if no model is exported.
         """
         if not self.config.checkpoint.export_hf:
             return None

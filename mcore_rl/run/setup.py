@@ -85,7 +85,7 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
         needed: whether the weights must be on disk. If not, only complete sets of weights are checked.
 
     Raises:
-        UserError: names or shapes differ, or the judge's weights are not those of a reward model.
+        UserError: names or shapes differ, or the judge's weights do not belong to a reward model.
     """
     for key, one in {POLICY: config, **second_model_configs(config)}.items():
         path = one.model.path
@@ -177,7 +177,7 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
 
 @contextmanager
 def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
-    """Context that rewrites a UserError about a model so that it names the keys of this model and of its layout.
+    """Context that rewrites a UserError about a model: the new error names the keys of this model and of its layout.
 
     Checks of models are written for the policy, and name its keys.
     """
@@ -310,9 +310,9 @@ def disagreement(everyone: Sequence[ProcessInputs]) -> str:
 
 
 def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
-    """Return the differences between a process's inputs and those of process 0 (`first`).
+    """Return the differences between a process's inputs and the inputs of process 0 (`first`).
 
-    Likely causes come first, and then what may follow from them.
+    Likely causes come first. Differences that may follow from these causes come later.
     """
     differences = []
     if given.identity:

@@ -5,8 +5,8 @@ rank then writes the phase that it is in and its Python stacks to `stacks/rank_0
 aborts a process whose collective timed out), the rank's own stacks are written to this file. A run that ends well
 removes the files.
 
-Requests go through the store of the process group. Each rank opens a separate connection for them, because the group's
-connection may be blocked. Only rank 0 looks for the user's file. Nothing is written before the first request.
+Requests go through the store of the process group. Each rank opens a separate connection for the requests, because the
+group's connection may be blocked. Only rank 0 looks for the user's file. Nothing is written before the first request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watchdog:
         self.phase, self._since = phase, time.localtime()
 
     def ask_everyone(self, own: str) -> Path:
-        """Request the stacks of all ranks, write those of this rank, and wait a moment for the other ranks.
+        """Request the stacks of all ranks, write this rank's stacks, and wait a moment for the other ranks.
 
         Args:
             own: traceback of this rank's error, for its report.

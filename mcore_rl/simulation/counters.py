@@ -28,8 +28,8 @@ from mcore_rl.platform import cpu
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 STAND_INS = Path(cpu.__file__)
-"""File of the functions that replace those of `torch.cuda`. A value that one of them reads counts as read by its
-caller."""
+"""File of the functions that replace functions of `torch.cuda`. If such a function reads a value, its caller counts as
+the reader."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
 """Kinds of storages: weights, gradients and optimizer state; tensors computed from hidden states and the LM head;
@@ -218,7 +218,7 @@ SELECTS = ("index_select", "embedding", "gather", "index")
 ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
 """Names of functions of PyTorch. Functions whose names begin with one of ALLOCATES touch no memory. Functions whose
 names begin with one of FILLS write to a tensor without reading it. The functions SELECTS read only a part of their
-first tensor. The functions ADDS_TO_PARTS change only a part of it."""
+first tensor. The functions ADDS_TO_PARTS change only a part of their first tensor."""
 
 
 def touched_bytes(tensor: Tensor) -> int:

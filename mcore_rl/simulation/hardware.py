@@ -160,7 +160,7 @@ class Hardware(BaseModel):
         )
 
     def communication_seconds(self, report: RankReport) -> float:
-        """Return the seconds that all transfers between ranks take, if they are made one after the other."""
+        """Return the seconds that all transfers between ranks take, one after the other."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
     def exposed_seconds(self, report: RankReport, dtype: str, chunks: int = 1) -> float:
@@ -170,9 +170,10 @@ class Hardware(BaseModel):
         chunk, for at most the time of this computation. `step_seconds` adds the messages of the bubble.
 
         Two more kinds of transfers overlap if their options are set. The reduce-scatters of gradients
-        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, which takes two thirds of a
+        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack. This pass takes two thirds of a
         pack's time. The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first
-        pack, which takes one third of a pack's time. They do not overlap if the policy generates or scores before
+        pack. This pass takes one third of a pack's time. The all-gathers do not overlap if the policy generates or
+        scores before
         training: it then needs the weights.
 
         At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 BUILDING = "building"
 RESULTS = "results"
-"""Phase in which ranks exchange metrics of the loss: a few bytes, which are not simulated."""
+"""Phase in which ranks exchange metrics of the loss. These few bytes are not simulated."""
 
 
 class Watch:
@@ -280,8 +280,9 @@ class RankReport:
 CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
 """Bytes that a cast of an element moves, and bytes of the two copies that it writes, by the precision of products.
 
-A tensor is needed as it is and transposed. A cast reads it once (2 bytes) and writes both. FP8 with the current scale
-first reads the tensor once more to find its largest value. MXFP8 has a scale of one byte for 32 elements.
+A tensor is needed in two forms: as it is, and transposed. A cast reads the tensor once (2 bytes) and writes both forms.
+FP8 with the current scale first reads the tensor once more to find its largest value. MXFP8 has a scale of one byte for
+32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
 """Parts whose products are in FP8: Transformer Engine leaves the router and the LM head in the model's precision."""

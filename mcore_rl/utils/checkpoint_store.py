@@ -142,7 +142,10 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return, as JSON, the identity of the run that wrote a checkpoint; None if it is missing or damaged."""
+    """Return, as JSON, the identity of the run that wrote a checkpoint.
+
+    Return None if the checkpoint has no identity or is damaged.
+    """
     import torch
 
     try:
@@ -169,7 +172,7 @@ def step_of(iteration: Path) -> int:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """Find problems of a checkpoint without reading its files; return those of the manifest, missing files and sizes.
+    """Return problems of a checkpoint that are found without reading its files: in manifest, file names and sizes.
 
     Args:
         required: files that the manifest must list.

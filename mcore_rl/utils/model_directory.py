@@ -28,9 +28,10 @@ MODEL_TYPES = (
     *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_5_text", "qwen3_5_moe_text"),
 )
-"""The `model_type` of the supported models: those of `models.megatron.families`, known before PyTorch is imported."""
+"""The `model_type` of the supported models: the types in `models.megatron.families`. Here they are known before PyTorch
+is imported."""
 PUSH = "checkpoint.push_to_hub"
-"""Configuration key of the repository, which errors name."""
+"""Configuration key of the repository. Errors name this key."""
 
 
 def is_hub_name(path: Path) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 REPORT_POLL_SECONDS = 1.0
-"""Maximum interval at which the first rank's process looks for the reports of the others."""
+"""Maximum interval at which the first rank's process looks for the reports of the other ranks' processes."""
 FILES_BESIDE = ("common.pt", "config.yaml", "metadata.json", ".metadata")
 """Files of a checkpoint other than its shards."""
 DEATH_SIGNAL_OPTION = 1
@@ -306,7 +306,7 @@ def take() -> ShardProcess:
 def shared_file() -> Any:
     """Return a file in memory that another process can map; on a system without memfd, a temporary file on disk.
 
-    The file is not in /dev/shm, which is small in containers.
+    The file is not in /dev/shm, because /dev/shm is small in containers.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("mcore_rl"), "w+b")

@@ -35,7 +35,10 @@ def world_size() -> int:
 
 
 def set_world_size(size: int) -> None:
-    """Set the number of processes that `world_size` returns, for a run that is only described (`--dry-run`)."""
+    """Set the number of processes that `world_size` returns.
+
+    A dry run (`--dry-run`) uses this, because it only describes a run of this size.
+    """
     os.environ["WORLD_SIZE"] = str(size)
 
 

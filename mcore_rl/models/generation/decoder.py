@@ -1,6 +1,6 @@
 """The decoder: the training model's modules, with a core attention that reads a cache.
 
-Keys and values are stored in blocks, which a sequence allocates as it grows (arXiv:2309.06180). A layer with a
+Keys and values are stored in blocks. A sequence allocates blocks as it grows (arXiv:2309.06180). A layer with a
 recurrent state stores one state, in a slot, for each sequence. The host keeps the block tables, the slot numbers and
 all lengths, so nothing here waits for the device.
 """
@@ -81,10 +81,10 @@ class Blocks:
 
 @dataclass
 class _Part:
-    """A part of the running sequences, whose keys and values are gathered into one tensor.
+    """A part of the running sequences. The keys and values of this part are gathered into one tensor.
 
-    rows: the part's range in the list of running sequences. longest: number of tokens of the part's longest sequence,
-    which is its first sequence. table: [sequences, blocks], the block numbers of each sequence of the part.
+    rows: the part's range in the list of running sequences. longest: number of tokens of the part's longest sequence.
+    The longest sequence is the first. table: [sequences, blocks], the block numbers of each sequence of the part.
     """
 
     rows: slice
@@ -136,7 +136,7 @@ class LayerCache(ABC):
 
 
 def _grown(storage: Tensor, count: int) -> Tensor:
-    """Return `storage`, extended with zeros to `count` entries if it has fewer."""
+    """Return `storage`; if it has fewer than `count` entries, extend it with zeros to `count` entries."""
     if len(storage) >= count:
         return storage
     # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
@@ -412,8 +412,8 @@ class CachedMixer(torch.nn.Module):
     """Replaces a layer's core attention during generation, and reads and writes the layer's cache.
 
     In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]. Its output is
-    [T, heads · d]. In a gated delta net it has 1 input tensor, [T, heads, …], which contains queries, keys, values,
-    rates and decays. Its output is [T, heads · value dimension].
+    [T, heads · d]. In a gated delta net it has 1 input tensor, [T, heads, …], with queries, keys, values, rates and
+    decays. Its output is [T, heads · value dimension].
 
     Args:
         inputs: number of input tensors, 3 or 1; further arguments of `forward` are ignored.

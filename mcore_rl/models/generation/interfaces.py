@@ -48,7 +48,7 @@ class GenerationOutputSpec(TypedDict):
         values are −1 where a token was not an input of the model, such as at the last token of a response. Present if
         experts are recorded.
     kept_tokens: for each response, the tokens that the sampler's filters (such as top-k) kept. Present if the sampling
-        parameters ask for them.
+        parameters ask for these tokens.
     """
 
     output_ids: torch.Tensor
@@ -106,8 +106,8 @@ class Response:
     weight_versions: pairs (version of the weights, number of consecutive tokens that these weights generated).
     routed_experts: [tokens of prompt and response, layers with experts, topk] int16. It is −1 for a token that was not
         an input of the model, such as the last. None if experts are not recorded.
-    kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if they are not
-        returned.
+    kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if these tokens are
+        not returned.
     """
 
     token_ids: list[int]
@@ -254,7 +254,7 @@ def share_responses(
 
     Args:
         led: the responses on the replica's first rank; ignored on other ranks.
-        experts: (layers, topk) of the responses' `routed_experts`; None if they have none.
+        experts: (layers, topk) of the responses' `routed_experts`; None if the responses have no `routed_experts`.
     """
     tensors = ResponseTensors.of(led if topology.leads_replica else ())
     sizes = tensors.sizes if topology.leads_replica else tensors.sizes.new_zeros(len(prompts), 3)

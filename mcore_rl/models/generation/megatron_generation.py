@@ -48,7 +48,7 @@ class SamplingBatch:
 
     tokens, logprobs: [n], the sampled tokens and their log-probabilities. experts: [n, layers, topk] int16, the experts
         of the step's input tokens; empty if experts are not recorded. kept: for each sequence, the tokens that the
-        filters kept; only on the last stage, and only if they are returned.
+        filters kept; only on the last stage, and only if kept tokens are returned.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -68,7 +68,8 @@ class RunningSequence:
     limit: int
     """Maximum number of tokens in the response."""
     drawn: int = 0
-    """Number of tokens sampled so far. It includes tokens after the response's end until the host detects the end."""
+    """Number of tokens sampled so far. This includes tokens after the response's end, until the host detects the
+    end."""
     ended_at: int | None = None
     """Number of tokens of the response including its stop token or string; None until the host has detected the end."""
     blocks: list[int] = field(default_factory=list)
@@ -78,9 +79,10 @@ class RunningSequence:
     prompt_state: Tensor = field(init=False)
     """[hidden], final hidden state of the prompt's last token; valid on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
-    """[tokens, layers, topk] int16 of the prompt's tokens, if experts are recorded."""
+    """Experts of the prompt's tokens, [tokens, layers, topk] int16, if experts are recorded."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
-    """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
+    """The sampling batches that contain the response's tokens, in order; with each batch, the sequence's column in this
+    batch."""
     tail: list[int] = field(default_factory=list)
     """The last tokens of the response, as many as are needed to detect a stop string."""
 

@@ -32,7 +32,7 @@ class SamplingParams:
     stop_strings: texts that end a response, and are part of it.
     seed: seed of the random numbers.
     max_kept_tokens: if set, the tokens that the filters keep are returned, and at most this many are kept at each
-        position. If None, any number is kept, and they are not returned.
+        position. If None, any number is kept, and the kept tokens are not returned.
     """
 
     max_new_tokens: int
@@ -73,7 +73,7 @@ def sample(
     Args:
         logits: [n, Vp] fp32, this rank's columns of the vocabulary; −inf in the vocabulary's padding.
         uniform: [n] float64 in [0, 1); not needed for greedy sampling.
-        group: the tensor-parallel group, whose ranks hold the vocabulary's columns in order.
+        group: the tensor-parallel group. Its ranks hold the vocabulary's columns in order.
 
     Returns:
         Token ids [n], their log-probabilities [n] fp32, and the kept tokens [n, k] int32, padded with −1; all are the
@@ -106,8 +106,8 @@ def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"
 def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     """Return a uniform number in [0, 1) for each position: a hash of seed, sample and position, the same on any device.
 
-    The hash is SplitMix64 (doi:10.1145/2714064.2660195), which uses uint64. Products and sums of int64 have the same
-    bits; only right shifts differ, hence `_shifted`.
+    The hash is SplitMix64 (doi:10.1145/2714064.2660195). SplitMix64 uses uint64. Products and sums of int64 have the
+    same bits; only right shifts differ, hence `_shifted`.
 
     Args:
         states: result of `random_states`.

@@ -32,7 +32,7 @@ def decode_routed_experts(
 ) -> Int16[Tensor, "tokens layers topk"]:
     """Decode a server's `routed_experts`: the experts of each token of a prompt and its response.
 
-    The result is −1 at the last token, which was not an input of the model.
+    The result is −1 at the last token. This token was not an input of the model.
 
     Args:
         encoded: base64 of the bytes of a .npy file: [num_tokens − 1, layers of the model, topk]. The entries of dense
@@ -134,7 +134,7 @@ class Request:
 class Answer:
     """A response, and the versions of the weights that generated it.
 
-    spans: pairs (version, number of tokens) for consecutive tokens. A version is a name, which the servers received
+    spans: pairs (version, number of tokens) for consecutive tokens. A version is a name. The servers received this name
         with the weights.
     """
 
@@ -317,7 +317,7 @@ class ServerPool:
             self.drop(url, f"{url}: the first rank has dropped it")
 
     def _serve(self, server: VLLMServer) -> None:
-        """Send waiting requests to `server`, one after the other, until it is dropped or the pool is closed."""
+        """Send waiting requests to `server`, one after the other, until the server is dropped or the pool is closed."""
         while (task := self._next_for(server.url)) is not None:
             oldest = self._settled
             try:
@@ -367,7 +367,7 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Return the response of `answer`, in which version numbers replace the version names of the weights.
+        """Return the response of `answer`; version numbers replace the version names of the weights.
 
         Raises:
             WrongServerError: the weights are older than version number `oldest`, or do not come from this run.

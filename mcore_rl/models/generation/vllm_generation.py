@@ -1,4 +1,4 @@
-"""Generation by vLLM's servers, which receive the policy's weights.
+"""Generation by vLLM's servers. The servers receive the policy's weights.
 
 The first rank of each data-parallel replica sends requests in the background. To update the weights, all ranks gather
 them, and rank 0 sends them to the servers. A server that fails is dropped, and the run continues with the remaining
@@ -299,7 +299,7 @@ class VLLMGeneration(StreamingGeneration):
         self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
 
     def _join(self, server: VLLMServer) -> RefitGroup:
-        """Create a process group of this process and the server's processes, over which weights are sent."""
+        """Create a process group of this process and the server's processes. Weights are sent over this group."""
         size = 1 + server.get("/get_world_size", CONTROL_SECONDS)["world_size"]
         ip = local_address(urlsplit(server.url).hostname or "")
         store = RefitStore(ip, 0, 0, self._refit_seconds)
@@ -344,8 +344,8 @@ class VLLMGeneration(StreamingGeneration):
     def _refit(self, version: int) -> None:
         """Pause the servers, send them the weights as version `version`, and resume them.
 
-        A server discards its cached prefixes, which were computed with the old weights. It continues pending responses
-        with the new weights.
+        A server discards its cached prefixes, because they were computed with the old weights. It continues pending
+        responses with the new weights.
         """
         self.weight_version = version
         if self._pool is not None:

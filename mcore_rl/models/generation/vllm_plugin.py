@@ -2,9 +2,9 @@
 
 Of this package's dependencies, the environment of these processes has only PyTorch.
 
-Each process of vLLM calls `register`, which is the entry point `vllm.general_plugins`. The plugin receives the
-trainer's weights by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload
-restores the parameters' loaders, which vLLM removes after it has loaded a model.
+Each process of vLLM calls `register`, the entry point `vllm.general_plugins`. The plugin receives the trainer's weights
+by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload restores the
+parameters' loaders, which vLLM removes after it has loaded a model.
 """
 
 from __future__ import annotations

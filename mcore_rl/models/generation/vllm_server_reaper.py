@@ -31,7 +31,7 @@ def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_e
     On SIGTERM a leader can remove its shared memory.
 
     Args:
-        leaders: process ids of the leaders, which are also the ids of the groups.
+        leaders: process ids of the leaders. They are also the ids of the groups.
         has_ended: returns whether a leader has ended. The parent process of a leader must pass its own function,
             because an ended process still exists until its parent has waited for it.
     """

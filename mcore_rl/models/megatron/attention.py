@@ -1,8 +1,8 @@
 """Attention over packs: token mixers, which describe a layer's attention, and the modules that compute it.
 
-A token mixer describes the part of a layer in which tokens see each other. A family has one for each of its layers
-(`Family.token_mixer`). It contains what other modules must know about the layer's attention: its modules, its weights
-in the Hugging Face directory, its cache during generation, and its cost.
+A token mixer describes the part of a layer in which tokens see each other. A family has a token mixer for each of its
+layers (`Family.token_mixer`). The token mixer contains what other modules must know about the layer's attention: its
+modules, its weights in the Hugging Face directory, its cache during generation, and its cost.
 
 Under context parallelism each rank gathers the keys and values of the whole pack, and attends with its own queries.
 """
@@ -55,7 +55,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules of which transformer layers consist, in one implementation (local or Transformer Engine)."""
+    """The modules of transformer layers in one implementation (local or Transformer Engine)."""
 
     norm: Any
     head_norm: Any
@@ -170,7 +170,7 @@ class GroupedQueryAttention(KeyValueMixer):
     qkv_bias, output_bias: whether the projections have biases.
     qk_norm: whether each query head and each key head has an RMS norm. wide_qk_norm: whether one RMS norm spans all
         query heads together, and another one all key heads together.
-    output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
+    output_gate: whether each query head has a gate. The sigmoid of the gate multiplies the head's output.
     post_norm_name: Hugging Face name of the norm after the output projection; "" if there is none.
     rope_factor: factor by which cos and sin of the rotary embedding are multiplied.
     neighbours: number of elements at the start of each query and key head. Among these elements, the Hugging Face model
@@ -506,7 +506,8 @@ class PackParams(PackedSeqParams):
 
     visible: the keys that the queries see. positions: [T / CP], for each of the rank's tokens, its position in its row.
     cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
-    attention; None if it is not used or if segments share a prefix. routed: the tokens that routers of experts see.
+    attention; None if Transformer Engine's attention is not used, or if segments share a prefix. routed: the tokens
+    that routers of experts see.
     """
 
     visible: AttentionPattern | None = None
@@ -562,8 +563,8 @@ class PackedCausalAttention(MegatronModule):
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
         For the backward pass a layer keeps only the rank's own 1/CP of the keys and values; the backward pass gathers
-        the other keys and values again. A fully recomputed layer keeps all that it has gathered, because its backward
-        pass follows at once.
+        the other keys and values again. A fully recomputed layer keeps all gathered keys and values, because its
+        backward pass follows at once.
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)

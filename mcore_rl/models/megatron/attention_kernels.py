@@ -22,9 +22,11 @@ from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 
 WORTH_A_TILE = 512
-"""Minimum number of keys for a tile. Shorter ranges are copied together, which costs less than a kernel call each."""
+"""Minimum number of keys for a tile. Shorter ranges are copied together: this costs less than one kernel call for each
+range."""
 QUERIES_OF_A_BLOCK = 256
-"""Number of queries in a block, for attention with a window. A block sees as many keys more than the window has."""
+"""Number of queries in a block, for attention with a window. All queries of a block together see at most this many keys
+more than one window has."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,13 @@ class _Pack:
         return self.lengths[segment] // self.number_of_chunks
 
     def start(self, segment: int, number: int) -> int:
-        """Return the number of a chunk's first row among the rows of all ranks, which are in rank order."""
+        """Return the number of a chunk's first row among the rows of all ranks, in rank order."""
         is_late = number >= self.cp_size > 1
         owner = self.number_of_chunks - 1 - number if is_late else number
         return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
 
     def parent(self, segment: int) -> int:
-        """Return the segment that `segment` continues; −1 if it continues none."""
+        """Return the segment that `segment` continues; −1 if there is no such segment."""
         return self.tree.parents[segment] if self.tree is not None and segment < len(self.tree.parents) else -1
 
     def chunks(self, cp_rank: int) -> Iterator[_Chunk]:
@@ -236,8 +238,8 @@ class AttentionPattern:
         """Return the index tensors; they are on the host. A kernel that reads in place does not need them.
 
         Returns:
-            Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64), which is empty if
-            no rows must be selected.
+            Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64). `index` is empty
+            if no rows must be selected.
         """
         lengths = self.query_lengths, self.key_lengths
         queries, keys = (torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths)
@@ -248,7 +250,7 @@ class AttentionPattern:
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:
-        """Copy to the device the index tensors, which `on_host` returns.
+        """Copy to the device the index tensors that `on_host` returns.
 
         Do nothing if the device has them already, or if the kernel reads in place.
         """
@@ -607,7 +609,7 @@ def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
 def _shares_heads(dtype: torch.dtype) -> bool:
     """Return whether the CPU kernel accepts fewer key heads than query heads, and sums their gradients exactly.
 
-    It does so since PyTorch 2.10. In half precision it rounds after adding each query head, which is not exact.
+    It does so since PyTorch 2.10. In half precision it rounds after adding each query head, so the sum is not exact.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and dtype.itemsize >= 4

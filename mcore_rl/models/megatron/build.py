@@ -169,7 +169,7 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
 
 
 class PendingGather(Protocol):
-    """Interface of `ParameterGather`, which gathers updated weights from other replicas in the background."""
+    """Interface of `ParameterGather`: it gathers updated weights from other replicas in the background."""
 
     def settle(self) -> None: ...
 
@@ -258,8 +258,8 @@ def build_model(
 ) -> ModelShard:
     """Build this rank's part of the model on the run's device. The weights are not loaded.
 
-    If `memory` is False, or on a simulated device, the parameters have only shapes (PyTorch's meta device). They are
-    built there directly, because moving them later would lose the attributes that Megatron sets on them.
+    If `memory` is False, or on a simulated device, the parameters have only shapes (PyTorch's meta device). The
+    parameters are built on the meta device directly: moving them later would lose the attributes that Megatron sets.
     """
     memory = memory and not platform.simulates()
     family = family_of(hf)

@@ -173,7 +173,7 @@ def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 class PackedDeltaRule(torch.nn.Module):
     """Computes convolution and delta rule within each sequence of a pack.
 
-    In generation `CachedMixer`, which keeps states, replaces this module.
+    In generation `CachedMixer` replaces this module and keeps the states.
     """
 
     def __init__(self, net: GatedDeltaNet, config: TransformerConfig, cp_group: Any) -> None:

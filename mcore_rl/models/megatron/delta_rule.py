@@ -1,6 +1,6 @@
 """The gated delta rule (arXiv:2412.06464) and its causal convolution over packs.
 
-Each value head has a state S [key dim, value dim], which begins at 0 in each sequence. Token t with query q, key k,
+Each value head has a state S [key dim, value dim]. S is 0 at the start of each sequence. Token t with query q, key k,
 value v, decay g ≤ 0 and rate β changes it and reads it:
 
     S ← exp(g) · S,    S ← S + β · k (v − Sᵀ k)ᵀ,    output = Sᵀ q
@@ -62,7 +62,7 @@ class ChunkPlan:
     before: [width − 1, T], for each position, the positions of the previous width − 1 tokens of its sequence, the
         nearest first; −1 where there is none.
     last: [segments], position of the last token of each segment that has tokens.
-    order: [segments], for each of these segments, its place in the order in which the steps complete the segments.
+    order: [segments], for each of these segments, its position in the order in which the segments are completed.
     """
 
     steps: tuple[Step, ...]

@@ -32,7 +32,7 @@ FP8_SCALE = "_scale_inv"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Endings of the names of the two parts of an MXFP4 tensor (gpt-oss)."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of FP4 (e2m1) without their sign, which is the highest of the four bits."""
+"""The values of FP4 (e2m1) without their sign. The sign is the highest of the four bits."""
 
 
 def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
@@ -226,7 +226,7 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         scales: [n, rows, groups], exponents of the scales, plus 127.
 
     Returns:
-        The numbers, [n, groups · 32, rows] in bfloat16, which represents each of them exactly.
+        The numbers, [n, groups · 32, rows] in bfloat16. bfloat16 represents each number exactly.
     """
     signed = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
     numbers = torch.stack((signed[(blocks & 15).int()], signed[(blocks >> 4).int()]), dim=-1).flatten(-2)
@@ -336,8 +336,8 @@ def write_hf_directory(
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
     Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
-    writes. The directory gets its final name after it is complete and was read back. It contains a manifest, which
-    lists its files, so that a later export replaces only these files.
+    writes. The directory gets its final name after it is complete and was read back. The directory contains a manifest
+    of its files, so that a later export replaces only these files.
 
     Args:
         source: model directory. The tokenizer, and tensors that are no part of the text model, are copied from it.

@@ -85,7 +85,7 @@ def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
 
 
 def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Join the matrices of single experts into PEFT's tensors, each of which contains all experts.
+    """Join the matrices of single experts into PEFT's tensors. Each of PEFT's tensors contains all experts.
 
     A tensor is yielded as soon as its last expert has come. Other tensors are yielded unchanged.
     """

@@ -47,8 +47,8 @@ class RoutedTokens:
     sequence: [t], index of each token's sequence; N for padding. weight: [t], sample mask of each token's sequence; 0
         for padding.
     lengths: [N + 1], number of tokens in each sequence; the last entry, for padding, is 1.
-    experts: [t, layers with experts, topk], the experts of an earlier choice, which is repeated; −1 if unknown. None if
-        the routers choose the experts.
+    experts: [t, layers with experts, topk], the experts of an earlier choice; this choice is repeated. −1 if unknown.
+        None if the routers choose the experts.
     """
 
     sequence: Tensor
@@ -181,8 +181,8 @@ class Router(TopKRouter):
         """Choose the experts of each token.
 
         Returns:
-            Weights [T, experts] in fp32, which are 0 for experts that are not chosen; and a mask [T, experts] of the
-            chosen experts.
+            Weights [T, experts] in fp32 (0 for experts that are not chosen), and a mask [T, experts] of the chosen
+            experts.
         """
         logits = logits.flatten(0, -2)
         tokens = None if self.pack is None else self.pack.routed
@@ -374,7 +374,7 @@ class ExpertsMixin:
 
 
 class CountingExperts(ExpertsMixin, SequentialMLP):
-    """Megatron's experts, which are computed one after the other."""
+    """Megatron's experts. They are computed one after the other."""
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):

@@ -1,4 +1,6 @@
-"""Layers that consist of Transformer Engine's modules. `build.layer_modules` imports this file only if they are used.
+"""Layers that consist of Transformer Engine's modules.
+
+`build.layer_modules` imports this file only if these layers are used.
 
 Norms and linear layers are separate modules, with the same names as in the local implementation. Adapters therefore
 work in the same way, and a checkpoint of one implementation can be loaded with the other. Nothing is lost: in bf16
@@ -99,8 +101,8 @@ class TENormedRowLinear(PostNormMixin, TERowLinear):
 class TEPackedCausalAttention(PackedCausalAttention):
     """Transformer Engine's attention; the local attention in cases that Transformer Engine does not support.
 
-    These cases are: segments share a prefix; the window is shorter than the longest segment; there are sinks; on CUDA
-    the tensors are fp32, for which Transformer Engine before 2.11 has no kernel for packs.
+    These cases are: segments share a prefix; the window is shorter than the longest segment; there are sinks; the
+    tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32 kernel for packs.
     """
 
     def __init__(

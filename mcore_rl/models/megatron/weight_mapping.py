@@ -196,7 +196,7 @@ class Interleaved(Kind):
         """For each part (for example q, k and v), the number of its rows in one group."""
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
-        """Convert the rows of part number `part` from the order of the Hugging Face tensor to that of the parameter.
+        """Convert the rows of part number `part` from the Hugging Face tensor's order to the parameter's order.
 
         Args:
             rows: [groups, rows of the part in a group, …]; rows are only moved within a group.
@@ -369,7 +369,7 @@ class Mapping:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names of the Hugging Face tensors of which the parameter consists, each once."""
+        """Names of the Hugging Face tensors that make up the parameter, each once."""
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:

@@ -51,8 +51,8 @@ def gather_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face tensors of a table with their names. The shards of a tensor are gathered from all ranks.
 
-    The tensors are yielded in the table's order. Each needs at most one all-gather, one broadcast over expert-parallel
-    ranks, and one broadcast over pipeline stages. Collective over all ranks.
+    The tensors are yielded in the table's order. Each tensor needs at most one all-gather, one broadcast over
+    expert-parallel ranks, and one broadcast over pipeline stages. Collective over all ranks.
 
     Args:
         table: mappings by the parameters' names.
@@ -117,7 +117,7 @@ class _GatheredTensor:
         """Gather the parameter's shards: [number of shards, …]. Return None on ranks that do not yield the tensor.
 
         Args:
-            shard: this rank's shard; None if it has none.
+            shard: this rank's shard; None if this rank has no shard.
             adapter: adapter to merge into the shard; None for none.
         """
         size = 1 if self.mapping.kind.partition_dim is None else self.ranks.size
@@ -152,7 +152,7 @@ def _stage_of(mapping: Mapping, model: ModelShard) -> int:
 
 
 def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
-    """Return the expert-parallel rank that has the expert to which the parameter belongs; 0 for other parameters."""
+    """Return the expert-parallel rank of the expert that the parameter belongs to; 0 for other parameters."""
     match = _IN_EXPERT.search(mapping.megatron) if mapping.is_expert else None
     return int(match[1]) // model.experts_per_rank if match else 0
 

@@ -34,7 +34,7 @@ class PolicyCheckpoint:
         self.second: MegatronPolicy | None = None
         self.second_name = ""
         self.started_from: Path | None = None
-        """The checkpoint from which weights or reference of this run come; None if both are the model directory's."""
+        """The checkpoint that this run's weights or reference come from; None if both come from the model directory."""
         self.pending: PendingSave | None = None
 
     @cached_property
@@ -79,7 +79,7 @@ class PolicyCheckpoint:
             state: state of the training loop itself, in small, plain values.
 
         Returns:
-            The checkpoint's directory; None if it is still being written.
+            The checkpoint's directory; None if the checkpoint is still being written.
 
         Raises:
             SaveError: the checkpoint could not be written. Raised on every rank; earlier checkpoints are untouched.
@@ -109,8 +109,8 @@ class PolicyCheckpoint:
         """Complete the pending checkpoint; with `wait`, wait until it is written.
 
         Returns:
-            The checkpoint's directory. None if no checkpoint is pending, or if it is still being written (only without
-            `wait`).
+            The checkpoint's directory. None if no checkpoint is pending, or if the checkpoint is still being written
+            (only without `wait`).
 
         Raises:
             SaveError: the checkpoint could not be written. Raised on every rank.

@@ -95,7 +95,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Create a process group of the policy's first rank and the engine's processes.
 
         Args:
-            world_size: size of the group: the engine's processes, and the policy's first rank, which has rank 0.
+            world_size: size of the group: the engine's processes, and the policy's first rank as rank 0.
         """
 
     @abstractmethod

@@ -152,7 +152,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.scheduler: Any = None
         self.gather: ParameterGather | None = None
         self.own_updates = list[Muon | AdamWInBfloat16]()
-        """Optimizers of some parameters, which run before Megatron's optimizer updates all other parameters."""
+        """Optimizers of some parameters. They run before Megatron's optimizer updates all other parameters."""
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel)
             self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
@@ -487,8 +487,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Prepare to `generate` with the current weights.
 
         Args:
-            params: sampling parameters. If None, those of the previous call are used; at the first call, those of the
-                configuration, if it has any.
+            params: sampling parameters. If None, the parameters of the previous call are used; at the first call, the
+                configuration's parameters, if any.
             max_sequence_length: maximum number of tokens in a prompt and its response together. Default:
                 `data.max_sequence_length`.
             tokenizer: the tokenizer. Default: the one in the model directory.

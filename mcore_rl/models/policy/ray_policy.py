@@ -233,14 +233,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Start `init_collective` on all ranks and return `ray.ObjectRef`s, which `wait` accepts.
+        """Start `init_collective` on all ranks and return `ray.ObjectRef`s. Pass them to `wait`.
 
         Meanwhile the engine's processes must join the group.
         """
         return self._refs("init_collective", ip, port, world_size)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start the broadcast on all ranks and return `ray.ObjectRef`s, which `wait` accepts.
+        """Start the broadcast on all ranks and return `ray.ObjectRef`s. Pass them to `wait`.
 
         Meanwhile the engine's processes must receive the weights.
         """

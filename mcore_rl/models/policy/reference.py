@@ -171,7 +171,10 @@ class ReferenceLogprobs(Protocol):
 
 
 class SwappedReference:
-    """A source that computes the log-probabilities with the policy's model, while it has the reference's weights."""
+    """A source that computes the log-probabilities with the policy's model.
+
+    Meanwhile, the model has the reference's weights.
+    """
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy

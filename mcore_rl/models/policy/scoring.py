@@ -197,10 +197,10 @@ class ScoringModel:
     def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
         """Return the number of floating-point operations for forward and backward over sequences of these lengths.
 
-        Each parameter counts 6 operations per token. A frozen parameter under an adapter counts 4, and the input
-        embedding, which is a lookup, counts none. The operations of the token mixers are added: for causal attention
-        over n tokens 6·n²·heads·head_dim per layer; for a gated delta net the products with its states.
-        Recomputation is not counted.
+        Each parameter counts 6 operations per token. A frozen parameter under an adapter counts 4. The input embedding
+        counts none, because it is a lookup. The operations of the token mixers are added: for causal attention over n
+        tokens 6·n²·heads·head_dim per layer; for a gated delta net the products with its states. Recomputation is not
+        counted.
 
         Args:
             lengths: number of tokens in each sequence.
@@ -535,8 +535,8 @@ class TeacherModel(ScoringModel):
     def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         """Compute `counted_logits` of the student's microbatches if this model has its own layout.
 
-        Only as many microbatches run at a time as this model has pipeline stages: the hidden states of all their tokens
-        stay in memory until those of the counted tokens are selected.
+        Only as many microbatches run at a time as this model has pipeline stages: the hidden states of all tokens stay
+        in memory until the hidden states of the counted tokens are selected.
         """
         found: dict[Hashable, HiddenAndHead] = {}
         for start in range(0, len(microbatches), self.topology.pipeline.size):  # all replicas have equally many

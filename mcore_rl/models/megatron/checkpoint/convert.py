@@ -102,7 +102,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     """Write the weights of a Hugging Face directory as a checkpoint of iteration 0 below `destination`.
 
-    Training can start from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+    Training can start from this checkpoint with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
 
     Returns:
         Directory of the checkpoint.

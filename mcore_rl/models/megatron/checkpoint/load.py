@@ -133,7 +133,7 @@ def _read(path: Path, offset: int = 0, length: int = -1) -> io.BytesIO:
 
 
 def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
-    """Return the architecture of the model whose weights a checkpoint contains; {} if it is not recorded.
+    """Return the architecture of a checkpoint's model; {} if the checkpoint does not record it.
 
     The architecture has the same form as the result of `architecture_of`.
     """
@@ -178,7 +178,7 @@ class RegionReader:
 
     @torch.no_grad()
     def read(self, regions: Iterable[Region]) -> None:
-        """Read all regions into their memory; read nothing if one of them does not fit the checkpoint.
+        """Read all regions into their memory; read nothing if any region does not fit the checkpoint.
 
         Raises:
             UserError: a tensor is missing, a region is not completely stored, or a file is damaged.
@@ -307,7 +307,7 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
     dimension are copied, and so on.
 
     Args:
-        read: function of `first` and `count`, which returns `count` elements of the stored shard, from `first` on.
+        read: function (first, count) that returns `count` elements of the stored shard, from number `first` on.
     """
     for begin, inner, offsets, values in _rows(piece.sizes, 0, piece.offsets, piece.values, piece.dtype.itemsize):
         step = max(1, BLOCK_BYTES // (math.prod(inner) * piece.dtype.itemsize))
@@ -385,7 +385,8 @@ class Restored:
     state: the training loop's state; {} if the checkpoint has none.
     pieces: names of what was restored, such as "weights" or "schedule".
     missing: names of what the checkpoint lacks.
-    has_reference: whether the checkpoint contains weights of a reference model, which differ from the initial weights.
+    has_reference: whether the checkpoint contains weights of a reference model. (It contains them only if they differ
+        from the initial weights.)
     """
 
     state: dict[str, Any]
@@ -467,7 +468,7 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
 def _load_weights_and_moments(
     iteration: Path, index: Metadata, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
 ) -> None:
-    """Load the policy's weights and moments, and the weights of `reference` if it is not None.
+    """Load the policy's weights and moments. Also load the weights of `reference`, unless it is None.
 
     Args:
         common: the state that is the same on all ranks, among it the optimizer's; {} to load no optimizer state.

@@ -1,7 +1,7 @@
 """Saves checkpoints in Megatron's distributed format while training continues.
 
-Tensors are copied to a block of shared memory; a separate process, which was started early, writes them to files. A
-checkpoint contains model, optimizer and schedule (also of a second trained model), random states, the state of the
+Tensors are copied to a block of shared memory; a separate process writes them to files. This process is started early.
+A checkpoint contains model, optimizer and schedule (also of a second trained model), random states, the state of the
 training loop, and `config.yaml`. `mcore_rl.utils.checkpoint_store` ensures that a checkpoint on disk is either complete
 or absent.
 """
@@ -162,9 +162,9 @@ class HostStaging:
 
 
 START_SECONDS = 60.0
-"""Maximum time in seconds for the start of the writing process, which does not count as time for writing."""
+"""Maximum time in seconds for the start of the writing process. This time does not count as time for writing."""
 COMMIT_SECONDS = 60.0
-"""Additional time in seconds, after that for writing, in which rank 0's process waits for all ranks and commits."""
+"""Time in seconds, in addition to the time for writing, in which rank 0's process waits for all ranks and commits."""
 DISCARD_SECONDS = 10.0
 """Time limit in seconds for the removal of a checkpoint that could not be completed."""
 FAILED = "failed"
@@ -261,7 +261,7 @@ class OneFileWriter(FileSystemWriterAsync):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged.
 
-        The overridden method would create the directory, which exists already. A rank could hang in it.
+        The directory exists already. The overridden method would create it again, and a rank could hang in this call.
         """
         return plan
 
@@ -305,8 +305,8 @@ class ShardWriter:
         planned: the shards to write.
         timeout: time limit in seconds for writing.
         staging: the shared memory and the process. No other save may use them before the file is written.
-        staged: for each tensor that is already in the shared memory, the byte at which it begins, by the tensor's index
-            in the plan.
+        staged: the tensors that are already in the shared memory: a map from a tensor's index in the plan to its first
+            byte.
         commit: what rank 0's process does after all ranks have written; None on other ranks.
     """
 

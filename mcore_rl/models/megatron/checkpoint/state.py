@@ -107,7 +107,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Divide into rectangles those of a parameter's elements start … end − 1 that are in `part`.
+    """Take those of a parameter's elements start … end − 1 that are in `part`; divide them into rectangles.
 
     Args:
         first: number of the part's first element in the parameter.
@@ -227,7 +227,7 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer's parameter groups; they are the same on all ranks. Loading reads only the step in them.
 
     Experts have a separate optimizer with the same step and learning rates. Megatron's own function is not used: it
-    reads the whole state, which Transformer Engine's optimizer rejects for Muon and for moments in bfloat16.
+    reads the whole state. Transformer Engine's optimizer rejects this for Muon and for moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}

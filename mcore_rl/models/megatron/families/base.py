@@ -61,7 +61,8 @@ class Family:
     gradient_tolerance: ClassVar[float] = 1e-4
     """Largest relative difference between the gradients under two parallel layouts that rounding can explain."""
     has_dropout = False
-    """Whether configurations of published models contain dropout. It is then ignored; otherwise it is an error."""
+    """Whether configurations of published models contain dropout. If so, dropout is ignored; otherwise it is an
+    error."""
     has_layer_types = True
     """Whether `layer_types` determines which layers have windows. It is False if transformers ignores it."""
     rotates_neighbours = False
@@ -225,7 +226,7 @@ class Family:
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
-        """Change the configuration to that of a small model with the same architecture.
+        """Change the configuration so that it describes a small model with the same architecture.
 
         The model has `layers` layers. Parallel layouts up to the given sizes divide it evenly.
         """
