@@ -345,7 +345,7 @@ def judge_config(config: RLConfig) -> RLConfig:
 
 
 def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
-    """Return the configuration of a model that is not trained, with the parallel layout `own`.
+    """Return `config`, the configuration of a model that is not trained, with the parallel layout `own`.
 
     If `own` is None, the model has the trained model's layout. If batch.tokens_per_pack is set, it is raised to the
     length of this model's longest record. That record may be longer, or have more padding, than the trained model's

@@ -529,7 +529,7 @@ class RLConfig(TrainingConfig):
 
     @property
     def max_prompt_length(self) -> int:
-        """Maximum number of tokens of a prompt that leaves room for a response."""
+        """Maximum number of tokens in a prompt. A longer prompt would leave no room for a response."""
         return self.data.max_sequence_length - self.rollouts.max_new_tokens
 
     @model_validator(mode="after")

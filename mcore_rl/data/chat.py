@@ -331,7 +331,8 @@ def _by_marks(
 
 @dataclass(frozen=True)
 class _Marked:
-    """Finds message `index` in `text`, the rendered conversation, with the help of further renderings."""
+    """Finds message `index` in `text`, the rendered conversation. For this, it renders the conversation again with
+    marks."""
 
     tokenizer: Any
     messages: Messages

@@ -76,7 +76,7 @@ class Records:
         return Records(self.source, self.place, self.numbers[:count], self.raw[:count])
 
     def parsed(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each record as its position, in words for messages, and its parsed object.
+        """Yield, for each record, its position (in words, for messages) and its parsed object.
 
         Raises:
             UserError: a record is not a JSON object.

@@ -30,7 +30,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class Bounds:
-    """Marker of a number with the range of its values; a bool is not accepted as a number."""
+    """Marks an option as a number, and gives the range of its values. A bool is not accepted as a number."""
 
     ge: float | None = None
     gt: float | None = None

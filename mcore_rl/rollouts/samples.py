@@ -190,8 +190,8 @@ def exchange_tokens(
 class RolloutSummary:
     """The part of a rollout that every rank has: everything except its tokens and texts.
 
-    Fields with the name of a field of `Rollout` have the same meaning, except `kept_tokens`: the number of tokens that
-    the sampler kept, summed over all positions. Lengths are numbers of tokens.
+    A field with the same name as a field of `Rollout` has the same meaning. The exception is `kept_tokens`: here it is
+    the number of tokens that the sampler kept, summed over all positions. Lengths are numbers of tokens.
     """
 
     prompt: int

@@ -173,8 +173,7 @@ class Hardware(BaseModel):
         (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack. This pass takes two thirds of a
         pack's time. The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first
         pack. This pass takes one third of a pack's time. The all-gathers do not overlap if the policy generates or
-        scores before
-        training: it then needs the weights.
+        scores before training, because the policy then needs the weights.
 
         At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are
         ready last, and the weights that are needed first. No other transfers are hidden. This includes the all-gathers

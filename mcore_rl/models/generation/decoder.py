@@ -247,7 +247,7 @@ class KeyValueLayerCache(LayerCache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def make_workspace(self, blocks: int) -> None:
-        """Create the workspace for parts of up to `blocks` blocks, if there is none that is large enough."""
+        """Create a workspace for parts of up to `blocks` blocks, unless there is a workspace of this size or larger."""
         shape = self.storage.shape[1:]
         if shape not in self.gathered or len(self.gathered[shape]) < blocks:
             self.gathered[shape] = self.storage.new_empty(blocks, *shape)

@@ -113,7 +113,7 @@ class RunningSequence:
 
 
 class StopStrings:
-    """The stop strings: texts that end a response as soon as it contains one of them."""
+    """The stop strings. A response ends as soon as it contains one of these texts."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
         self.texts, self.tokenizer = texts, tokenizer

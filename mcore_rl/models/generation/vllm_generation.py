@@ -252,8 +252,8 @@ class VLLMGeneration(StreamingGeneration):
         """Find or start the servers, and wait until they are ready.
 
         Returns:
-            The servers' URLs, and whether all servers return the sampling masks that the run needs; True if it needs
-            none.
+            The servers' URLs, and whether all servers return the sampling masks that the run needs; True if the run
+            needs no masks.
         """
         vllm = self.config.generation.vllm
         if not vllm.urls:

@@ -272,7 +272,7 @@ class AttentionPattern:
     def index(self) -> Tensor | None:
         """Numbers of the rows that the chunks of queries see, chunk after chunk, on the device.
 
-        None if these are all rows in their order.
+        None if the chunks see all rows in their order.
         """
         return self.on_device[2] if self.is_apart else None
 

@@ -122,9 +122,9 @@ class GatedDeltaNet(TokenMixer):
 
 
 class InterleavedDeltaNet(GatedDeltaNet):
-    """A gated delta net whose input projections are interleaved by key head also in the Hugging Face tensors.
+    """A gated delta net for Qwen3-Next.
 
-    Qwen3-Next has such tensors.
+    The input projections are interleaved by key head in the Hugging Face tensors too.
     """
 
     def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:

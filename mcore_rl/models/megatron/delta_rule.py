@@ -40,8 +40,8 @@ class Step:
     """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
 
     count: number of chunks.
-    sources: for each chunk, the index of its predecessor: the chunk of the previous step that it continues. None if
-        chunk i continues chunk i of the previous step for all i, and in the first step.
+    sources: for each chunk, the index of its predecessor: the chunk of the previous step that it continues. None in the
+        first step, and if every chunk i continues chunk i of the previous step.
     ends: indices of those chunks that are the last of their segment.
     """
 
@@ -249,9 +249,9 @@ def _scan(
         whole: [chunks, …, 1, 1].
 
     Returns:
-        new − reads · S of all chunks; the state S before each chunk that is not in the first step, or None if there is
-        only one step; and with `with_states` the states after the segments, in the order in which the segments end,
-        otherwise None.
+        Three values. First, new − reads · S of all chunks. Second, the state S before each chunk, except the chunks of
+        the first step; None if there is only one step. Third, with `with_states`, the states after the segments, in the
+        order in which the segments end; otherwise None.
     """
     parts = [x.split([step.count for step in steps]) for x in (new, reads, key, whole)]
     corrected, before, ended = [parts[0][0]], list[Tensor](), list[Tensor]()

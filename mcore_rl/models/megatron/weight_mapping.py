@@ -394,7 +394,8 @@ def assemble(
     Args:
         pieces: parts with their values.
         shapes: shapes of the wanted tensors; parts of other tensors are ignored.
-        copies: whether to copy a tensor that consists of one part. If not, it is valid only until the next is yielded.
+        copies: whether to copy a tensor that consists of one part. If not, such a tensor is valid only until the next
+            tensor is yielded.
     """
     begun: dict[str, tuple[Tensor, int]] = {}
     for part, piece in pieces:

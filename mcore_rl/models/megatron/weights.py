@@ -59,7 +59,7 @@ def gather_tensors(
         own: this rank's parameters, or other values in their place, by the parameters' names in the table. All have the
             same precision, except those that are float32 in every model.
         names: names of the Hugging Face tensors to yield, the same on every rank; all if None.
-        copies: whether to copy each tensor. If not, it is valid only until the next is yielded.
+        copies: whether to copy each tensor. If not, a tensor is valid only until the next one is yielded.
         first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
         adapters: adapters to merge into the parameters, by the parameters' names.
     """
@@ -318,7 +318,7 @@ def export_hf_weights(
         value_of: function that returns what to export for a parameter, for example its gradient. Default: the
             parameter's value with its adapter merged.
         names: names of the tensors to yield, the same on every rank; all if None.
-        copies: whether to copy each tensor. If not, it is valid only until the next is yielded.
+        copies: whether to copy each tensor. If not, a tensor is valid only until the next one is yielded.
         first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
     """
     adapters = adapters_of(model) if value_of is None else {}

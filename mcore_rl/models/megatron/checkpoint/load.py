@@ -470,8 +470,8 @@ def _load_weights_and_moments(
 ) -> None:
     """Load the policy's weights and moments. Also load the weights of `reference`, unless it is None.
 
-    Args:
-        common: the state that is the same on all ranks, among it the optimizer's; {} to load no optimizer state.
+    Args: common: the state that is the same on all ranks. It includes the optimizer's state; {} to load no optimizer
+        state.
     """
     weights = run.policy.weights()
     regions = [*run.policy.regions(weights, bool(common))]

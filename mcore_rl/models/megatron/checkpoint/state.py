@@ -236,7 +236,7 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Create moments of zeros if the optimizer has none yet, so that its state can be saved or loaded."""
+    """Create moments of zeros if the optimizer has no moments yet, so that its state can be saved or loaded."""
     for inner in optimizers_with_parameters(optimizer):
         inner.init_state_fn(inner.optimizer, inner.config)
         if isinstance(inner.optimizer, TORCH_ADAM):
@@ -250,7 +250,7 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
 def _step_of(optimizer: Any) -> int:
     """Return the number of updates that the optimizer has made.
 
-    It is stored in the parameter groups that have parameters, or in the states of the parameters.
+    This number is stored in the parameter groups that have parameters, or in the states of the parameters.
     """
     groups = [group["step"] for group in optimizer.param_groups if group["params"] and "step" in group]
     steps = {int(step) for step in groups or [state.get("step", 0) for state in optimizer.state.values()]}
