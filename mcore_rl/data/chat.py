@@ -331,8 +331,7 @@ def _by_marks(
 
 @dataclass(frozen=True)
 class _Marked:
-    """Finds message `index` in `text`, the rendered conversation. For this, it renders the conversation again with
-    marks."""
+    """Finds message `index` in `text`, the rendered conversation, by rendering the conversation again with marks."""
 
     tokenizer: Any
     messages: Messages

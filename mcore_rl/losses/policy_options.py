@@ -21,10 +21,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions(LossOptions):
-    """Options of the policy losses.
-
-    If only some losses have an option, the option's description starts with their names.
-    """
+    """Options of the policy losses. If only some losses have an option, its description starts with their names."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "reference_policy_kl_type": "kl_estimator",

@@ -142,8 +142,8 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call `function` in a separate process; return its result.
 
-    A separate process is needed because the simulated device must be installed before Megatron is imported, and because
-    a process that is killed must not affect other simulations.
+    A separate process is needed for two reasons. The simulated device must be installed before Megatron is imported. If
+    a simulation is killed, other simulations must go on.
 
     Raises:
         UserError: the process was killed.

@@ -713,8 +713,9 @@ def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, An
     """Return a table on the device with one row for each microbatch.
 
     The columns are: whether the microbatch counts (0 for a filler), its loss, its number of rows, its number of valid
-    samples, the value of each metric in `names`, and for each metric whether the microbatch has it. All numbers that
-    are on the host are copied to the device together. The host does not wait for numbers that are on the device.
+    samples, the value of each metric in `names`, and for each metric whether the microbatch has this metric. All
+    numbers that are on the host are copied to the device together. The host does not wait for numbers that are on the
+    device.
     """
     width, device = 4 + 2 * len(names), platform.device()
     if not outputs:

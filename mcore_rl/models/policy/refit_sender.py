@@ -107,7 +107,7 @@ class WeightSender:
         Returns:
             A map from a device to the handle of its block. The key is a GPU's UUID; or "cpu", with one block for all
             processes. The first rank returns the handles of all devices. Any other rank returns only the handle of its
-            own block, or {} if it has no block.
+            own block, or {} if this rank has no block.
 
         Raises:
             ValueError: the model has no tensor with one of these names.

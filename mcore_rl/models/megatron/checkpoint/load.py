@@ -331,8 +331,8 @@ def _rows(
         values: memory for the region.
 
     Yields:
-        The number of the element with which the first row begins, the shape of a row, the region's place in each row,
-        and the memory for the region.
+        The number of the first row's first element, the shape of a row, the region's place in each row, and the memory
+        for the region.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
@@ -470,7 +470,8 @@ def _load_weights_and_moments(
 ) -> None:
     """Load the policy's weights and moments. Also load the weights of `reference`, unless it is None.
 
-    Args: common: the state that is the same on all ranks. It includes the optimizer's state; {} to load no optimizer
+    Args:
+        common: the state that is the same on all ranks. It includes the optimizer's state; {} to load no optimizer
         state.
     """
     weights = run.policy.weights()

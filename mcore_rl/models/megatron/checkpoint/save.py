@@ -237,7 +237,8 @@ class PlannedShards:
 class _Planner(MCoreSavePlanner):
     """Megatron's planner, plus shards that need no planning. PyTorch checks that all shards fit together.
 
-    Args: own: the shards that need no planning, with their places.
+    Args:
+        own: the shards that need no planning, with their places.
     """
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:

@@ -74,9 +74,9 @@ class Mixture(Family):
 
     count_field: configuration field for the number of experts in a layer. width_field: configuration field for the size
         of an expert's hidden layer.
-    mlp_name: Hugging Face name of the module that contains a layer's experts. In this module, expert_names are the
-        names of an expert's gate, up and down projections, shared_name is the name of the shared expert, and
-        selection_bias_name the name of the bias for the choice of experts.
+    mlp_name: Hugging Face name of the module that contains a layer's experts. The following names are names in this
+        module. expert_names: an expert's gate, up and down projections. shared_name: the shared expert.
+        selection_bias_name: the bias for the choice of experts.
     """
 
     count_field: ClassVar[str] = "num_experts"
