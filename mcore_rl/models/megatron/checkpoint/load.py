@@ -472,7 +472,7 @@ def _load_weights_and_moments(
 
     Args:
         common: the state that is the same on all ranks. It includes the optimizer's state; {} to load no optimizer
-        state.
+            state.
     """
     weights = run.policy.weights()
     regions = [*run.policy.regions(weights, bool(common))]
