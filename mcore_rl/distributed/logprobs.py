@@ -599,12 +599,7 @@ class Tiles:
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        columns: int,
-        temperature: float,
-        kept: Sequence[Tile] | None = None,
+        self, hidden: Tensor, weight: Tensor, columns: int, temperature: float, kept: Sequence[Tile] | None = None
     ) -> None:
         self._hidden, self._weight, self._kept = hidden, weight.detach(), kept
         self.columns, self.temperature = columns, temperature
@@ -674,11 +669,13 @@ class Tiles:
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a · b in the accumulation type, for two results of `factor`."""
+        if self._kept is not None and a.is_cpu:  # each tile has another number of columns, for which oneDNN keeps code
+            return cpu.product_of_torch(a, b)
         return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Compute total += a · b, for two results of `factor`."""
-        if total.is_cpu and cpu.uses_onednn(a, b):
+        if self._kept is None and total.is_cpu and cpu.uses_onednn(a, b):
             total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
         elif total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)  # torch's counter of operations ignores `addmm_`

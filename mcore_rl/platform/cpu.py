@@ -183,8 +183,9 @@ def keep_freed_memory() -> None:
     processor time of a training step, because most operations write a new tensor. Does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for setting, value in KEPT_BYTES.items() if mallopt else ():
-        mallopt(setting, value)
+    if mallopt is not None:
+        for setting, value in KEPT_BYTES.items():
+            mallopt(setting, value)
 
 
 SMALLEST = 2**22
@@ -231,9 +232,14 @@ def uses_onednn(x: Tensor, y: Tensor) -> bool:
     return bool(_kernels) and is_large and x.dtype == y.dtype == torch.float32
 
 
+def product_of_torch(x: Tensor, y: Tensor) -> Tensor:
+    """Return x · y, computed by torch's own kernel, which keeps no code for the shapes of `x` and `y`."""
+    return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
+
+
 def _product(x: Tensor, y: Tensor) -> Tensor:
     if not uses_onednn(x, y):
-        return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
+        return product_of_torch(x, y)
     if x.t().is_contiguous() and not x.is_contiguous():  # the gradient of a weight is summed over tokens
         return _sum_over_rows(x.t(), y)
     return _rows_times(x, y.t())

@@ -16,7 +16,7 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
-from mcore_rl.cli.entry_point import _shortened
+from mcore_rl.cli.entry_point import _let_threads_spin, _shortened
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 COMMAND = [sys.executable, "-m", "mcore_rl"]
@@ -49,6 +49,26 @@ def call(*arguments):
 
 def forked(*arguments):
     return run_forked(["-m", "mcore_rl", *arguments], ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    "threads, processes, spin",
+    [("2", 1, True), (None, 1, True), ("1", 4, True), ("2", 3, False), (None, 2, False), ("8", 1, False)],
+)
+def test_threads_spin_only_if_each_has_a_core(monkeypatch, threads, processes, spin):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    for name, value in (("OMP_NUM_THREADS", threads), ("LOCAL_WORLD_SIZE", str(processes)), ("GOMP_SPINCOUNT", None)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    _let_threads_spin()
+    assert ("GOMP_SPINCOUNT" in os.environ) == spin
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+
+
+def test_the_users_setting_for_waiting_threads_is_kept(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    _let_threads_spin()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 LAUNCH = ("train", "sft", "--nproc-per-node", "2")

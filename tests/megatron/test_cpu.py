@@ -1,10 +1,15 @@
-"""Float32 products on the CPU are computed by oneDNN, with the results that torch's kernel gives."""
+"""On the CPU, float32 products are computed by oneDNN, with the results of torch's kernel; freed memory is kept."""
+
+import resource
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from mcore_rl.distributed.logprobs import linear_logprobs
+from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.platform import cpu
 
 LARGE = 256
@@ -63,6 +68,31 @@ def test_products_of_many_numbers_of_tokens_have_few_shapes():
         if event.name == "mkldnn::_linear_pointwise":
             shapes.add(str(event.input_shapes))
     assert 3 < len(shapes) <= 3 * 10
+
+
+def test_log_probabilities_over_kept_tokens_have_no_products_of_onednn():
+    """The number of kept tokens, and so the shape, differs from tile to tile."""
+    hidden, weight = random(64, LARGE).requires_grad_(), random(2000, LARGE).requires_grad_()
+    ids = torch.stack([torch.randperm(2000)[:30] for _ in range(64)])
+    tiles = list(kept_tiles(KeptTokens.of(ids.tolist()), ids[:, 0], 0, 2000, (64, 2000)))
+    with torch.autograd.profiler.profile() as profile:
+        linear_logprobs(hidden, weight, ids[:, 0], kept=tiles)[0].sum().backward()
+    assert onednn_calls(profile) == 0
+    with torch.autograd.profiler.profile() as profile:
+        linear_logprobs(hidden, weight, ids[:, 0])[0].sum().backward()
+    assert onednn_calls(profile) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_freed_memory_is_used_again():
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(7_000_000) for _ in range(4)]  # 28 MB each; glibc alone keeps 56 MB
+        del tensors
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 1000  # of 27,000 pages
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 256, 700, 1025])

@@ -432,14 +432,14 @@ def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
 
 
 def _turned_in_place(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """Compute the same as `_turned`, for devices without compiled kernels: with one temporary tensor instead of six."""
+    """Compute the same as `_turned`, for devices without compiled kernels: with small temporary tensors."""
     cos, sin = ((wave * factor).to(x.dtype) for wave in (angles.cos(), angles.sin()))
     result = x.clone(memory_format=torch.contiguous_format)
     turned, source = result[..., : angles.shape[-1]].mul_(cos), x[..., : angles.shape[-1]]
     halves = (part.chunk(2, dim=-1) for part in (turned, source, sin))
     (first, second), (of_first, of_second), (sin_first, sin_second) = halves
-    first.addcmul_(of_second, sin_first, value=-1)
-    second.addcmul_(of_first, sin_second)
+    first.sub_(of_second * sin_first)
+    second.add_(of_first * sin_second)
     return result
 
 
