@@ -94,14 +94,14 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 	@$(call results,ppo_cpu)
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
-WORKERS ?= 2
+WORKERS ?= 3
 IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --instafail
 
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
 # These wait longer for their processes.
-test-long: WORKERS = 3
+test-long: WORKERS = 4
 test-long: .venv/installed-compat
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 

@@ -80,7 +80,7 @@ class HTTPJudge:
             left = seconds - (time.monotonic() - started)
             if attempt + 1 < self.attempts:
                 time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))
-        raise RuntimeError(f"{self.url}: {reason} (in {self.attempts} attempts)")
+        raise RuntimeError(f"{self.url}: {reason} (attempts: {self.attempts})")
 
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
         """Send a request; its whole answer must arrive within `seconds`.

@@ -84,7 +84,9 @@ def test_metrics_contain_mean_and_value_of_each_update(whole):
     assert rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp2"), pytest.param("tp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("dp2", marks=pytest.mark.long), pytest.param("tp2", marks=pytest.mark.exhaustive)]
+)
 def test_updates_are_equal_under_every_layout(layout, files, whole):
     processes, arguments = LAYOUTS[layout]
     out = train(files, "grpo", layout, "--replay", files / "recording.jsonl", *arguments, processes=processes)

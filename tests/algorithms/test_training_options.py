@@ -323,10 +323,8 @@ def test_steps_without_update_because_most_samples_failed_end_the_run(tmp_path):
     half, most, every = ([replace(o, error="down") for o in judged[:n]] + judged[n:] for n in (2, 3, 4))
     for step, outcomes in enumerate((most, most, half, most, every), start=1):
         run._check_judged(step, outcomes)
-    told = (
-        r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged in 3 consecutive"
-    )
-    with pytest.raises(TrainingError, match=f"{told}; the last error: down"):
+    told = r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged"
+    with pytest.raises(TrainingError, match=f"{told} in 3 consecutive steps; the last error: down"):
         run._check_judged(6, most)
 
 

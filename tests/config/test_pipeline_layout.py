@@ -69,7 +69,7 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
     text = "E" + head + "".join(f"({part})*{times}" for part, times in groups) + tail + "L"
     stages = PipelineParallelLayerLayout.parse_str_to_list(text)
     if [] in stages:
-        with pytest.raises(ValueError, match=f"stage {stages.index([]) + 1} of the {len(stages)} of .* is empty"):
+        with pytest.raises(ValueError, match=f"has {len(stages)} stages, and stage {stages.index([]) + 1} is empty"):
             layers_of_layout(text)
     else:
         assert layers_of_layout(text) == [sum(one.name == "decoder" for one in stage) for stage in stages]

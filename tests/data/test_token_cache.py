@@ -186,10 +186,12 @@ def test_a_damaged_store_is_named(files):
     load(files)
     (store,) = stores(files)
     (store / "ids.bin").write_bytes(b"\0" * 12)
-    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is incomplete: ids.bin has 12 bytes.*; remove it"):
+    with pytest.raises(
+        UserError, match=rf"data.cache_dir: {store} is incomplete: ids.bin has 12 bytes.*; delete this directory"
+    ):
         load(files)
     (store / "meta.json").write_text("[]")
-    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is incomplete: .*; remove it"):
+    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is incomplete: .*; delete this directory"):
         load(files)
 
 

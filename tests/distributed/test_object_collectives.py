@@ -82,8 +82,9 @@ def objects_of_steps(config):
 
 
 LAYOUTS = and_long(
-    [("grpo", "llama", ParallelLayout(tp=2)), ("grpo", "llama", ParallelLayout(dp=2))],
+    [("grpo", "llama", ParallelLayout(tp=2))],
     [
+        ("grpo", "llama", ParallelLayout(dp=2)),
         ("grpo", "llama", ParallelLayout(pp=2)),
         ("grpo", "llama", ParallelLayout(cp=2)),
         ("grpo", "mixtral", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),

@@ -27,7 +27,7 @@ FAILURES = {
 ENDS = {
     **{kind: told for kind, (_, told) in FAILURES.items()},
     "cancelled": "WorkerError: rank 0: the work was cancelled before its end",
-    "unsendable result": "WorkerError: rank 0: the result cannot be sent: ",
+    "unsendable result": "WorkerError: rank 0: the result cannot be sent t",
     "result": "done",
 }
 

@@ -312,14 +312,14 @@ def test_http_judge_accepts_numbers_null_and_objects(judge, remote):
 @pytest.mark.parametrize(
     ("behave", "limit", "asked", "error"),
     [
-        (lambda n, body: (500, {}), 3, 2, r"status 500 \(2 attempts\)"),
+        (lambda n, body: (500, {}), 3, 2, r"status 500 \(attempts: 2\)"),
         (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
-        (lambda n, body: time.sleep(30), 3, 2, r"took too long \(2 attempts\)"),
+        (lambda n, body: time.sleep(30), 3, 2, r"took too long \(attempts: 2\)"),
         (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
         (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer with an object that has a list of"),
         (lambda n, body: (200, [1]), 3, 1, "/judge must answer with an object that has a list of rewards, got \\[1\\]"),
         (lambda n, body: (200, {"rewards": [{"reward": 1, "rewards": None}]}), 3, 1, "rewards must be a dictionary"),
-        (None, 3, 0, r"does not answer \(2 attempts\)"),
+        (None, 3, 0, r"does not answer \(attempts: 2\)"),
     ],
     ids=["fails", "refuses", "hangs", "too few", "other words", "a list", "no rewards", "not there"],
 )

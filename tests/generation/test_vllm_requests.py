@@ -44,7 +44,7 @@ def test_one_bad_request_drops_no_server(status, times):
         futures = {request.seed: pool.submit(request, PARAMS) for request in REQUESTS}
         for seed, future in futures.items():
             if seed == BAD:
-                told = "refuses the request: told so" if times == 1 else r"\(3 attempts\)"
+                told = "refuses the request: told so" if times == 1 else r"\(attempts: 3\)"
                 with pytest.raises(RequestError, match=told):
                     future.result(60)
             else:
@@ -59,7 +59,7 @@ def test_a_server_without_room_is_asked_later(status):
         assert [future.result(60).token_ids[-1] for future in futures] == [request.seed for request in REQUESTS[:3]]
         assert dropped == {} and len(stubs[0].asked) == 7
     with pool_of(lambda n: (status, {}), seconds=1.0, handler=Well) as (pool, _, dropped):
-        with pytest.raises(RequestError, match=rf"status {status}: told so \(for 1 s\)"):
+        with pytest.raises(RequestError, match=rf"status {status}: told so \(tried again for 1 s\)"):
             pool.submit(REQUESTS[0], PARAMS).result(60)
         assert dropped == {}
 

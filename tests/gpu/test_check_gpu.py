@@ -57,6 +57,7 @@ def test_a_part_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypatch
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_the_time_that_is_given_is_kept(tmp_path, capsys):
     """A part that takes longer is cut off, and the next time those come first that have not begun."""
     parts = [part("first", "import time; time.sleep(60)"), part("second", "")]
@@ -67,6 +68,7 @@ def test_the_time_that_is_given_is_kept(tmp_path, capsys):
     assert "second: ended well" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
     parts = [part("bad", "import sys; sys.exit(5)"), part("slow", "import time; time.sleep(60)"), part("good", "")]
     assert run_all(parts, tmp_path, HERE, options(seconds=3)) == NOT_ALL
@@ -112,7 +114,7 @@ def test_refusals(arguments, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rehearsal_of_the_benchmarks(tmp_path):
     """All parts except the tests, which run separately."""
     names = [p.name for p in PARTS if p.name not in ("smoke", "tests")]

@@ -239,7 +239,7 @@ def test_weighted_loss_refuses_logprobs():
         ({"discopop_tau": 0.1}, "discopop_tau applies to preference_loss=discopop, not to sigmoid"),
         ({"preference_loss": "nca_pair", **SMOOTH}, "label_smoothing applies to preference_loss=sigmoid, .* nca_pair"),
         ({"preference_loss": "bco_pair", **JS}, "f_divergence_type=js_divergence does not apply to bco_pair"),
-        ({"preference_loss": ["sigmoid", "aot"], **JS}, "not for aot"),
+        ({"preference_loss": ["sigmoid", "aot"], **JS}, "does not apply to aot"),
         ({"f_alpha_divergence_coef": 0.2}, "f_alpha_divergence_coef applies to f_divergence_type=alpha_divergence"),
         ({**JS, "f_alpha_divergence_coef": 0.2}, "not to js_divergence"),
         ({"f_divergence_type": "hellinger"}, "f_divergence_type: must be one of reverse_kl, forward_kl"),

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     for bad, message in (
         (Region("nothing", (0, 0), values), "has no tensor nothing with 2 dimensions"),
         (Region("key", (0,), values[0]), "has no tensor key with 1 dimensions"),
-        (Region("key", (0, 0), values, whole=(4, 7)), r"its key is \(4, 6\), not \(4, 7\)"),
+        (Region("key", (0, 0), values, whole=(4, 7)), r"key has the shape \(4, 6\); the model needs \(4, 7\)"),
         (Region("key", (1, 0), values), r"key has the shape \(4, 6\), which is too small"),
     ):
         with pytest.raises(UserError, match=message):

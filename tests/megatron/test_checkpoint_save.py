@@ -77,7 +77,7 @@ DAMAGE = {
     "manifest of nothing": (lambda p: (p / "manifest.json").write_text("{}"), "does not list a whole checkpoint"),
     "manifest leaving the folder": (
         lambda p: (p / "manifest.json").write_text('{"../x": [1, "2"]}'),
-        "must be a file in this directory",
+        "which is not a file of this directory",
     ),
     "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), "manifest.json is missing"),
     "a directory in a shard's place": (
@@ -118,7 +118,7 @@ def test_candidates_report_wrong_tracker(store, text, message):
 def test_candidates_raise_when_every_checkpoint_is_damaged(store):
     for path in store.iterations():
         (path / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"is whole: .*iter_0000010: common.pt is missing"):
+    with pytest.raises(UserError, match=r"damaged or incomplete: .*iter_0000010: common.pt is missing"):
         store.candidates()
 
 

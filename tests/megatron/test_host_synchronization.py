@@ -84,8 +84,9 @@ scores; the tokens and their log-probabilities."""
 @pytest.mark.parametrize(
     ("algorithm", "sections", "step"),
     and_long(
-        [(DPOConfig, {}, "score")],
+        [],
         [
+            (DPOConfig, {}, "score"),
             (DPOConfig, {"dpo": {"reference": "swap"}}, "train"),
             (SFTConfig, {}, "train"),
             (KTOConfig, {}, "train"),

@@ -66,9 +66,9 @@ def compare(config, layout, sequences):
 
 LAYOUTS = and_long(
     [],
-    [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True)],
+    [ParallelLayout(), ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True)],
     [
-        ParallelLayout(cp=2),
+        ParallelLayout(tp=2, sp=True), ParallelLayout(cp=2),
         ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2),
         ParallelLayout(pp=2, vpp=2), ParallelLayout(packing=False), ParallelLayout(pp=2, vpp=2, stages="E|ttt|t|L"),
     ],
@@ -119,7 +119,6 @@ MODELS = and_long(
     [],
     [
         ("critic", ParallelLayout(tp=2, sp=True)),
-        ("reference", ParallelLayout(pp=2)),
         ("whole teacher", ParallelLayout()),
     ],
     [
@@ -146,12 +145,12 @@ GROUPED = {"dtype": "bfloat16", "moe_grouped_gemm": True}
 MIXTURES = and_long(
     [],
     [
-        (ParallelLayout(dp=2, ep=2), {}),
         (ParallelLayout(dp=2, ep=2), GROUPED),
         (ParallelLayout(tp=2, sp=True, ep=2, etp=1), {}),
         (ParallelLayout(pp=2, dp=2, ep=2), {}),
     ],
     [
+        (ParallelLayout(dp=2, ep=2), {}),
         (ParallelLayout(), {}),
         (ParallelLayout(), {"recompute_activations": True}),
         (ParallelLayout(cp=2, ep=2), {}),

@@ -344,7 +344,7 @@ class ServerPool:
         elif not is_lost:
             task.attempts += 1
             if task.attempts >= ATTEMPTS:
-                return _resolve(task.future, RequestError(f"{error} ({ATTEMPTS} attempts)"))
+                return _resolve(task.future, RequestError(f"{error} (attempts: {ATTEMPTS})"))
         with self._changed:
             if self.servers:
                 insort(self._waiting, task, key=lambda task: task.request.priority)
