@@ -181,9 +181,9 @@ class DistillationLossFn(_Distillation):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss and metrics from the student's log-probabilities of the teacher's top k tokens.
 
-        Without `entropy`, both distributions are renormalised over the k tokens, except for
-        kl_type=reverse_unnormalized. `student_logprobs` may then be logits, and the logits of all other tokens have a
-        gradient of exactly 0.
+        If `entropy` is None, both distributions are renormalised over the k tokens, except for
+        kl_type=reverse_unnormalized. When they are renormalised, `student_logprobs` may also contain logits, and the
+        logits of all other tokens have a gradient of exactly 0.
 
         Args:
             entropy: entropy of the student's distribution over the whole vocabulary.

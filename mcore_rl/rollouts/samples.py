@@ -366,7 +366,10 @@ class Rollout:
         self.logprobs += logprobs
 
     def add_reward(self, step: Step) -> None:
-        """Add the rewards in `step`: the reward of the last response, to its last token, and the token rewards."""
+        """Add the rewards in `step`.
+
+        The last response's reward is added to its last token. Token rewards are added to their own tokens.
+        """
         length = self.response_lengths[-1]
         first = len(self.input_ids) - length
         of_tokens = [(first + t, reward) for t, reward in enumerate(step.token_rewards) if reward]

@@ -187,7 +187,7 @@ class ProductCounter(FlopCounterMode):
     """Counts the operations of matrix products while the mode is active.
 
     counts: number of floating-point operations, by kind of product.
-    operands: number of elements of factors that are not weights, by phase and part.
+    operands: number of elements in the factors of matrix products, without factors that are weights; by phase and part.
 
     Args:
         now: function that returns the current phase and part.

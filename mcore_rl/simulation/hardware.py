@@ -47,8 +47,9 @@ class Hardware(BaseModel):
         nodes.
     host_bytes_per_second: bandwidth between a GPU and its host.
     launch_seconds: time that the host needs to launch a kernel.
-    shape_efficiency: rate of a product relative to large products, given by the result's smaller dimension and by the
-        dimension that is summed over. For a grouped product, these are the dimensions of one expert's product.
+    shape_efficiency: rate of a matrix product, as a fraction of the rate of large products. It depends on two sizes:
+        the smaller dimension of the result, and the dimension that is summed over. They are the keys of the outer and
+        of the inner dict. For a grouped product, the sizes are those of one expert's product.
 
     The other efficiencies are fractions of these peak rates and bandwidths.
     """

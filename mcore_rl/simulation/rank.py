@@ -1,4 +1,7 @@
-"""The process that simulates a rank: models on a device without values, and replacements of functions."""
+"""The process that simulates a rank.
+
+Its models are built on a device whose tensors have no values. Functions that need values are replaced.
+"""
 
 from __future__ import annotations
 

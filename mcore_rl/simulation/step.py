@@ -214,7 +214,7 @@ class RankReport:
     kernel_bytes: bytes that all kernels except products read and write in memory, by phase and part of the model.
     copied_weights: the part of `kernel_bytes` that is read and written to copy weights.
     gradient_bytes: the part of `kernel_bytes` that is read and written to add gradients to fp32 sums, by phase.
-    operands: number of elements of those factors of products that are not weights, by phase and part.
+    operands: number of elements in the factors of matrix products, without factors that are weights; by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights in linear layers, without routers and LM heads.
     traffic, calls: number of bytes and of calls of every kind of transfer.

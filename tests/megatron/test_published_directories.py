@@ -187,7 +187,7 @@ def test_sequences_beyond_the_index_are_refused(tmp_path):
     family.check(64)
     with pytest.raises(
         UserError,
-        match=r"data\.max_sequence_length=65: in longer sequences deepseek_v32 attends only to index_topk=64 keys",
+        match=r"data\.max_sequence_length=65: must be at most 64 \(the model's index_topk\)",
     ):
         family.check(65)
 

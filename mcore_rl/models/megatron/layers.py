@@ -340,8 +340,9 @@ class GatedActivation:
     """The gated activation of an MLP: it applies `glu` to the two halves of […, 2 · width] and returns […, width].
 
     Only the inputs are saved for the backward pass. Autograd would also save the activated gate and a copy of the other
-    half, which are 2/5 of an MLP's activations, and with weights the product as well. The class is no PyTorch module,
-    because Megatron asks all modules of an MLP for checkpoint state.
+    half: together 2/5 of an MLP's activations. If the result is multiplied by weights, autograd would save the
+    unweighted result as well. The class is no PyTorch module, because Megatron asks all modules of an MLP for
+    checkpoint state.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

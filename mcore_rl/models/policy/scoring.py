@@ -298,9 +298,9 @@ class ScoringModel:
     def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
         """Return `logprobs` and `score_norms` [B, S] of each token that is not padding.
 
-        The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It is
-        computed from two log-probabilities of the token: if all logits are doubled, its probability is π² / Σ π². This
-        needs a second product with the LM head, but no second pass through the model.
+        The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It follows
+        from two probabilities of the token: π, and π² / Σ π², which is its probability if all logits are doubled. Their
+        ratio gives Σ π². The second one needs another product with the LM head, but no second pass through the model.
         """
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 

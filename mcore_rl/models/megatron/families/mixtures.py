@@ -414,9 +414,9 @@ class DeepseekV32(Glm4MoELite):
         super().check(max_sequence_length)
         if max_sequence_length > self.hf.index_topk:
             raise UserError(
-                f"data.max_sequence_length={max_sequence_length}: in longer sequences {self.model_type} attends "
-                f"only to index_topk={self.hf.index_topk} keys, which is not supported; set "
-                f"data.max_sequence_length={self.hf.index_topk} or less"
+                f"data.max_sequence_length={max_sequence_length}: must be at most {self.hf.index_topk} (the model's "
+                f"index_topk). In longer sequences {self.model_type} attends to a selection of the keys, which is not "
+                "supported"
             )
 
     def passes_on(self, name: str) -> bool:
