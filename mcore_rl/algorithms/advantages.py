@@ -97,7 +97,7 @@ def gdpo_advantages(
     large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards by name; NaN where a reward does not apply to a sample. The advantage of this reward is then 0.
+        rewards: rewards by name; NaN where a reward does not apply to a sample. Its advantage is 0 there.
         weights: weight of each name.
         judged: see `group_advantages`.
     """

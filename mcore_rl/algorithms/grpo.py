@@ -657,7 +657,7 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of the rows with the numbers `asked`; `row_of` maps a number to the row's index in `batch`."""
+    """Return the tokens of the rows whose numbers are in `asked`; `row_of` maps numbers to indices in `batch`."""
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 

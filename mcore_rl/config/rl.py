@@ -98,7 +98,7 @@ class JudgeOptions(Section):
 
 
 class RewardConfig(JudgeOptions):
-    """A judge of the list that `name: weighted` combines."""
+    """One judge of a list. With `name: weighted`, the rewards of the listed judges are added up."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
     """Kind of judge; the other keys are those of `environment`."""

@@ -141,9 +141,9 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that only some forms have.
+    """Return a key that only some forms of a section have.
 
-    `defaults` has the key's default in each form, with the form's name in parentheses.
+    `defaults` contains one text for each form that has the key: the default, then the form's name in parentheses.
     """
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)

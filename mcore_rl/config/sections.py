@@ -90,12 +90,12 @@ class ModelConfig(Section):
     """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
-        """Return this section with each `auto` replaced; a simulation always simulates local layers.
+        """Return this section with each `auto` replaced. A simulation always gets local layers.
 
         Args:
             on_gpu: whether the run is on GPUs.
-            te_problem: why Transformer Engine cannot be used, as words that continue "Transformer Engine"; None if it
-                can be used.
+            te_problem: end of a sentence that begins with "Transformer Engine" and says why it cannot be used; None if
+                it can be used.
             simulates: whether the run is simulated.
 
         Raises:

@@ -87,8 +87,8 @@ class MicrobatchPlanner:
             exchange shapes.
         attention_length: sequence length at which attention costs as much as all other operations.
         count_multiple: the number of microbatches on every rank is a multiple of this.
-        rows_per_group: number of neighbouring rows that may have a common prefix; a pack then contains the prefix
-            once. 0: prefixes are never shared.
+        rows_per_group: number of neighbouring rows that may have a common prefix. A pack contains a shared
+            prefix once. 0: prefixes are never shared.
         min_shared: minimum number of tokens in a shared prefix.
     """
 
@@ -194,8 +194,8 @@ class MicrobatchPlanner:
 
         `data` must have `input_lengths`.
 
-        If `data` is a `LocalBatch`, it has only this replica's rows, and all of them are divided into microbatches. The
-        call is then collective, because every rank must have the same number of microbatches.
+        If `data` is a `LocalBatch`, it has only this replica's rows, and all of them are divided into microbatches.
+        With a `LocalBatch` the call is collective, because every rank must have the same number of microbatches.
         """
         if isinstance(data, LocalBatch):
             return self._own_microbatches(data)

@@ -344,7 +344,7 @@ class _Marked:
         return f"message {self.index + 1} ({self.messages[self.index]['role']})"
 
     def around(self, index: int) -> tuple[str, str]:
-        """Return the text before and after the content of message `index`, as the template writes them."""
+        """Render the conversation; return the text before the content of message `index`, and the text after it."""
         mark = unused_character(self.text)
         marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)

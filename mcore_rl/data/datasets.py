@@ -285,10 +285,10 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the data to store with a record. Data that are not configured are left out.
+        """Return what to store with a record about its teachers.
 
-        `teachers` are the weights of the record's teachers. `prompt` is the prompt, with its tools, that these teachers
-        read.
+        `teachers` is the weight of each of the record's teachers, by name; present if the teachers have names. `prompt`
+        is the prompt that the teachers read, followed by its tools; present if teachers read another prompt.
         """
         own: dict[str, Any] = {}
         if self.have_names:

@@ -225,7 +225,7 @@ class PackLayout:
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
         """Return `packed` [T] shifted left by one inside each sequence.
 
-        Entry p is then the value of the token that position p predicts. Positions that predict no token (see
+        Entry p of the result is the value of the token that position p predicts. Positions that predict no token (see
         `has_target`) have the value of position 0.
         """
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)

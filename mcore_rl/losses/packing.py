@@ -23,7 +23,7 @@ class SequencePackingLossWrapper:
 
     A loss that `takes_logprobs` is called once, with the log-probabilities of the whole pack as rows. Any other loss
     (also a subclass that replaces `__call__`) is called once for each sequence, or for each pair
-    (`loss_fn.rows_per_unit`), with the logits of that sequence or pair only. Its metrics are then combined as
+    (`loss_fn.rows_per_unit`), with the logits of that sequence or pair only. The metrics of these calls are combined as
     `loss_fn.metric_reductions` says.
 
     Under context parallelism every rank computes the loss of the whole pack, and gradients are summed over the

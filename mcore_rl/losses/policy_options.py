@@ -269,14 +269,14 @@ class DPPOOptions(PolicyLossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOTVOptions(DPPOOptions):
-    """Options of DPPO with the total variation of taking the token or not."""
+    """Options of DPPO whose divergence is the change of the token's probability (total variation)."""
 
     name: Literal["dppo_tv"] = "dppo_tv"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOKLOptions(DPPOOptions):
-    """Options of DPPO with KL(previous ‖ current) of taking the token or not, in nats."""
+    """Options of DPPO whose divergence is KL(previous ‖ current) over two outcomes: this token, or another one."""
 
     name: Literal["dppo_kl"] = "dppo_kl"
     divergence_clip_min: Positive = 0.05

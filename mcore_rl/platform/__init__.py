@@ -334,7 +334,7 @@ DETERMINISTIC_ENVIRONMENT = {
 def make_deterministic() -> None:
     """Use only deterministic kernels from now on. Call it before anything runs on the device.
 
-    If an operation has no deterministic kernel, calling it then raises RuntimeError with the operation's name.
+    If an operation has no deterministic kernel, calling the operation raises RuntimeError with the operation's name.
 
     Raises:
         UserError: an environment variable has a value that allows kernels that are not deterministic.

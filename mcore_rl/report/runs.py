@@ -163,7 +163,7 @@ def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]
     """Yield the entries of the run's file `name`; nothing if it does not exist.
 
     Args:
-        tell: add the file to `run.cut_short` if its last line is incomplete.
+        tell: whether to add the file's name to `run.cut_short` if its last line is incomplete.
     """
     path = run.path / name
     try:

@@ -235,8 +235,8 @@ class RolloutStatistics:
         """Add samples to the sums.
 
         Args:
-            answers: the answer of each sample, for pass@k and maj@k. All responses to a prompt must then be added in
-                the same call.
+            answers: the answer of each sample, for pass@k and maj@k. With `answers`, one call must add all responses to
+                a prompt. None if pass@k and maj@k are not computed.
         """
         for place in range(0, len(outcomes) if answers is not None else 0, self._group):
             responses = slice(place, place + self._group)

@@ -111,7 +111,7 @@ SAMPLES_PER_TENSOR = 64
 
 
 def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a SHA-256 of the tensors' names and of some evenly spaced numbers of each tensor.
+    """Return a SHA-256 of the tensors' names, and of some evenly spaced values of each tensor.
 
     The hash distinguishes the weights after different updates, without reading the whole model.
     """

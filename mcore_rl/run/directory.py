@@ -218,7 +218,7 @@ class RunDirectory:
             os.truncate(self.path / JUDGE_LOG, 0)
 
     def mark_not_finite(self, message: str) -> None:
-        """Store the message of the NaN or infinity that ends this launch of the run; `not_finite` reads it."""
+        """Store the error message of a NaN or infinity that ends this launch of the run. `not_finite` reads it."""
         with contextlib.suppress(OSError):
             (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
 

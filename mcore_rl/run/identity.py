@@ -61,8 +61,8 @@ class RunIdentity:
 
     architecture: the fields of the model's config.json that determine the architecture.
     base_weights: digest of the model's initial weights. A reference model keeps these weights.
-    data: fingerprint of the tokenized training data. It depends on tokenizer and chat template. "" as long as the data
-        has not been read; it is then not compared.
+    data: fingerprint of the tokenized training data. It depends on tokenizer and chat template. As long as the data has
+        not been read, it is "" and is not compared.
     config: every value of the configuration.
     launch: `launch_id` of the launch that wrote this; "" without torchrun.
     other_weights: digests of the other weights that the run reads (adapter, reference, teacher, reward model, critic),

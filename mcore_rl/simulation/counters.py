@@ -138,10 +138,10 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """Replacement of torch's module tracker: operations are counted under "Global" and under the current part.
+    """Replaces torch's module tracker. Operations are counted in total ("Global"), and for the current part.
 
-    torch's tracker installs hooks on the inputs and outputs of every module, until the counting ends. The hooks keep
-    recomputed activations alive. A real run does not use this memory.
+    torch's tracker would install hooks on the inputs and outputs of every module. These hooks keep recomputed
+    activations alive until the counting ends, and so use memory that a real run does not use.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:

@@ -227,7 +227,8 @@ class RankReport:
     work: work of this replica, and largest work of a replica; both are divided by the mean over all replicas.
     model_flops: operations of a step's training on all ranks, without recomputation and scoring.
     seconds: duration of the simulation itself.
-    is_mixture: whether the model is a mixture of experts; every expert is then assumed to receive equally many tokens.
+    is_mixture: whether the model is a mixture of experts; if so, the simulation assumes that
+        every expert receives equally many tokens.
     """
 
     rank: int
@@ -292,7 +293,7 @@ LINEAR = ("projections", "MLP", "experts")
 class Implementation:
     """A choice of kernels and precisions. A report is an estimate for such a choice.
 
-    The package's own layers are simulated; `of` then converts the report to other kernels and precisions.
+    The simulation runs the package's own layers. `of` converts its report to other kernels and precisions.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
         to fp32 sums, and read the weights of experts without copying them.
@@ -498,7 +499,8 @@ def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> LocalBa
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
     """Return the offloaded bytes in each phase, by kind, and the bytes that move between host and device in a step.
 
-    Moves in both directions are counted. The numbers are computed, because a simulated storage cannot be emptied.
+    Moves in both directions are counted. All numbers are computed from sizes, not measured, because the storages of a
+    simulation cannot be emptied.
     """
     on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
     phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))

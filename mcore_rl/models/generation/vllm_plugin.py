@@ -61,12 +61,12 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
 
 
 class DirectCopies(TorchFunctionMode):
-    """Makes vLLM's layerwise reload notice parameters that a model fills by a direct copy.
+    """Makes vLLM's layerwise reload work for a model that copies tensors directly into its parameters.
 
-    The reload notices only what the parameters' loaders load. vLLM's gpt-oss in 16 or 32 bits copies tensors directly
-    into its parameters, so the old experts and sinks would stay in use. Inside this context a copy into an expert's
-    parameter calls a loader instead. Sinks need no processing after they are loaded, so the model copies them
-    into the parameters in use.
+    The reload sees only tensors that a parameter's `weight_loader` loads. vLLM's gpt-oss in 16 or 32 bits copies
+    tensors of experts and sinks without a loader, so the old values would stay in use. Inside this context, a copy into
+    an expert's parameter calls a loader. Sinks need no processing after loading, so the model copies them directly into
+    the parameters in use.
 
     Args:
         model: a model on which `initialize_layerwise_reload` was called.

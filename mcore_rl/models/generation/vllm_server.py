@@ -169,8 +169,8 @@ def _check_precision(path: Path) -> None:
 def _returns_masks(config: RLConfig) -> bool:
     """Return whether to start servers with `--return-sampling-mask`.
 
-    vLLM's build for the CPU refuses this flag. On the CPU it is therefore set only with `keep_sampling_mask=true`; the
-    run then ends with vLLM's error.
+    vLLM's build for the CPU refuses this flag. On the CPU it is therefore set only with `keep_sampling_mask=true`, and
+    such a run ends with vLLM's error.
     """
     options = config.rollouts
     return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)

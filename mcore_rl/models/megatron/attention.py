@@ -599,9 +599,9 @@ class PackedCausalAttention(MegatronModule):
         )
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
-        """Gather the rows `own` [T / CP, groups, …] of all ranks, in rank order.
+        """Gather every rank's rows `own` [T / CP, groups, …], in the order of the ranks.
 
-        Return all rows, or only the rows `index` if it is not None.
+        Return all gathered rows or, if `index` is not None, only the rows with these numbers.
         """
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]

@@ -102,7 +102,7 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the rows of chunk `number` of the same segments, numbered among the rows of all ranks."""
+        """Return the rows of chunk `number` of these segments, as row numbers among the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 

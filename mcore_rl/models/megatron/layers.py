@@ -148,8 +148,8 @@ class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
 class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
     """A linear layer whose weight is the same on every tensor-parallel rank.
 
-    Under sequence parallelism each rank sees only its own tokens. The weight has an attribute by which Megatron then
-    sums its gradients over the ranks.
+    Under sequence parallelism each rank sees only its own tokens. The weight therefore has an attribute that makes
+    Megatron sum the weight's gradients over the ranks.
     """
 
     is_column = None
@@ -399,7 +399,7 @@ def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
 def rotate(x: Tensor, angles: Tensor, factor: float) -> Tensor:
     """Rotate the first `rotated` elements of each head (RoPE, arXiv:2104.09864); the other elements are unchanged.
 
-    The two elements of a pair are `rotated` / 2 elements apart. Only the angles are kept for the backward pass.
+    Element i is rotated together with element i + `rotated` / 2. Only the angles are kept for the backward pass.
 
     Args:
         x: [T, …, heads, head_dim].
@@ -496,7 +496,7 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding, which also accepts the positions of a pack's tokens.
 
-    For the positions of this rank's tokens it computes angles token by token. The rotation then needs no loop over
+    For the positions of this rank's tokens it computes angles token by token, so the rotation needs no loop over
     sequences, and no further sharding under context parallelism.
 
     Args:

@@ -504,9 +504,9 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """A source of tensors. The values of each tensor identify the tensor.
+    """Source of artificial tensors whose values tell which tensor they belong to.
 
-    All values of a tensor are the index of the tensor's name in `names`, or −1 if the name is not in `names`.
+    All values of a tensor are equal: the index of the tensor's name in `names`, or −1 if `names` lacks it.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:

@@ -52,7 +52,7 @@ class Adapter(torch.nn.Module):
         b: [rows, rank], the B matrices of all projections of the layer, below each other.
         owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
         sequence_parallel: whether the tokens of the layer's unsharded input or output are divided over the ranks.
-        fork: whether tensor-parallel ranks see different inputs. Each rank then needs its own random dropout.
+        fork: whether tensor-parallel ranks see different inputs. If so, each rank needs its own random dropout.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
@@ -163,7 +163,7 @@ class ExpertAdapter(Adapter):
 
 
 def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
-    """Add adapters to a model's layers and return the model with `lora`. Only the adapters have gradients then."""
+    """Add adapters to a model's layers and return the model with `lora`. Only the adapters keep gradients."""
     model = replace(model, lora=lora)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -234,7 +234,7 @@ def export_adapters(
 
     Args:
         value_of: function that returns what to export for a parameter, for example its gradient.
-        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
+        first_only: yield the tensors only on the first rank, and gather them from one data-parallel replica only.
     """
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}

@@ -280,7 +280,7 @@ class ParameterGather:
                     module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
-        """Start to gather the first layers' weights after an optimizer step; each layer then starts the next gather."""
+        """Start to gather the first layers' weights after an optimizer step. Each layer starts the next gather."""
         self.is_pending = True
         for chunk in self.wrapped:
             chunk.enable_forward_pre_hook()

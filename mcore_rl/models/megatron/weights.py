@@ -60,7 +60,7 @@ def gather_tensors(
             same precision, except those that are float32 in every model.
         names: names of the Hugging Face tensors to yield, the same on every rank; all if None.
         copies: whether to copy each tensor. If not, a tensor is valid only until the next one is yielded.
-        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
+        first_only: yield the tensors only on the first rank, and gather them from one data-parallel replica only.
         adapters: adapters to merge into the parameters, by the parameters' names.
     """
     dtype = next((value.dtype for name, value in own.items() if not table[name].is_float32), torch.float32)
@@ -80,7 +80,7 @@ def _gathered_parts(
     first_only: bool,
     adapters: Dictionary[str, Any],
 ) -> Iterator[tuple[Part, Tensor]]:
-    """For each tensor that `gather_tensors` yields, yield its parts, with the values of each part."""
+    """Yield each part of the tensors that `gather_tensors` yields, as a pair of the part and its values."""
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()
@@ -319,7 +319,7 @@ def export_hf_weights(
             parameter's value with its adapter merged.
         names: names of the tensors to yield, the same on every rank; all if None.
         copies: whether to copy each tensor. If not, a tensor is valid only until the next one is yielded.
-        first_only: yield the tensors only on the first rank; then only one data-parallel replica gathers them.
+        first_only: yield the tensors only on the first rank, and gather them from one data-parallel replica only.
     """
     adapters = adapters_of(model) if value_of is None else {}
     value_of = value_of or torch.Tensor.detach

@@ -63,7 +63,7 @@ class ReferenceWeights:
         self.tensors = list(tensors)
         self.kept = copies_on_host(self.tensors)
         self.has_moved = False
-        """Whether the reference weights differ from the model directory's. Checkpoints must then contain them."""
+        """Whether the reference weights differ from the model directory's. If so, checkpoints must contain them."""
         self._what = "the weights that training began from"
 
     @torch.no_grad()

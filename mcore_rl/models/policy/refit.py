@@ -302,9 +302,10 @@ class RefitReceiver:
         self.group: RefitGroup | None = None
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        """Join the group of the policy and the engine's processes as `rank` (at least 1).
+        """Join the process group that the policy and the engine's processes form.
 
-        The policy has rank 0; `ip` and `port` are the policy's address.
+        `rank` is this process's rank in the group. It is at least 1, because the policy has rank 0. `ip` and `port` are
+        the policy's address.
         """
         on_host = self.device.type == "cpu"
         self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)

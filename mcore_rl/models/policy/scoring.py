@@ -53,8 +53,8 @@ class ScoringModel:
     """A model that computes log-probabilities, logits, rewards or values.
 
     Models of the same parallel layout share process groups. A scoring model may have another layout than the trained
-    model. It then collects the rows of all replicas of the trained model, and returns to each process the results for
-    that process's own rows.
+    model. Such a model collects the rows of all replicas of the trained model. It returns to each process the results
+    for that process's own rows.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass

@@ -486,10 +486,10 @@ def _load_weights_and_moments(
 
 
 def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], common: dict[str, Any]) -> None:
-    """Load the other models that are trained together with the policy: weights, optimizer and schedule of each.
+    """Load the weights, optimizer and schedule of each model that is trained together with the policy.
 
     Args:
-        parts: these models.
+        parts: the states of these models, without the policy's.
         common: the state that is the same on all ranks.
     """
     for part in parts:

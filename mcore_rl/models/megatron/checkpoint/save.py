@@ -443,9 +443,10 @@ VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch"
 
 
 def _described(run: TrainingState) -> TrainingConfig:
-    """Return the run's configuration; the adapters' settings are written out if they came from an adapter directory.
+    """Return the run's configuration with the rank, alpha and modules of its adapters filled in.
 
-    When the checkpoint is loaded, that directory may no longer exist.
+    A run may have read these settings from an adapter directory, which may no longer exist when the checkpoint is
+    loaded.
     """
     lora, asked = run.model.lora, run.config.model.lora
     if lora is None or asked is None:

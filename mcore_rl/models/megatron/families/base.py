@@ -254,7 +254,7 @@ class Family:
 
     @cached_property
     def table(self) -> dict[str, Mapping]:
-        """Mappings of all parameters of the model by their Megatron names, in the model's order."""
+        """Map from the Megatron name of each parameter to its `Mapping`, in the model's order."""
         return {mapping.megatron: mapping for mapping in self._mappings()}
 
     def shapes(self) -> dict[str, Shape]:
