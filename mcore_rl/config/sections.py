@@ -628,7 +628,7 @@ class TrainingConfig(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Records, or prompts, of a step over all processes."""
+        """Number of records (or prompts) that all processes together use in a step."""
         return self.batch.global_batch_size
 
     def total_steps(self, num_samples: int) -> int:

@@ -107,9 +107,9 @@ class UnpairedDataset(Dataset):
 
 
 class DistillationDataset(Dataset):
-    """SFT records for distillation.
+    """SFT records for distillation, with data about the teachers of each record.
 
-    The records name their teachers, or the teachers read another prompt than the student.
+    It is used if records name their teachers, or if teachers read another prompt than the student.
     """
 
     def teachers(self, index: int) -> dict[str, float]:

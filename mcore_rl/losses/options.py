@@ -65,7 +65,7 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a field. Dictionaries must contain it, because the documented reference requires it; YAML may omit it."""
+    """Return a field that dictionaries must contain, as in the reference implementation, and that YAML may omit."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 

@@ -214,11 +214,11 @@ class Hardware(BaseModel):
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
-        """Return the seconds of a step, for the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
+        """Return the seconds of a step on the slowest pipeline stage, including the bubble of the (1F1B) pipeline.
 
-        The bubble is the fraction (stages − 1) / (packs × chunks) of the time for all packs; in the bubble, messages
-        between stages do not overlap. All replicas wait for the replica with the most work, so the computation time of
-        the simulated replica is scaled to that work.
+        The bubble takes (stages − 1) / (packs × chunks) of the time for all packs. In the bubble, messages between
+        stages do not overlap with computation. All replicas wait for the replica with the most work, so the computation
+        time of the simulated replica is scaled to that work.
 
         Args:
             reports: reports of ranks that have rows of the batch.

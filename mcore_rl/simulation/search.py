@@ -78,9 +78,9 @@ class Assumptions:
     def calls(
         self, config: TrainingConfig, world_size: int, ranks: Sequence[int], sequences: Sequences
     ) -> list[tuple[Any, ...]]:
-        """Return the arguments of `simulate_rank` for each of these ranks.
+        """Return the arguments of `simulate_rank` for each of the `ranks`.
 
-        The imbalance is at most the size of expert parallelism, because a rank can receive at most all tokens.
+        `self.imbalance` is limited to the size of expert parallelism, which it has if one rank receives all tokens.
         """
         imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
         return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]
@@ -114,7 +114,7 @@ def simulate(
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
-    """Simulate how each of these ranks loads a checkpoint; return their reports. `writers` ranks have written it."""
+    """Simulate how each of the `ranks` loads a checkpoint that `writers` ranks have written; return their reports."""
     return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
 
 

@@ -142,12 +142,11 @@ class _Look:
 
 
 class ContinuousBatch:
-    """Continuous batching of a replica's sequences: the next sequence of the queue at once replaces one that ends.
+    """Continuous batching of a replica's sequences. When a sequence ends, the next one of the queue takes its place.
 
-    Sampled tokens stay on the device, where the next step reads them. The host knows all lengths without the device. It
-    reads only the data that show whether a response has ended. On an asynchronous device it reads them while the next
-    step runs, so that the device never waits for the host. Tokens that were sampled after a response's end are
-    discarded.
+    Sampled tokens stay on the device, where the next step reads them. From the device the host reads only whether
+    responses have ended; it counts the lengths itself. On an asynchronous device it reads this while the next step
+    runs, so that the device never waits for the host. Tokens that were sampled after a response's end are discarded.
 
     Args:
         sequences: sequences in the order in which they start.

@@ -232,7 +232,7 @@ class ModelShard:
     def finish_param_gather(self) -> None:
         """Wait for a pending all-gather of the weights. Collective over the replicas.
 
-        Call it before anything but training reads the weights.
+        Training waits for the weights itself. Call this method before any other code reads them.
         """
         for chunk in self.chunks:
             if chunk.gather is not None:

@@ -318,7 +318,7 @@ def describe_kernels() -> str:
 
 @lru_cache(maxsize=16)
 def _segments(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Describe a pack's segments, as the kernels need it; segments without tokens are left out.
+    """Return the description of a pack's segments that the kernels need. Segments without tokens are left out.
 
     Returns:
         Cumulative lengths of the padded segments, [segments + 1], and the segment of each position in the pack, [1, T].

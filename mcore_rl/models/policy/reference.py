@@ -196,7 +196,7 @@ class SecondModel:
 
 
 class StoredLogprobs:
-    """A source that reads log-probabilities that were computed before training."""
+    """Source of reference log-probabilities that were computed before training and are read from files."""
 
     def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedLogprobs]]) -> None:
         self.stored = stored
