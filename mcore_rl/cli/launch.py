@@ -90,8 +90,8 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
 def _listen_locally(launched: argparse.Namespace) -> Any:
     """Start the ranks' store on 127.0.0.1, if there is only this node and the user chose no port; return the store.
 
-    torchrun's own store would listen on every network interface, without authentication. torchrun uses this store
-    instead, because stores with the same port in the same process share a server (`multi_tenant`).
+    The store that torchrun creates would listen on every network interface, without authentication. With
+    `multi_tenant`, stores of the same process and port share one server: torchrun's store uses the server started here.
     """
     from torch.distributed import TCPStore
 

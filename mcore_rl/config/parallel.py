@@ -330,7 +330,7 @@ class ParallelConfig(LayoutConfig):
 
     @property
     def meeting_seconds(self) -> float:
-        """Seconds between the collectives of waiting ranks. The interval is short, so that no collective times out."""
+        """Seconds between the collectives of waiting ranks: so few that no collective exceeds its time limit."""
         return min(5.0, self.timeout_seconds / 4)
 
 

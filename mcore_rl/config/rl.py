@@ -317,9 +317,9 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Whose rewards must differ, so that an update learns anything: a prompt's group, or the batch.
+        """Samples that are useless if all their rewards are equal: those of a prompt ("group"), or of the "batch".
 
-        None if the rewards need not differ.
+        None if an update also learns from equal rewards.
         """
         return None
 

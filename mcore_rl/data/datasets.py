@@ -178,13 +178,13 @@ def load_store(
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
-    """Return the settings with which `data` tokenizes a kind of records.
+    """Return the settings for tokenizing one kind of records under the configuration `data`.
 
     The names of columns are set later, for each source.
 
     Args:
         name: name of the kind of records.
-        functions, options: arguments of `TokenizationSpec` after `name`.
+        functions, options: further arguments of `TokenizationSpec`. They come after `name`.
     """
     common = {
         "max_length": data.max_sequence_length,

@@ -181,7 +181,7 @@ class TokenCache:
 
 
 def _states(source: str) -> list[Any]:
-    """Return a value that changes with every write to the source's files; [] for a hub dataset: it has a version."""
+    """Return a value that changes with every write to the source's files; [] for a hub dataset, which has a version."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
     return [_state_of(file) for file in found if os.path.exists(file)]
 

@@ -321,7 +321,7 @@ def all_gather_forward_reduce_scatter_backward(
 ) -> Shaped[Tensor, all_rows * rest]:
     """Concatenate the tensors [n, …] of all ranks to [P·n, …]; the gradient of a row is summed over all ranks.
 
-    Use it if each rank then uses the rows for a different computation (with its shard of a weight, or with its own
+    Use it if each rank uses the gathered rows for a different computation (with its shard of a weight, or with its own
     queries).
     """
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
@@ -332,7 +332,7 @@ def all_gather_forward_split_backward(
 ) -> Shaped[Tensor, all_rows * rest]:
     """Concatenate the tensors [n, …] of all ranks to [P·n, …]; gradients are not summed over the ranks.
 
-    In the backward pass, each rank keeps its own gradient of its own rows. Use it if every rank then computes the
+    In the backward pass, each rank keeps its own gradient of its own rows. Use it if every rank computes the
     *same* scalar from the rows: a sum of the P equal gradients would count the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)

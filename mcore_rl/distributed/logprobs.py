@@ -207,7 +207,7 @@ def vocab_parallel_logprobs(
 
     The result equals `log_softmax(logits / temperature)` at `targets`. The forward pass needs one all-gather of K + 2
     numbers per token, the backward pass no communication. Every rank of `group` must compute the same loss from the
-    result; it then gets the whole gradient of its shard. Logits may be −inf.
+    result, and gets the whole gradient of its shard. Logits may be −inf.
 
     Args:
         logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).

@@ -396,8 +396,8 @@ class LossBySource(LogprobLoss):
 
     Args:
         loss_fn: a loss that `takes_logprobs` and `reads_counted_tokens_only`.
-        counts: for each source, by name: its numbers of valid sequences and valid tokens in the global batch. The n-th
-            entry belongs to source number n. A source without valid sequences gets no metrics.
+        counts: map from each source's name to its numbers of valid sequences and valid tokens in the global batch. The
+            n-th entry belongs to source number n. A source without valid sequences gets no metrics.
     """
 
     reads_counted_tokens_only = True

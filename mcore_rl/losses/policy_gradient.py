@@ -334,7 +334,7 @@ def kl_weights(
 
     value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
         of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL and
-        of the reference's documented version), and 0 for k1: k1 then has no regularising effect.
+        of the reference's documented version), and 0 for k1, which therefore does not regularise.
     unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling
         the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the
         reference's present version), and ∇E[k2] for k2.
@@ -599,7 +599,7 @@ class PolicyGradientLossFn(LogprobLoss):
         """Return measures of the disagreement of sampler and trainer on each token: by name, [B, S − 1] each.
 
         `token_mult_prob_error` is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖
-        generation), and the Jensen–Shannon divergence. Its KLs to the mixture are estimated by k3.
+        generation), and the Jensen–Shannon divergence. The KLs to the mixture in this divergence are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)

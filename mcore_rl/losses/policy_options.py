@@ -132,7 +132,7 @@ class PolicyLossOptions(LossOptions):
 
     @property
     def constant_length(self) -> int | None:
-        """Constant that divides the sum over a sequence, in place of the sequence's number of tokens."""
+        """Divisor of the sum over a sequence's tokens; None to divide by the sequence's number of tokens."""
         return None
 
     @property

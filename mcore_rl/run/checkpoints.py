@@ -48,7 +48,7 @@ class BestValidation:
     ) -> BestValidation | None:
         """Return the best validation so far, from the `state` of a checkpoint; None without checkpoint.best_metric.
 
-        The best validation of the checkpoint is ignored if its metric, its direction or its validation data are others.
+        A best validation with another metric, another direction or other validation data is ignored.
         """
         asked = config.checkpoint
         if asked.best_metric is None:

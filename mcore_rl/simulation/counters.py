@@ -501,7 +501,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Replace collectives of objects: they then return this rank's value for all ranks. Make all new groups fake."""
+    """Replace collectives of objects by functions that return this rank's value for all ranks. Make new groups fake."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:

@@ -51,7 +51,7 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
     `function` must be importable by name, and its results picklable.
 
     Raises:
-        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All ranks are then killed.
+        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All ranks have been killed.
     """
     for _ in range(MEETINGS - 1):
         with contextlib.suppress(MeetingError):

@@ -344,7 +344,7 @@ class ContinuousBatch:
             self.cache.copy_slots([source.slot for source, _ in pairs], [s.slot for _, s in pairs])
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
-        """Continue with the unfinished of `sequences`, the longest first; release the blocks of the finished ones."""
+        """Keep the unfinished `sequences` running, the longest first. Release the cache of those that are finished."""
         for s in sequences:
             if s.is_over:
                 self.cache.blocks.give_back(s.blocks)

@@ -120,7 +120,7 @@ class Request:
     max_tokens: maximum number of tokens in the response.
     seed: seed of the response's random numbers.
     priority: requests with a lower number are served first.
-    group: leading tokens of the prompt. Other prompts start with the same tokens.
+    group: leading tokens that the prompt has in common with the prompts of other requests.
     """
 
     token_ids: tuple[int, ...]

@@ -88,7 +88,7 @@ class OwnMatrix:
 
 
 class Muon:
-    """Updates the matrices that `mark_matrices` has marked. Megatron's optimizer then updates all other parameters.
+    """Updates the matrices that `mark_matrices` has marked. Megatron's optimizer updates all other parameters.
 
     Raises:
         UserError: the family's table has no entry for a parameter.

@@ -99,10 +99,10 @@ class TENormedRowLinear(PostNormMixin, TERowLinear):
 
 
 class TEPackedCausalAttention(PackedCausalAttention):
-    """Transformer Engine's attention; the local attention in cases that Transformer Engine does not support.
+    """Computes attention by Transformer Engine, or by the local attention where Transformer Engine does not support it.
 
-    These cases are: segments share a prefix; the window is shorter than the longest segment; there are sinks; the
-    tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32 kernel for packs.
+    The local attention is used in these cases: segments share a prefix; the window is shorter than the longest segment;
+    there are sinks; the tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32 kernel for packs.
     """
 
     def __init__(

@@ -245,9 +245,8 @@ class QueryKeyValue(Interleaved):
     """Query, key and value projections, interleaved by group. A group has query heads, one key head, one value head.
 
     heads: number of query heads per group. head_dim: number of rows per head.
-    neighbours: number of rows at the start of each query and key head. Among these rows, neighbouring rows of the
-        Hugging Face tensor are rotated as a pair. In the parameter the two rows of a pair are half of this number
-        apart.
+    neighbours: number of rows, from the start of each query and key head, that are rotated in pairs of neighbours in
+        the Hugging Face tensor. In the parameter the two rows of a pair are half of this number apart.
     """
 
     groups: int

@@ -299,8 +299,9 @@ class ScoringModel:
         """Return `logprobs` and `score_norms` [B, S] of each token that is not padding.
 
         The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It follows
-        from two probabilities of the token: π, and π² / Σ π², which is its probability if all logits are doubled. Their
-        ratio gives Σ π². The second one needs another product with the LM head, but no second pass through the model.
+        from two probabilities of the token: π, and its probability if all logits are doubled, which is π² / Σ π².
+        Dividing π² by the latter gives Σ π². This needs a second product with the LM head, but no second pass through
+        the model.
         """
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 
@@ -394,8 +395,7 @@ class ScoringModel:
             zeros: function that returns, for given rows, the columns as zeros on the device.
             compute: function that returns a microbatch's columns from the last stage's hidden states.
             model_head: head that the model must have.
-            is_needed: whether this process needs the results. If it does not, and the model has its own layout, the
-                process gets none.
+            is_needed: whether this process needs the results. If False, a model with its own layout sends it none.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
