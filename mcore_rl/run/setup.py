@@ -110,7 +110,9 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
                 "token of the teacher may be missing in the student; set distillation.topk=null"
             )
         if topk > rows:
-            raise UserError(f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens")
+            raise UserError(
+                f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens; choose a smaller k"
+            )
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:

@@ -125,7 +125,7 @@ def test_layouts_of_another_model():
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|L")
     check_model_fits(make_config("llama"), parallel, 64, ModelConfig(path="unused"))
     with pytest.raises(
-        UserError, match=r"model\.lora: every pipeline stage needs adapters to train, but one has no layers"
+        UserError, match=r"model\.lora: every pipeline stage needs adapters to train, but one stage has no layers"
     ):
         check_model_fits(make_config("llama"), parallel, 64, ModelConfig(path="unused", lora={}))
 

@@ -93,7 +93,8 @@ def check_model_fits(
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
         raise UserError(
-            "model.lora: every pipeline stage needs adapters to train, but one has no layers; give each stage a layer"
+            "model.lora: every pipeline stage needs adapters to train, but one stage has no layers; give each stage "
+            "a layer"
         )
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups

@@ -116,7 +116,7 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     check_hf_tensors(hf_config, tensors)
     store = CheckpointStore(destination)
     if store.iterations():
-        raise UserError(f"{destination} holds checkpoints already")
+        raise UserError(f"{destination} holds checkpoints already; choose another directory")
     dtype = _dtype_of(tensors, hf_config)
     with _memoryless_model(hf_config, source, dtype) as model:
         shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
