@@ -180,7 +180,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run, whose id is in the output directory."""
+    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run; the output directory contains the id."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
