@@ -1,8 +1,8 @@
 """Computes advantages from the rewards of a step's groups (P prompts, G responses each), and from a critic's values.
 
 Everything is computed in fp64, and equal rewards give an advantage of exactly 0. In floating point, r − mean may differ
-slightly from 0 if all rewards are, for example, 0.7. The standard deviation is then equally small. Division by such a
-standard deviation, and then Adam, would amplify this difference to a full step.
+slightly from 0 if all rewards are, for example, 0.7. The standard deviation of such rewards is equally
+small. Division by it, followed by Adam, would amplify this difference to a full step.
 """
 
 from __future__ import annotations

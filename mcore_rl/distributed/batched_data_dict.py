@@ -189,8 +189,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
         Returns:
             The shards. With packing or a token budget, also the original index of each row, shard after shard, for
-            `reorder_data`. All shards then have the same number of microbatches, and no microbatch is empty if there
-            are enough rows.
+            `reorder_data`; all shards have the same number of microbatches, and no microbatch is empty if there are
+            enough rows.
 
         Raises:
             ContractError: the rows cannot be divided or are fewer than the shards, a sequence is longer than a pack,

@@ -216,8 +216,8 @@ def vocab_parallel_logprobs(
         vocab_size: number of real tokens in the vocabulary; later columns are padding and ignored.
         temperature: divides the logits.
         chunk_size: number of tokens processed together; None for as many as `CHUNK_BYTES` allows.
-        normalize: if False, return the targets' logits divided by the temperature. Other tokens then have a gradient
-            of exactly 0.
+        normalize: if False, return the targets' logits divided by the temperature; the logits of other tokens
+            have a gradient of exactly 0.
 
     Returns:
         Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 logits).
@@ -394,8 +394,8 @@ def linear_logprobs(
         targets: [T] or [T, K] token ids in the whole vocabulary.
         vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
         with_entropy: also return the entropy [T] of each distribution.
-        normalize: if False, return the targets' logits divided by the temperature. Other tokens then have a gradient
-            of exactly 0.
+        normalize: if False, return the targets' logits divided by the temperature; the logits of other tokens
+            have a gradient of exactly 0.
         kept: tiles of this shard with the tokens that the sampler kept (`kept_tiles` of these targets). The softmax is
             over these tokens; no other rows of the weight are read.
 
@@ -784,8 +784,8 @@ class HeadGradients:
     def _stand_in(self) -> Tensor:
         """Return a gradient that takes no memory, for a weight whose real gradient is already in its `main_grad`.
 
-        Autograd needs a gradient to call Megatron's hook, which then discards it: the weight itself is returned as its
-        gradient. If the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so
+        Autograd needs a gradient to call Megatron's hook, which discards it. The weight itself is therefore returned as
+        its gradient. If the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so
         zeros are returned. Without a hook, zeros are returned too, because other code could add to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")

@@ -44,7 +44,8 @@ class Step:
     reward: reward of the response, added to the sample's reward and assigned to the response's last token.
     done: whether the conversation ends here.
     observation: next message of the environment, if the conversation continues.
-    error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
+    error: reason why the sample could not be judged; None if it was judged. A sample with an error counts as failed and
+        is not trained on.
     rewards: rewards by name. Their weighted sum is `reward`. A reward that does not apply to the sample is left out.
     token_rewards: additional rewards of the response's tokens: one for every token, in order. Empty if there are none.
     answer: answer that was found in the response, as text. Majority votes in validation (maj@k) compare the answers.

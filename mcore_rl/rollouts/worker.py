@@ -95,7 +95,7 @@ class RolloutWorker:
 
     Each replica runs the conversations of its own prompts. If the generation engine returns responses one by one, the
     first rank of the replica runs the conversations in the background, independently of each other. Otherwise all ranks
-    of the replica generate the responses of a turn together, and these responses are then judged.
+    of the replica generate the responses of a turn together, before the responses are judged.
 
     Args:
         environment: an `Environment`, on the first rank of each replica, or a `CollectiveEnvironment`, on every rank.

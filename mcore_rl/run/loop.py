@@ -280,7 +280,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         If `part` raises an error that ends the run, save what is valid.
 
         The pending checkpoint is finished. After a TrainingError (judges or servers do not work any more), the weights
-        are valid if `part` has made no update. They are then saved too, even if they are offloaded for an engine.
+        are saved too, if `part` has made no update: such weights are valid, even if they are offloaded for an engine.
 
         Args:
             trained: the last completed step: `part` starts with the weights of that step.

@@ -180,7 +180,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run; the output directory contains the id."""
+    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run: the output directory has the id."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb

@@ -126,7 +126,7 @@ class Hardware(BaseModel):
     def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
         """Return the seconds that the device needs for its kernels in these phases.
 
-        The kernels are matrix products, attention, and all others. The others take the time of their reads and writes.
+        Kernels other than matrix products and attention take the time of their reads and writes.
         """
         products = sum(
             operations / self._product_rate(kind.dtype if kind.dtype in self.flops_per_second else dtype, *kind[-2:])

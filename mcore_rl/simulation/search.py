@@ -237,7 +237,7 @@ def search(
     say: Callable[[str], None],
     assumed: Assumptions = BALANCED_LOCAL,
 ) -> list[Candidate]:
-    """Simulate all `layouts_to_try`; return first the layouts that fit, fastest first, then the others with a reason.
+    """Simulate all `layouts_to_try`; return those that fit, fastest first, followed by the rest, each with a reason.
 
     Args:
         workers: number of simulations that run at the same time.
@@ -408,7 +408,7 @@ def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, in
 
 
 def table(found: Sequence[Candidate], assumed: Assumptions = BALANCED_LOCAL) -> Iterator[str]:
-    """Yield the lines of a table of the layouts `found`: those that fit, and then the others with their reasons."""
+    """Yield the lines of a table of the layouts `found`: those that fit, and below them the rest with their reasons."""
     yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
     for one in found:
         if one.reason:

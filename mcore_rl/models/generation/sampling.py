@@ -197,7 +197,7 @@ def _nucleus_threshold(
     """Return the threshold of top-p: the tokens at or above this log-probability have at least `top_p` of the mass.
 
     The highest such threshold is found, exactly and without a sort. `_ordered_bits` maps float32 values to integers in
-    the same order. The threshold's 32 bits are then found eight at a time, from a histogram: the mass of the tokens for
+    the same order. The threshold's 32 bits are found eight at a time, from a histogram: the mass of the tokens for
     each value of these eight bits. This takes four all-reduces of [n, 256]; the host does not wait.
     """
     keys, masses = _ordered_bits(logprobs) + 2**31, (logprobs.double().exp() * MASS).long()

@@ -288,7 +288,7 @@ class ServerPool:
     def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
         """Start a request and return the future response.
 
-        If the servers' weights change meanwhile, several versions of the weights generate the response. The future
+        If weights change during a response, several versions of the weights generate it. The future
         raises RequestError if the request is invalid or every attempt fails, and TrainingError if no server is left.
         """
         task = _Task(request, params, Future())

@@ -1,7 +1,8 @@
 """Ends vLLM's servers if their trainer dies: `python -m mcore_rl.models.generation.vllm_server_reaper`.
 
 The trainer starts this program and writes process group ids to its standard input, one per line. A "-" before an id
-removes the id. The input ends when the trainer ends, for whatever reason; the program then ends the remaining groups.
+removes the id. The input ends when the trainer ends, for whatever reason. When the input ends, the program ends the
+remaining groups.
 """
 
 from __future__ import annotations

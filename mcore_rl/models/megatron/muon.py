@@ -63,9 +63,8 @@ def orthogonalized(matrix: Float[Tensor, "rows columns"], steps: int) -> Float[T
 def factor(rows: int, columns: int, scale: str) -> float:
     """Return the factor by which the orthogonalized matrix is multiplied in an update.
 
-    If `scale` is "match_rms_adamw", the factor is 0.2·√max(rows, columns): the update then has the same root mean
-    square as an update of AdamW (arXiv:2502.16982, section 2.2). If it is "original", the factor is √max(1, rows /
-    columns).
+    If `scale` is "match_rms_adamw", the factor is 0.2·√max(rows, columns). It gives the update the root mean square of
+    an update of AdamW (arXiv:2502.16982, section 2.2). If `scale` is "original", the factor is √max(1, rows / columns).
     """
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 

@@ -140,7 +140,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamWInBfloat16:
     """AdamW with moments that are stored in bfloat16. The update is computed in fp32, for one parameter at a time.
 
-    It runs before Megatron's optimizer. Megatron's optimizer then finds no gradients for the updated parameters.
+    It runs before Megatron's optimizer, which finds no gradients for the parameters that were updated here.
 
     Args:
         optimizer: Megatron's optimizer. All its parameters are updated, except Muon's. Muon's parameters already have a
@@ -321,7 +321,7 @@ class Offload:
     """Releases device memory of tensors temporarily.
 
     Args:
-        keep: whether to keep the contents on the host meanwhile. Otherwise the tensors are zeros after `restore`.
+        keep: whether to keep the contents on the host. If not, the tensors are zeros after `restore`.
     """
 
     def __init__(self, keep: bool) -> None:

@@ -177,7 +177,7 @@ class PolicyCheckpoint:
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:
-        """Return what checkpoints contain of this policy under `name`: model, optimizer and schedule."""
+        """Return the state that a checkpoint stores of this policy, under `name`: model, optimizer and schedule."""
         self.policy.finish_param_gather()
         return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 

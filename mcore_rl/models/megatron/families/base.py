@@ -243,11 +243,11 @@ class Family:
             hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
-        """Return the dimensions that must be multiples of the tensor-parallel size: their sizes by name."""
+        """Return the sizes that must be multiples of the tensor-parallel size, by the name of the dimension."""
         return {"attention heads": self.num_attention_heads, "intermediate size": self.intermediate_size}
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
-        """Return the dimensions that must be multiples of tensor-parallel size · context-parallel size, by name."""
+        """Return the sizes that must be multiples of tensor-parallel size · context-parallel size, by dimension."""
         return {}
 
     # ------------------------------------------------------------ tensors
