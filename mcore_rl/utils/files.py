@@ -102,7 +102,10 @@ def replace_listed(new: Path, destination: Path) -> None:
         UserError: `destination` contains files that its manifest does not list; nothing is replaced.
     """
     if foreign := unlisted_files(destination):
-        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which no run wrote; the new files are in {new}")
+        raise UserError(
+            f"{destination} is not replaced, because it holds {', '.join(foreign[:3])}, which no run wrote; "
+            f"the new files are in {new}"
+        )
     old = unused(destination.with_name(f".{destination.name}.old"))
     if destination.exists():
         destination.rename(old)
