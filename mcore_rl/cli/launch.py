@@ -130,8 +130,8 @@ def _why_nodes_do_not_meet(error: Exception, launched: argparse.Namespace) -> st
 
 
 def _parser() -> argparse.ArgumentParser:
-    # torch reads this level when it is imported. Its C++ code prints thirty lines for a failed connection; an error of
-    # this module tells it in one. The ranks do not inherit the level.
+    # torch reads this level when it is imported. Without it, torch's C++ code prints thirty lines for a failed
+    # connection, which an error of this module reports in one line. The ranks do not inherit the level.
     quiet = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "FATAL"}
     os.environ.update(quiet)
     from torch.distributed.run import get_args_parser

@@ -784,9 +784,9 @@ class HeadGradients:
     def _stand_in(self) -> Tensor:
         """Return a gradient that takes no memory, for a weight whose real gradient is already in its `main_grad`.
 
-        Autograd needs a gradient to call Megatron's hook, which discards it. The weight itself is therefore returned as
-        its gradient. If the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so
-        zeros are returned. Without a hook, zeros are returned too, because other code could add to the gradient.
+        Autograd needs a gradient to call Megatron's hook. The hook discards it, so the weight itself is returned. If
+        the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so zeros are
+        returned. Without a hook, zeros are returned too, because other code could add to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

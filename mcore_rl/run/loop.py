@@ -100,7 +100,7 @@ class StopSignals:
         return signal.Signals(received).name if received else None
 
     def saved(self) -> None:
-        """Note that a checkpoint has been saved: from now on, `save_seconds` are counted anew."""
+        """Start to count `save_seconds` again, because a checkpoint has been saved."""
         self._saved = time.monotonic()
 
 

@@ -192,8 +192,8 @@ def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
         told = told.replace("parallel.", f"{layout}.")
         if key == JUDGE:
             told = told.replace("data.max_sequence_length", "environment.max_sequence_length")
-        # An error about a limit or a layout names the key that sets it, which may apply to several models. The model's
-        # key is then appended.
+        # An error about a limit or a layout names the key that sets it. This key may apply to several models, so the
+        # model's key is appended.
         raise UserError(told.replace(POLICY, key) if POLICY in told else f"{told}; the model is {key}={path}") from None
 
 

@@ -80,7 +80,7 @@ class Assumptions:
     ) -> list[tuple[Any, ...]]:
         """Return the arguments of `simulate_rank` for each of the `ranks`.
 
-        `self.imbalance` is limited to the size of expert parallelism, which it has if one rank receives all tokens.
+        `self.imbalance` is limited to the size of expert parallelism: its value if one rank receives all tokens.
         """
         imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
         return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]

@@ -88,7 +88,7 @@ def sample(
     else:
         if params.filters:
             logprobs = _filtered(logprobs, params, group)
-            if params.max_kept_tokens is not None:  # then `keeps_mask`
+            if params.max_kept_tokens is not None:  # the kept tokens are returned
                 logprobs, kept = _at_most(logprobs, params.max_kept_tokens, group)
             logprobs = _log_softmax(logprobs, group)
         assert uniform is not None, "sampling needs one uniform number per row"

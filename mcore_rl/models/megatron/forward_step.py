@@ -273,7 +273,7 @@ class RewardOfSequences:
     def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
         """Return the reward head's output at each position of a pack, [T]."""
         topology = self.model.topology
-        if topology.sequence_parallel:  # all ranks then compute the same values, so each needs only its own gradient
+        if topology.sequence_parallel:  # all ranks compute the same values, so each needs only its own gradient
             hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
         return gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
 

@@ -25,7 +25,7 @@ class Hybrid(Family):
     has_qk_norm = True
     has_windows = False
     rotates_partly = True
-    gradient_tolerance = 5e-4  # the states sum rounding
+    gradient_tolerance = 5e-4  # rounding errors accumulate in the states
     delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     passed_on: ClassVar[tuple[str, ...]] = ("mtp.",)
     """Prefixes of the tensors that are exported unchanged."""
