@@ -178,7 +178,7 @@ class Watch:
     def _update(self, update_weights: Any) -> Any:
         from mcore_rl.models.megatron.optimizer import optimizer_tensors
 
-        # Live memory does not show this: a thread of gloo frees its copies of gradients only later than their reduction.
+        # Live memory does not show this: a thread of gloo frees its copies of gradients some time after the reduction.
         def update(optimizer: Any) -> Any:
             before = bytes_of(optimizer_tensors(optimizer, ()))
             self.kernels.fused(update_weights)(optimizer)
