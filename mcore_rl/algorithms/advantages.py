@@ -129,7 +129,7 @@ def optimal_token_baseline_advantages(
         score_norms: 1 − 2π + Σ π² of each token.
         token_mask: 1 for the tokens of responses of judged samples.
         group_of: number of each sample's group, from 0 to `groups` − 1.
-        share: which samples of the batch the arguments have; by default, all samples. If given, the call is collective.
+        share: which samples of the batch the arguments contain; by default, all. If given, the call is collective.
 
     Returns:
         The advantage of each token, fp32; 0 outside of responses.
@@ -179,7 +179,8 @@ def reinforce_plus_plus_advantages(
         token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
         penalty: β·KL of each token (nats); it is subtracted from the token's reward. None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
-        share: which samples `token_mask` and `penalty` have; by default, all samples. If given, the call is collective.
+        share: for which of the samples `token_mask` and `penalty` contain rows; by default, for all samples. If given,
+            the call is collective.
         judged: see `group_advantages`.
 
     Returns:
@@ -241,8 +242,8 @@ def whiten(
     The result is 0 where `mask` is 0, and everywhere if all values are equal.
 
     Args:
-        share: which samples `values` has; by default, all samples. If given, the call is collective, and the mean and
-            the standard deviation are over all samples of the batch.
+        share: which samples of the batch `values` contains; by default, all samples. If given, the call is collective,
+            and the mean and the standard deviation are over all samples of the batch.
     """
     share = share or BatchShare.whole(len(values))
     mask = mask.double()

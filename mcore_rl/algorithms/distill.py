@@ -151,9 +151,9 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows `own` as the teacher reads them, with its prompts in place of the student's.
+        """Return the rows `own` as the teacher reads them, and for each row the shift of its response.
 
-        Also return, for each row, the number of positions by which the other prompt shifts the response.
+        The teacher's prompts replace the student's. The shift is the number of positions by which the response moves.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

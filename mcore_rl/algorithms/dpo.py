@@ -63,9 +63,9 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns for losses that sort values of all pairs of the batch; {} for other losses.
+        """Return additional columns of the batch for losses that sort values of all pairs; {} for other losses.
 
-        These losses need an additional pass that scores the batch.
+        To compute the columns (see `DPOLossFn.batch_columns`), an additional pass scores the batch.
         """
         assert isinstance(self.loss_fn, DPOLossFn)
         if not self.loss_fn.needs_batch:

@@ -130,7 +130,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchSha
     The explained variance is omitted if all returns R are equal.
 
     Args:
-        share: which rows of the batch the arguments have; by default, all rows. If given, the call is collective, and
+        share: which rows of the batch the arguments contain; by default, all. If given, the call is collective, and
             the metrics are over the whole batch.
     """
     share = share or BatchShare.whole(len(values))

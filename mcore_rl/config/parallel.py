@@ -92,7 +92,7 @@ class PipelineConfig(Section):
 
     @property
     def chunks_per_stage(self) -> int:
-        """Number of model chunks on each stage: the configured number or, without it, that of the layout string."""
+        """Number of model chunks on each stage: as configured, or else as in the layout string, or else 1."""
         given, layout = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_layout
         if given is None and layout is not None:
             return max(1, len(layers_of_layout(layout)) // self.pipeline_model_parallel_size)

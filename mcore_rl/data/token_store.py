@@ -104,9 +104,10 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Return two values for each sample of a period.
+    """Return two lists with an entry for each of the `PERIOD` samples of a period.
 
-    They are the sample's source, and how many earlier samples of the period this source has.
+    The first list contains the sample's source. The second contains how many earlier samples of the period come from
+    the same source.
     """
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()

@@ -347,7 +347,7 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
     """Broadcast `values` from the first rank of this replica to all ranks of the replica. Collective.
 
     Args:
-        values: a tensor with the same shape and precision on all ranks; it may be overwritten on later ranks.
+        values: a tensor with the same shape and precision on all ranks; all ranks but the first may overwrite it.
     """
     if not values.numel():
         return values

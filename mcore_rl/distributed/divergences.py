@@ -117,9 +117,10 @@ def linear_divergences(
 ) -> Divergences:
     """Compute divergences between softmax(student / temperature) and softmax(teacher / temperature) for each token.
 
-    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. The result is the same as with `log_softmax`
-    of both products and sums over the vocabulary, accumulated in fp32 (fp64 for fp64 hidden states). The forward pass
-    communicates a few numbers per token by an all-gather and an all-reduce; the backward pass does not communicate.
+    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. The result is the same as if one
+    computed the student's and the teacher's logits, took `log_softmax` of each, and summed over the vocabulary in fp32
+    (fp64 for fp64 hidden states). The forward pass communicates a few numbers per token by an all-gather and an
+    all-reduce; the backward pass does not communicate.
     Only the student has a gradient. The gradient of its hidden states covers only this shard of the vocabulary
     (`gather_hidden_states` sums it over the ranks). The weight's gradient is added directly to a Megatron
     `weight.main_grad`.
@@ -195,7 +196,7 @@ class _LinearDivergences(torch.autograd.Function):
         """Compute the gradient with respect to z = hidden · weightᵀ / temperature:
 
         q − p for the forward KL, q·(log q/p − KL(q ‖ p)) for the reverse KL,
-        (1 − β)·q·(log q/m − KL(q ‖ m)) for the mixture's."""
+        (1 − β)·q·(log q/m − KL(q ‖ m)) for the Jensen–Shannon divergence."""
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
         student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))

@@ -295,7 +295,7 @@ def combine_topk(
     shard_size: int,
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Combine `shard_topk` of all ranks into the top k of the whole vocabulary, with token ids; two all-gathers."""
+    """Return the top k of the whole vocabulary and their token ids, given each rank's `shard_topk`; two all-gathers."""
     ids = columns + group_rank(group) * shard_size
     if group_size(group) > 1:
         values = torch.cat(tuple(all_gather(values, group)), dim=-1)
@@ -554,7 +554,8 @@ class TileSteps(NamedTuple):
 
     Both divide the products by the temperature of the `Tiles`, and may overwrite them.
 
-    add: adds the tile to the sums of its rows, in place; if its last argument is True, also to the sums' moments.
+    add: adds the tile's logits to the `SoftmaxSums` of its rows, in place. The field `moment` is updated only if the
+        last argument of `add` is True.
     gradient: returns the gradient of the products, in the accumulation type or in `Tiles.factor_dtype`.
     """
 
@@ -591,7 +592,7 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Tiles:
-    """Computes the product hidden × weightᵀ tile by tile, in the accumulation type; also has the logits' temperature.
+    """Computes the product hidden × weightᵀ in tiles, in the accumulation type; `tempered` applies the temperature.
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 

@@ -1,8 +1,8 @@
-"""The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels: one pass over a tile each.
+"""The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels.
 
-Matrix products are computed by torch. A program of a kernel computes a row or a part of a row. The kernels use neither
-atomics nor autotuning: both would change the order of sums. The same inputs give the same bits. Small gradients are
-computed too.
+Matrix products are computed by torch. Each kernel passes over a tile once. A program of a kernel computes a row or a
+part of a row. The kernels use neither atomics nor autotuning: both would change the order of sums. The same inputs give
+the same bits. Small gradients are not skipped.
 """
 
 # mypy: disallow_untyped_defs=False

@@ -182,8 +182,8 @@ class DistillationLossFn(_Distillation):
         """Compute the loss and metrics from the student's log-probabilities of the teacher's top k tokens.
 
         If `entropy` is None, both distributions are renormalised over the k tokens, except for
-        kl_type=reverse_unnormalized. When they are renormalised, `student_logprobs` may also contain logits, and the
-        logits of all other tokens have a gradient of exactly 0.
+        kl_type=reverse_unnormalized. If they are renormalised, `student_logprobs` may be logits instead, and the logits
+        of all other tokens have a gradient of exactly 0.
 
         Args:
             entropy: entropy of the student's distribution over the whole vocabulary.

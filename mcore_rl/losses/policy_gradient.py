@@ -158,7 +158,7 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 
 
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
-    """Return −A·min(r, c)·log π; r has no gradient.
+    """Return −A·min(r, c)·log π. r is the ratio π / π_prev, without gradient; c is the option `ratio_clip_c`.
 
     The result is 0 for tokens that have moved too far in A's direction.
     """

@@ -593,7 +593,10 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def batch_columns(
         self, next_token_logprobs: Float[Tensor, "batch predicted"], data: BatchedDataDict[Any]
     ) -> dict[str, Tensor]:
-        """Return the columns [B] for losses that sort values of all pairs; {} for other losses. Collective.
+        """Return additional columns of the batch, name → [B], for losses that sort values of all pairs. Collective.
+
+        The column `LOSS_partner` contains, for each row, the value with which this loss compares the row: the value
+        that has the same rank. The result is {} if no loss sorts.
 
         Args:
             next_token_logprobs: log-probabilities of this replica's rows under the policy's current weights.

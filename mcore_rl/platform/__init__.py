@@ -154,11 +154,11 @@ class Event(Protocol):
     """A mark in the sequence of work that was submitted to the device."""
 
     def query(self) -> bool:
-        """Return whether the device has done all work before the mark."""
+        """Return whether the device has done all work that was submitted before this mark."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all work before the mark."""
+        """Wait until the device has done all work that was submitted before this mark."""
         ...
 
 

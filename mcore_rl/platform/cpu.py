@@ -91,7 +91,7 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of `reduce_scatter` that accepts parts of unequal sizes, which gloo rejects.
 
-    It only sums, because Megatron uses no other operation.
+    The replacement can only sum, because Megatron uses no other operation.
     """
 
     @functools.wraps(reduce_scatter)

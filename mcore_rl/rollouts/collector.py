@@ -366,7 +366,7 @@ class PromptStatistics:
                 self._voted[k].append(Fraction(sum(votes), len(votes)))
 
     def metrics(self) -> dict[str, float]:
-        """Return pass@k for each k; also maj@k, if the judge finds answers.
+        """Return pass@k for each k and, if the judge finds answers, maj@k for each k.
 
         A k is left out if no prompt has enough responses.
         """

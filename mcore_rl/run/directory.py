@@ -279,7 +279,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process named in a lock file may still be running; for file systems without locks."""
+    """Return whether the process named in a lock file may still be running. Needed if a file system has no locks."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -454,7 +454,8 @@ def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
 
     Args:
         arguments: arguments of the call, by name.
-        peer: `Operation.peer` of the function. The argument `group_PEER` may give the same rank as a rank in the group.
+        peer: `Operation.peer` of the function. If the call names the other rank by its place in the group, the argument
+            is called `group_PEER`.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))

@@ -147,7 +147,7 @@ class Hardware(BaseModel):
         return self.flops_per_second[dtype] * self.product_efficiency * interpolated(at_inner, narrow)
 
     def launch_seconds_of(self, report: RankReport, *phases: str) -> float:
-        """Return the seconds that the host needs to launch the kernels of these phases."""
+        """Return the seconds that the host needs to launch the kernels of the given `phases` of a step."""
         return self.launch_seconds * sum(report.launches.get(phase, 0) for phase in phases)
 
     def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:

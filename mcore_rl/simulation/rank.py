@@ -52,7 +52,7 @@ def _is_computed_before(config: TrainingConfig) -> bool:
 class Models:
     """The models of a run.
 
-    beside: all models except the policy, by the key that names the model.
+    beside: all models except the policy, by the configuration key that names the model.
     """
 
     policy: MegatronPolicy

@@ -156,7 +156,7 @@ def stored_identity(iteration: Path) -> str | None:
 
 
 def _is_rest(iteration: Path) -> bool:
-    """Return whether a directory contains only files of a user: `remove_listed` has removed the checkpoint's files."""
+    """Return whether a directory contains a user's files, but none of the files of a checkpoint (any more)."""
     try:
         names = os.listdir(iteration)
     except OSError:  # it has just been removed, or is no directory

@@ -367,7 +367,7 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Return the response of `answer`; version numbers replace the version names of the weights.
+        """Return the response in `answer`, with the weights' version numbers in place of their version names.
 
         Raises:
             WrongServerError: the weights are older than version number `oldest`, or do not come from this run.
@@ -459,7 +459,7 @@ def _reason(error: Exception) -> str:
 
 
 def _told(content: Any) -> str:
-    """Return the error message that an answer contains; `content` is the answer's decoded JSON."""
+    """Return the error message in a server's answer; `content` is the answer's decoded JSON."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             return _told(content[key])

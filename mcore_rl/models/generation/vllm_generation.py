@@ -252,8 +252,7 @@ class VLLMGeneration(StreamingGeneration):
         """Find or start the servers, and wait until they are ready.
 
         Returns:
-            The servers' URLs, and whether all servers return the sampling masks that the run needs; True if the run
-            needs no masks.
+            The servers' URLs, and a bool: False if the run needs sampling masks and a server does not return them.
         """
         vllm = self.config.generation.vllm
         if not vllm.urls:

@@ -57,7 +57,7 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """The information for one update. It has no fields, because the collective itself describes the tensors."""
+    """The request for one update of the weights. It has no fields: the broadcast buckets describe their tensors."""
 
 
 class DirectCopies(TorchFunctionMode):

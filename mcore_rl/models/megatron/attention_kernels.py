@@ -154,9 +154,10 @@ class _Pack:
                 yield Rows(self.start(segment, number), left)
 
     def descendants(self) -> Iterator[tuple[int, Rows]]:
-        """Yield each segment that other segments continue, and the rows of all those segments.
+        """Yield each segment that has descendants on this rank, with the rows of all its descendants.
 
-        The rows, numbered among one rank's rows, are a single range: the tree of segments is stored depth first.
+        The descendants of a segment are the segments that continue it, and their descendants. Rows are numbered among
+        this rank's rows. They are a single range, because the tree of segments is stored depth first.
         """
         parents = self.tree.parents if self.tree is not None else ()
         for segment in range(len(parents)):
@@ -252,7 +253,7 @@ class AttentionPattern:
     def ensure_on_device(self) -> None:
         """Copy to the device the index tensors that `on_host` returns.
 
-        Do nothing if the device has them already, or if the kernel reads in place.
+        Do nothing if the device has these tensors already, or if its kernel does not need them (`reads_in_place`).
         """
         device = platform.device()
         if self._on_device is None and not KERNELS[device.type].reads_in_place:

@@ -124,7 +124,7 @@ class GatedDeltaNet(TokenMixer):
 class InterleavedDeltaNet(GatedDeltaNet):
     """A gated delta net for Qwen3-Next.
 
-    The input projections are interleaved by key head in the Hugging Face tensors too.
+    The rows of its input projections are interleaved by key head, here and in the Hugging Face tensors.
     """
 
     def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:

@@ -171,10 +171,11 @@ class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
 
 
 class PackLayer(TransformerLayer):
-    """Megatron's transformer layer, extended: it gives the router of experts the current pack, also in recomputation.
+    """Megatron's transformer layer. In addition, it gives the current pack to its router of experts, if it has one.
 
     Args:
-        rope: this layer's slice of the rotary angles, which are concatenated for all kinds of layers; None for all.
+        rope: the slice of the rotary angles that this layer uses, if the angles of several kinds of layers are
+            concatenated; None to use all angles.
     """
 
     def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:

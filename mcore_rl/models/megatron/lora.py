@@ -479,7 +479,7 @@ class InitialValues:
         self.shapes, self.seed = shapes, seed
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Compute `rows` and `columns` of the tensor `name`."""
+        """Return the part of the tensor `name` in the given `rows` and `columns`; its values are computed."""
         if ".lora_B." in name:
             return torch.zeros(self.shapes[name])[rows, columns or slice(None)]
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()

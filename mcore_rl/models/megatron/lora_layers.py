@@ -72,9 +72,9 @@ class Adapter(torch.nn.Module):
         return self.scale * F.linear(low, self.spread())
 
     def spread(self) -> Tensor:
-        """Return B as one matrix for all projections, [rows, n · rank].
+        """Return B as one matrix for all n projections, [rows, n · rank].
 
-        A row of B stands in the columns that belong to the A of its projection; all other columns are 0.
+        Each projection has `rank` columns. A row of B is in the columns of its projection and 0 in all others.
         """
         owned: Any = self.owned
         return (self.lora_B[:, None] * owned).flatten(1)

@@ -112,7 +112,7 @@ class RouterStatistics:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Returns its first argument unchanged. The second argument is a loss; its backward pass is started too."""
+    """Returns `x` unchanged. When the gradient of `x` is computed, the backward pass of `loss` runs too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

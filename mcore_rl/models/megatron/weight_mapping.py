@@ -48,11 +48,11 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Read the parameter's shard for rank `rank` of `size` ranks, and nothing else."""
+        """Return the parameter's shard for rank `rank` of `size` ranks; read nothing else."""
 
     @abstractmethod
     def split(self, stacked: Tensor) -> list[Tensor]:
-        """Convert the shards of all ranks to the parts, as views if possible.
+        """Return the parameter's parts, converted from the shards of all ranks; they are views if possible.
 
         Args:
             stacked: the shards, [number of ranks, …]; [1, …] if the parameter is not sharded.
@@ -208,7 +208,7 @@ class Interleaved(Kind):
         return rows
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Read a rank's shard. With more ranks than groups, read a whole group and keep the rank's rows."""
+        """Return a rank's shard. Whole groups are read; if the shard has only some rows of a group, these are kept."""
         rows_per_group = sum(self.sizes)
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
@@ -372,7 +372,7 @@ class Mapping:
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:
-        """Convert the shards of all ranks, [number of ranks, …], to the parts, as views if possible."""
+        """Return each part and its values, converted from the shards [number of ranks, …]; views if possible."""
         return list(zip(self.parts, self.kind.split(stacked), strict=True))
 
 

@@ -138,7 +138,7 @@ class PolicyCheckpoint:
         return pending.final if pending is not None and pending.finish_alone(seconds) else None
 
     def load(self, iteration: Path, allow_partial: bool = False) -> load.Restored:
-        """Restore weights, optimizer, schedule and random states; return also the training loop's state.
+        """Restore weights, optimizer, schedule and random states; return the state of the training loop.
 
         The checkpoint may have been written under another parallel layout.
 

@@ -285,7 +285,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """For this model and, if any, the second model: number of steps that its learning-rate schedule has counted."""
+        """Number of steps that the learning-rate schedule has counted: of this model, and of a second trained model."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 

@@ -515,10 +515,10 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
 
 
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
-    """Read this rank's regions. If an error occurs on one rank, it is raised on all ranks. Collective.
+    """Fill the memory of `regions`, on each rank with its own. An error of one rank is raised on all ranks. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit, or one of its files is damaged.
+        UserError: the checkpoint lacks a tensor or has it in another shape, or one of its files is damaged.
     """
     problem = None
     try:

@@ -138,7 +138,7 @@ class HostStaging:
             torch._foreach_copy_(views_of(self._block[start:], tensors), [t.detach() for t in tensors], True)
 
     def settle(self) -> None:
-        """Wait for the thread's work and raise its error, if any.
+        """Wait until the background thread has finished all copies from host memory; raise its error, if any.
 
         Copies from the device may still run; they are complete when `is_done` is True.
         """
