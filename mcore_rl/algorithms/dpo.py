@@ -119,7 +119,7 @@ def build_reference(
 def _store(
     config: DPOConfig, inputs: RunInputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
 ) -> StoredLogprobs:
-    """Load the reference's log-probabilities of all data sets; if they are not on disk, compute and store them.
+    """Return the reference's log-probabilities of all data sets; if they are not on disk, compute and store them.
 
     Args:
         reference: configuration of the reference.

@@ -110,7 +110,7 @@ def check_inputs(
 def prepare(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Call `check_inputs`, then claim the output directory for this run; return the result of `check_inputs`."""
+    """Call `check_inputs`, then lock the output directory for this run; return the result of `check_inputs`."""
     inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
     return claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded

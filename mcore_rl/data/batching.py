@@ -287,7 +287,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Compute `unit_sizes` without shared prefixes, faster: no object is created for each sequence."""
+        """Return `unit_sizes` without shared prefixes. This is faster: no object is created for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]

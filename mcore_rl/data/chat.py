@@ -116,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys with null values from a tool's function, except inside of `parameters`, where null is a value."""
+    """Return the tool without keys that have null values in its function; inside of `parameters`, null is a value."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 

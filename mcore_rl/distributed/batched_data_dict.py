@@ -450,7 +450,7 @@ class BatchShare:
 
 
 def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM) -> Tensor:
-    """Sum `values`, a tensor on the host, over the replicas (or reduce it by `op`); the result is on the host too."""
+    """Return the sum (or the reduction by `op`) of `values` over the replicas; argument and result are on the host."""
     if replicas.size == 1:
         return values
     return all_reduce(values.to(platform.device()), replicas.group, op).cpu()

@@ -120,10 +120,9 @@ def linear_divergences(
     Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. The result is the same as if one
     computed the student's and the teacher's logits, took `log_softmax` of each, and summed over the vocabulary in fp32
     (fp64 for fp64 hidden states). The forward pass communicates a few numbers per token by an all-gather and an
-    all-reduce; the backward pass does not communicate.
-    Only the student has a gradient. The gradient of its hidden states covers only this shard of the vocabulary
-    (`gather_hidden_states` sums it over the ranks). The weight's gradient is added directly to a Megatron
-    `weight.main_grad`.
+    all-reduce; the backward pass does not communicate. Only the student has a gradient. The gradient of its hidden
+    states covers only this shard of the vocabulary (`gather_hidden_states` sums it over the ranks). The weight's
+    gradient is added directly to a Megatron `weight.main_grad`.
 
     Args:
         vocab_size: number of tokens to compare, from the start of the vocabulary; later rows of the heads are ignored.
@@ -193,7 +192,7 @@ class _LinearDivergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient with respect to z = hidden · weightᵀ / temperature:
+        """Return the gradient with respect to z = hidden · weightᵀ / temperature:
 
         q − p for the forward KL, q·(log q/p − KL(q ‖ p)) for the reverse KL,
         (1 − β)·q·(log q/m − KL(q ‖ m)) for the Jensen–Shannon divergence."""

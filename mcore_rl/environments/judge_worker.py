@@ -85,7 +85,7 @@ async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
 
 
 def _checked(result: float | Step | BaseException | None) -> Step:
-    """Convert the result of a judge to a valid step; an exception or invalid result becomes a step with an error."""
+    """Return the result of a judge as a valid step; an exception or invalid result becomes a step with an error."""
     try:
         if isinstance(result, BaseException):
             raise result

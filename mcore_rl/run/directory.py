@@ -257,7 +257,7 @@ _claimed: RunDirectory | None = None
 
 
 def release() -> None:
-    """Release the directory that this process has claimed, if any."""
+    """Release the output directory that this process has locked, if any."""
     if _claimed is not None:
         _claimed.release()
 

@@ -223,7 +223,7 @@ class ProcessInputs:
 
 
 def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
-    """Check that every process has the same inputs as process 0. Process 0 has claimed `output_dir`. Collective.
+    """Check that every process has the same inputs as process 0. Process 0 has locked `output_dir`. Collective.
 
     Args:
         options: options of the command line, with their values or the values' digests. They are compared too.
@@ -459,10 +459,10 @@ def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
 def claim_output_dir(
     config: TrainingConfig, inputs: RunInputs[DatasetT], options: Mapping[str, str] = {}
 ) -> RunInputs[DatasetT]:
-    """Claim the output directory for this run; return `inputs` with the checkpoints to resume from. Collective.
+    """Lock the output directory for this run; return `inputs` with the checkpoints to resume from. Collective.
 
-    Rank 0 checks the directory and locks it; nothing else is written before the first step. Then all processes compare
-    their inputs, before they build models.
+    Rank 0 checks the directory before it locks it; nothing else is written before the first step. Then all processes
+    compare their inputs, before they build models.
 
     Args:
         options: options of the command line. The processes compare them too.
