@@ -1,4 +1,4 @@
-"""Functions for log-probabilities of sharded logits, with the names that the reference library uses.
+"""Functions for log-probabilities of sharded logits, with the names that NeMo RL uses.
 
 They call this package's own functions. Gradients follow `gather_context_parallel`: they are summed over
 context-parallel ranks. If every rank computes the whole loss, divide it by the number of ranks.

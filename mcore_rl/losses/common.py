@@ -270,7 +270,7 @@ class LogprobLoss(LossFunction):
 def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[LossT]]:
     """Return a class decorator that adds a read-only attribute for each of the `options`, and for their aliases.
 
-    Code ported from the reference library reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
+    Code ported from NeMo RL reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
     """
     names = {**options.aliases, **{field.name: field.name for field in fields(options)}}
 

@@ -65,7 +65,7 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a field that dictionaries must contain, as in the reference implementation, and that YAML may omit."""
+    """Return a field that dictionaries must contain, as in NeMo RL, and that YAML may omit."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 
@@ -101,7 +101,7 @@ class LossOptions:
 
     @classmethod
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a dictionary of another version of the reference to the option names of this version.
+        """Return the values of `cfg` by the names of these options; `cfg` may use names of other NeMo RL versions.
 
         Raises:
             ContractError: an option has two names with different values.

@@ -304,7 +304,7 @@ def calculate_kl(
 
     Args:
         clamp: largest |x|, against overflow: values of e²⁰ would be meaningless. None computes the formula without a
-            bound, as the documented version of the reference does.
+            bound, as NeMo RL's documented version does.
         output_clamp: largest absolute value of the estimate; None for no bound.
     """
     x = logprobs_reference - logprobs
@@ -334,10 +334,10 @@ def kl_weights(
 
     value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
         of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL and
-        of the reference's documented version), and 0 for k1, which therefore does not regularise.
+        of NeMo RL's documented version), and 0 for k1, which therefore does not regularise.
     unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling
-        the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the
-        reference's present version), and ∇E[k2] for k2.
+        the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; NeMo
+        RL's present version), and ∇E[k2] for k2.
     """
     if generation_logprobs is None:
         if gradient == "value":
@@ -629,7 +629,7 @@ class ClippedPGLossFn(PolicyGradientLossFn):
 
     @property
     def use_cispo(self) -> bool:
-        """Whether `clip_type` is cispo. Other versions of the reference have this option in place of `clip_type`."""
+        """Whether `clip_type` is cispo. Other versions of NeMo RL have this option in place of `clip_type`."""
         return self.options.clip_type == "cispo"
 
 

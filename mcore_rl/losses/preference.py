@@ -144,14 +144,14 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Compare each pair's margin under the policy with the margin of the same rank in the batch under the reference."""
+    """Return −log σ of β times each pair's policy margin minus the reference margin of the same rank in the batch."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Compare each chosen reward with a rejected reward: the one of the same rank in the global batch.
+    """Return −log σ(β·(chosen reward − rejected reward)) for rewards of the same rank in the global batch.
 
     The compared rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here.
     Therefore a second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
@@ -507,9 +507,9 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the preference term: its loss, accuracy, and the mean rewards of chosen and rejected responses.
+        """Return the preference term: its loss, accuracy, and the mean rewards of chosen and rejected responses.
 
-        This method exists for code ported from the reference library; `from_logprobs` does not use it.
+        This method exists for code ported from NeMo RL; `from_logprobs` does not use it.
         """
         logprobs, _ = self.next_token_logprobs(
             next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group

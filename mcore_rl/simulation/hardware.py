@@ -124,7 +124,7 @@ class Hardware(BaseModel):
         return seconds / self.transfer_efficiency
 
     def device_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds that the device needs for its kernels in these phases.
+        """Return the seconds that the device needs for its kernels in the given `phases` of a step.
 
         Kernels other than matrix products and attention take the time of their reads and writes.
         """
@@ -151,7 +151,7 @@ class Hardware(BaseModel):
         return self.launch_seconds * sum(report.launches.get(phase, 0) for phase in phases)
 
     def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Return the seconds of computation in these phases; without phases, in the whole step.
+        """Return the seconds of computation in the given `phases` of a step; without `phases`, in the whole step.
 
         In each phase, the host launches kernels while the device computes. The slower of the two determines the time.
         """

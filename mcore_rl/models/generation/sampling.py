@@ -150,7 +150,7 @@ def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
-    """Set the log-probability of every token that a filter excludes to −inf.
+    """Return log-probabilities that are −inf for every token that a filter excludes.
 
     The filters are applied in the same order as in transformers: top-k, top-p, min-p.
     """

@@ -210,7 +210,7 @@ def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
 
 
 def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
-    """Group ranges for tiles: each long range is a group of its own, and all short ranges are one group."""
+    """Return groups of ranges for tiles: each long range is a group of its own, all short ranges are one group."""
     short = tuple(rows for rows in ranges if rows.total < WORTH_A_TILE)
     return [(rows,) for rows in ranges if rows.total >= WORTH_A_TILE] + ([short] if short else [])
 

@@ -95,7 +95,7 @@ class GatedDeltaNet(TokenMixer):
         return sum(parts, ()), Grouped(self.heads, sum(tensors.values(), ()))
 
     def _stacked(self, name: str, sizes: tuple[int, ...], rest: tuple[int, ...]) -> tuple[Part, ...]:
-        """Divide the Hugging Face tensor `name` into consecutive parts; part i has `sizes[i]` rows per key head.
+        """Return consecutive parts of the Hugging Face tensor `name`; part i has `sizes[i]` rows per key head.
 
         Args:
             rest: shape of the tensor after the first dimension.

@@ -157,7 +157,7 @@ def exact(dtype: torch.dtype) -> torch.dtype:
 def causal_conv(
     x: Float[Tensor, "tokens heads channels"], weight: Float[Tensor, "heads channels width"], before: Tensor
 ) -> Float[Tensor, "tokens heads channels"]:
-    """Convolve each channel causally, and apply silu.
+    """Return silu of the causal convolution of each channel.
 
     Args:
         weight: weights of each channel. The last column multiplies the token itself, the column before it the previous
@@ -175,7 +175,7 @@ def causal_conv(
 def convolve_last(
     seen: Float[Tensor, "n width heads channels"], weight: Float[Tensor, "heads channels width"]
 ) -> Float[Tensor, "n heads channels"]:
-    """Compute `causal_conv` for one token of each sequence.
+    """Return the result of `causal_conv` for one token of each sequence.
 
     Args:
         seen: for each sequence, the last `width` tokens. The last of them is the token to compute.
@@ -185,7 +185,7 @@ def convolve_last(
 
 
 def l2_normalized(x: Tensor) -> Tensor:
-    """Scale the vectors in the last dimension to norm 1."""
+    """Return `x` with the vectors in the last dimension scaled to norm 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 

@@ -212,9 +212,9 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Select from `rows`, a result of `hidden_of_rows`, the hidden states that `final_hidden_states` returns.
+    """Return the hidden states that `final_hidden_states` returns, selected from `rows`, a result of `hidden_of_rows`.
 
-    The selected hidden states are on the device.
+    The returned hidden states are on the device.
     """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])

@@ -145,7 +145,7 @@ class SafetensorsDirectory:
         return self._slice(name if part is None else part.packed)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` of the tensor `name`, and only the given `columns` if they are not None. Nothing else is read."""
+        """Return `rows` of the tensor `name`, and only the given `columns` if not None. Nothing else is read."""
         if (part := self.of_experts.get(name)) is not None:
             start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
             own = slice(part.rows.start + start, part.rows.start + stop)
@@ -159,7 +159,7 @@ class SafetensorsDirectory:
         return self._scaled(name, tensor, rows, columns) if name + FP8_SCALE in self.file_of else tensor
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
-        """Multiply `tensor`, the given `rows` and `columns` of the FP8 tensor `name`, by the scales of its blocks."""
+        """Return `tensor`, the `rows` and `columns` of the FP8 tensor `name`, times the scales of its blocks."""
         assert self._block_size is not None, "`check` rejects such a tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):

@@ -115,7 +115,7 @@ class SingleExperts:
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` and `columns` of the tensor `name`."""
+        """Return `rows` and `columns` of the tensor `name`."""
         match = _OF_EXPERT.match(name)
         if match is None:
             return self.source.read(name, rows, columns)
@@ -236,7 +236,7 @@ class PEFTDirectory:
         return [f"model.lora.path: {self.path} names {self.base} as its base model, not {path}"]
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` and `columns` of the tensor `name`, in fp32."""
+        """Return `rows` and `columns` of the tensor `name`, in fp32."""
         view = self._file.get_slice(name)
         return (view[rows] if columns is None else view[rows, columns]).float()
 
@@ -497,7 +497,7 @@ class ZerosIfMissing:
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` and `columns` of the tensor `name`."""
+        """Return `rows` and `columns` of the tensor `name`."""
         if name == NO_ADAPTER_ROWS:
             return torch.zeros(rows.stop - rows.start, self.rank)
         return self.source.read(name, rows, columns)

@@ -327,7 +327,7 @@ def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Add what the experts' adapters compute to the output [T, out] of a linear layer of all experts.
+    """Return `output` [T, out], of a linear layer of all experts, plus what the experts' adapters compute.
 
     Args:
         adapters: the adapter of each expert; None for each if there are no adapters.

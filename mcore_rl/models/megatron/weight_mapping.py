@@ -31,7 +31,7 @@ class Part:
     first: int = 0
 
     def read(self, source: TensorSource, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Read `rows` and `columns` of this part, and nothing else."""
+        """Return `rows` and `columns` of this part; nothing else is read."""
         start, stop, _ = rows.indices(self.shape[0])
         return source.read(self.name, slice(self.first + start, self.first + stop), columns)
 

@@ -271,7 +271,7 @@ def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None
 
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
-    """Read this rank's shard of a parameter from `source`."""
+    """Return this rank's shard of a parameter, read from `source`."""
     ranks = cut_over(mapping, topology)
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
 

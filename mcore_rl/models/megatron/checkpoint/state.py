@@ -107,7 +107,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Take those of a parameter's elements start … end − 1 that are in `part`; divide them into rectangles.
+    """Yield rectangles of `part`. They cover those of the parameter's elements start … end − 1 that are in the part.
 
     Args:
         first: number of the part's first element in the parameter.
