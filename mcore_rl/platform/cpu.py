@@ -221,7 +221,7 @@ def kernel_of_torch() -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the result of `F.linear` of float32 tensors, computed with oneDNN, for any number of tokens, without gradient."""
+    """Return the result of `F.linear` of float32 tensors, computed with oneDNN. No gradient; any number of tokens."""
     y = _rows_times(x.flatten(0, -2), weight, bias)
     return y.unflatten(0, x.shape[:-1])
 
