@@ -237,9 +237,11 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         if group_size(group) == 1:
             return type(self)(self.data)
         described = gather_objects({key: _describe(value) for key, value in self.data.items()}, group)
-        alike = [{key: kind for key, (kind, _) in one.items()} for one in described]
-        if any(one != alike[0] for one in alike):
-            raise ContractError(f"all_gather: all ranks must have the same entries, but they have {alike}")
+        entries = [{key: kind for key, (kind, _) in one.items()} for one in described]
+        if any(one != entries[0] for one in entries):
+            raise ContractError(
+                f"all_gather: all ranks must have the same entries. The entries of the ranks, in rank order: {entries}"
+            )
         gathered = type(self)()
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim:

@@ -472,7 +472,10 @@ def claim_output_dir(
             rank 0.
     """
     if config.dry_run:
-        raise ContractError("dry_run: a dry run ends before the output directory is claimed; use mcore_rl.cli.dry_run")
+        raise ContractError(
+            "claim_output_dir: was called with dry_run set, but a dry run must not lock the output directory; call "
+            "mcore_rl.cli.dry_run.run_dry instead"
+        )
     inputs = check_output_dir(config, inputs)
     if torchrun.rank() == 0 and (note := RunDirectory(config.output_dir).claim()):
         inputs = replace(inputs, checkpoints=(inputs.checkpoints[0], [note, *inputs.checkpoints[1]]))

@@ -175,7 +175,7 @@ KEYS = [
     ("dpo", "model.lora.path={root}/no_tensors", "no_tensors/adapter_model.safetensors cannot be read"),
     ("dpo", "model.lora.path={root}/other_tensors", "model.lora.path={root}/other_tensors: llama has no lm_head to adapt"),
     ("dpo", "model.lora={path: '{root}/other_tensors', rank: 3}", "model.lora.rank=3: the adapter model.lora.path={root}/other_tensors has 2"),
-    ("rm", "model.lora.rank=4", "model.lora: is not supported for a reward model, whose new head must be trained whole"),
+    ("rm", "model.lora.rank=4", "model.lora: is not supported for a reward model, because its new head must be trained too"),
     ("grpo", "batch.global_batch_size=7", "batch.global_batch_size: must be num_prompts_per_step x num_generations_per_prompt (4)"),
     ("grpo", "grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt: grpo compares the responses to a prompt; use 2 or more"),
     ("grpo", "grpo.max_new_tokens=48", "grpo.max_new_tokens: must be less than data.max_sequence_length (48)"),

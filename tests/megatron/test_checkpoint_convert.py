@@ -151,8 +151,8 @@ def leave_the_directory(iteration):
     ("poison", "message"),
     [
         (poison_index, "which an index never contains"),
-        (poison_common, "common.pt names .*system"),
-        (poison_an_object, "_extra_state.* names .*system"),
+        (poison_common, "common.pt refers to .*system"),
+        (poison_an_object, "_extra_state.* refers to .*system"),
         (leave_the_directory, "must be a file in this directory"),
     ],
 )

@@ -195,7 +195,7 @@ def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> Non
     lora_of(lora, family)
     if model.head == "reward":
         raise UserError(
-            "model.lora: is not supported for a reward model, whose new head must be trained whole; leave "
+            "model.lora: is not supported for a reward model, because its new head must be trained too; leave "
             "model.lora out"
         )
     if model.moe_router_bias_update_rate:

@@ -115,7 +115,8 @@ def check_trusted(iteration: Path) -> Metadata:
     for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
             raise UserError(
-                f"{iteration}: {name} names {', '.join(sorted(named))}, which could run code and is never loaded"
+                f"{iteration}: {name} refers to {', '.join(sorted(named))}. To load this could run code, so the "
+                "checkpoint is refused; choose another checkpoint"
             )
     return index
 
