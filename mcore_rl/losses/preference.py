@@ -144,14 +144,14 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Return −log σ of β times each pair's policy margin minus the reference margin of the same rank in the batch."""
+    """Return −log σ(β·(policy margin − reference margin)) for margins that have the same rank in the batch."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(chosen reward − rejected reward)) for rewards of the same rank in the global batch.
+    """Return −log σ(β·(chosen reward − rejected reward)) for rewards that have the same rank in the global batch.
 
     The compared rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here.
     Therefore a second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
