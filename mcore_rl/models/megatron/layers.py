@@ -232,11 +232,11 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normed, grad, weight_fp32 = x.float() * scale, grad.float(), weight.float()
-        product = grad * normed
-        of_weight = product.flatten(0, -2).sum(0)
-        mean = (product @ weight_fp32).unsqueeze(-1) / len(weight)
-        of_x = (grad * weight_fp32).sub_(normed.mul_(mean)).mul_(scale)
+        normed, grad = x.float() * scale, grad.float()
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        of_x = grad * weight.float()
+        mean = (of_x * normed).mean(-1, keepdim=True)
+        of_x.sub_(normed.mul_(mean)).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
