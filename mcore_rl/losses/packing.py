@@ -21,10 +21,10 @@ from mcore_rl.losses.common import LossFunction, reduce_metrics, reductions_of, 
 class SequencePackingLossWrapper:
     """Applies `loss_fn` to a pack. The result is the sum of the losses of the pack's sequences (or pairs).
 
-    A loss that `takes_logprobs` is called once, with the log-probabilities of the whole pack as rows. Any other loss
-    (also a subclass that replaces `__call__`) is called once for each sequence, or for each pair
-    (`loss_fn.rows_per_unit`), with the logits of that sequence or pair only. The metrics of these calls are combined as
-    `loss_fn.metric_reductions` says.
+    A loss that `takes_logprobs` is called once for the whole pack. Its argument is the log-probabilities, unpacked into
+    one row for each sequence. Any other loss (also a subclass that replaces `__call__`) is called once for each
+    sequence, or for each pair (`loss_fn.rows_per_unit`), with the logits of that sequence or pair only. The metrics of
+    these calls are combined as `loss_fn.metric_reductions` says.
 
     Under context parallelism every rank computes the loss of the whole pack, and gradients are summed over the
     ranks: divide the loss by the number of ranks (see `gather_context_parallel`).

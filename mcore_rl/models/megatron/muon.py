@@ -146,7 +146,7 @@ class Muon:
                 yield from self._round(matrices[first : first + ranks.size], ranks)
 
     def _round(self, matrices: Sequence[OwnMatrix], ranks: ParallelDimension) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Orthogonalize at most as many matrices as `ranks` has ranks: each rank computes one of them.
+        """Orthogonalize `matrices`, each on another rank. There must not be more matrices than ranks.
 
         Yield each matrix with this rank's shard of its update.
 
