@@ -100,8 +100,6 @@ IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --in
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
-# These wait longer for their processes.
-test-long: WORKERS = 4
 test-long: .venv/installed-compat
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 

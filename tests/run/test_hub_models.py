@@ -41,7 +41,7 @@ def train(cache, model, *more, cwd=None, endpoint=None):
     command = [sys.executable, "-m", "mcore_rl", "train", "sft", "--model", model, "--data", str(cache / "data.jsonl")]
     command += ["--output", str(cache / "out"), "data.max_sequence_length=48", *more]
     environment["PYTHONPATH"] = os.getcwd()
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=cwd)
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_simulate_needs_no_weights(shards, tmp_path):
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "scripts/simulate.py", tmp_path / "sft.yaml", "--algorithm", "sft", "--world-size", "2"]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--lengths", "64"], capture_output=True, text=True, timeout=90, env=environment)
+    done = subprocess.run([*command, "--lengths", "64"], capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
     assert "estimate: " in done.stdout
 
