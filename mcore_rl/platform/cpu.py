@@ -228,13 +228,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def uses_onednn(x: Tensor, y: Tensor) -> bool:
     """Return whether the product of these matrices on the CPU is computed by oneDNN."""
-    is_large = math.prod((*x.shape, y.shape[1])) >= SMALLEST
-    return bool(_kernels) and is_large and x.dtype == y.dtype == torch.float32
+    if not _kernels or not x.dim() == y.dim() == 2 or x.shape[1] != y.shape[0]:  # torch's kernel refuses the factors
+        return False
+    return math.prod((*x.shape, y.shape[1])) >= SMALLEST and x.dtype == y.dtype == torch.float32
 
 
 def product_of_torch(x: Tensor, y: Tensor) -> Tensor:
     """Return x · y, computed by torch's own kernel, which keeps no code for the shapes of `x` and `y`."""
-    return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))  # this overload has torch's kernel
+    return torch.mm(x, y, out=x.new_empty(0))  # this overload has torch's kernel
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, computed in blocks of the rows of `x` (tokens)."""
-    result = x.new_empty(len(x), len(weight))
+    result, weight = x.new_empty(len(x), len(weight)), _dense(weight)
     for rows, size in _blocks(len(x)):
         part = _onednn(_filled(x[rows], size), weight, bias)
         if size == len(x):  # a single block needs no copy
@@ -278,12 +279,20 @@ def _blocks(count: int) -> Iterator[tuple[slice, int]]:
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
-    """Return `x` padded with rows of zeros to `rows` rows."""
+    """Return `x` padded with rows of zeros to `rows` rows, without gaps or overlaps in memory."""
     if len(x) == rows:
-        return x
+        return _dense(x)
     filled = x.new_zeros(rows, x.shape[1])
     filled[: len(x)] = x
     return filled
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return `x`, or a copy if its elements have gaps or overlaps in memory.
+
+    With gaps in the right factor, oneDNN takes 1000 times as long; overlaps it refuses.
+    """
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -31,6 +31,7 @@ CASES = {
     "columns of larger matrices": (random(100, 500)[:, 7:207], random(200, 301)[:, 1:]),
     "every second row and column": (random(200, 400)[::2, ::2], random(200, 300)),
     "an expanded row": (random(100, 200), random(1, 300).expand(200, 300)),
+    "overlapping rows": (random(900).unfold(0, 200, 2), random(897).unfold(0, 300, 3)),
     "one row": (random(1, 900), random(900, 5000)),
     "one column": (random(5000, 900), random(900, 1)),
     "a transposed factor of many rows": (random(1300, 64).T, random(1300, 96)),
@@ -47,6 +48,22 @@ def test_products_of_any_strides_equal_float64s(name):
     torch.testing.assert_close(product.double(), x.double() @ y.double(), atol=2e-5 * x.shape[1] ** 0.5, rtol=1e-5)
     assert product.is_contiguous()
     assert onednn_calls(profile) >= 1
+
+
+@pytest.mark.parametrize("tokens", [LARGE, 2 * LARGE + 9])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("right", ["columns of a larger matrix", "a transposed matrix", "an expanded matrix"])
+def test_the_right_factor_has_no_gaps(monkeypatch, tokens, is_transposed, right):
+    """With gaps oneDNN takes 1000 times as long."""
+    x = random(tokens, LARGE).T if is_transposed else random(tokens, LARGE)
+    terms = x.shape[1]
+    y = {"columns of a larger matrix": random(terms, 500)[:, 7:307], "a transposed matrix": random(300, terms).T}
+    y["an expanded matrix"] = random(1, 1).expand(terms, 300)
+    weights, onednn = [], cpu._onednn
+    monkeypatch.setattr(cpu, "_onednn", lambda x, weight, *rest: (weights.append(weight), onednn(x, weight, *rest))[1])
+    product = x @ y[right]
+    torch.testing.assert_close(product.double(), x.double() @ y[right].double(), atol=1e-3, rtol=1e-4)
+    assert weights and all(weight.is_contiguous() or weight.T.is_contiguous() for weight in weights)
 
 
 def test_a_linear_layer_and_its_gradients_are_products_of_onednn():
@@ -134,3 +151,11 @@ def test_empty_products(shape):
 def test_factors_of_different_types_are_refused():
     with pytest.raises(RuntimeError, match="dtype"):
         random(LARGE, LARGE) @ random(LARGE, LARGE).double()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("shape", [(400, 1000), (600, 1000), (1, 1000), (1000,)])
+def test_factors_whose_shapes_do_not_fit_are_refused(is_transposed, shape):
+    x = random(500, 1000).T if is_transposed else random(1000, 500)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|must be a matrix"):
+        torch.mm(x, random(*shape))
