@@ -126,8 +126,8 @@ def run_script(
         preflight(config, world_size(), paths)
         _announce(config, source)
         quiet_libraries()
-        _let_threads_spin()
-        from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
+        with _threads_spin():
+            from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
         initialize_platform()
         if config.dry_run:
@@ -139,16 +139,28 @@ def run_script(
         flush_output()
 
 
-def _let_threads_spin() -> None:
-    """Let PyTorch's threads wait for their next work in a loop for about 10 ms before they sleep.
+@contextmanager
+def _threads_spin() -> Iterator[None]:
+    """Context in which to import PyTorch: its threads wait for their next work in a loop, about 10 ms, before they
+    sleep.
 
     Waking a thread takes longer than many operations of a training step. The threads spin only if the processes of this
-    machine together have no more threads than cores. The setting is read when PyTorch is imported.
+    machine together have no more threads than cores, and if the user has set no policy. PyTorch reads the setting when
+    it is imported. Afterwards it is removed: child processes, such as vLLM's servers, share the cores with this one.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if local_world_size() * (int(threads) if threads.isdecimal() else cores) <= cores:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    # libgomp ignores a number of 0. A launcher that does not tell the processes of this machine may start all here.
+    processes = local_world_size() if "LOCAL_WORLD_SIZE" in os.environ else world_size()
+    fits = processes * ((int(threads) if threads.isdecimal() else 0) or cores) <= cores
+    if not fits or not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoint(os.environ):
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:

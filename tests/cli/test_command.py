@@ -16,7 +16,7 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
-from mcore_rl.cli.entry_point import _let_threads_spin, _shortened
+from mcore_rl.cli.entry_point import _shortened, _threads_spin
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 COMMAND = [sys.executable, "-m", "mcore_rl"]
@@ -53,22 +53,46 @@ def forked(*arguments):
 
 @pytest.mark.parametrize(
     "threads, processes, spin",
-    [("2", 1, True), (None, 1, True), ("1", 4, True), ("2", 3, False), (None, 2, False), ("8", 1, False)],
+    [
+        ("2", 1, True),
+        (None, 1, True),
+        ("1", 4, True),
+        ("2", 3, False),
+        (None, 2, False),
+        ("8", 1, False),
+        ("0", 2, False),
+    ],
 )
 def test_threads_spin_only_if_each_has_a_core(monkeypatch, threads, processes, spin):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
     for name, value in (("OMP_NUM_THREADS", threads), ("LOCAL_WORLD_SIZE", str(processes)), ("GOMP_SPINCOUNT", None)):
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    _let_threads_spin()
-    assert ("GOMP_SPINCOUNT" in os.environ) == spin
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    with _threads_spin():
+        assert ("GOMP_SPINCOUNT" in os.environ) == spin
+    assert "GOMP_SPINCOUNT" not in os.environ, "child processes would spin too"
 
 
-def test_the_users_setting_for_waiting_threads_is_kept(monkeypatch):
+def test_processes_that_the_launcher_does_not_place_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with _threads_spin():
+        assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize("name, value", [("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "passive")])
+def test_the_users_setting_for_waiting_threads_is_kept(monkeypatch, name, value):
+    for other in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    _let_threads_spin()
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with _threads_spin():
+            assert os.environ.get("GOMP_SPINCOUNT") == (value if name == "GOMP_SPINCOUNT" else None)
+    assert os.environ[name] == value
 
 
 LAUNCH = ("train", "sft", "--nproc-per-node", "2")
