@@ -119,6 +119,9 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
         raise UserError(
             f"--products {arguments.products}: needs model.dtype=bfloat16, and hardware with a peak of float8"
         )
+    for option in ("transformer-engine", "gradients"):
+        if getattr(arguments, option.replace("-", "_")) and config.model.dtype != "bfloat16":
+            raise UserError(f"--{option}: is estimated for bfloat16 only; set model.dtype=bfloat16")
     factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size
     if not (1 <= factor <= ranks or (arguments.search and factor >= 1)):
         raise UserError(
