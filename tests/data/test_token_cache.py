@@ -263,7 +263,7 @@ def test_several_processes_tokenize_the_same(files, monkeypatch):
     monkeypatch.setattr(token_cache, "available_workers", lambda: 2)
     cache = TokenCache(files / "cache", source)
     assert load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS, said.append, cache).units == plain.units
-    assert said == [f"tokenizing {files / 'data.jsonl'} by 2 processes"]
+    assert said[0] == f"tokenizing {files / 'data.jsonl'} by 2 processes"  # a busy machine also reports progress
     bad = list(RECORDS)
     bad[300], bad[600] = {"prompt": "p"}, {"prompt": 3, "completion": 4}
     write(files / "data.jsonl", bad)
