@@ -276,7 +276,7 @@ def test_a_checkpoint_is_not_converted_for_another_architecture(files, tmp_path)
     paths = [files / "out" / "checkpoints", tmp_path / "hf", "--model", files / "other_family"]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "has another architecture than" in done.stderr and "model_type llama → qwen2" in done.stderr
+    assert "has another architecture than" in done.stderr and "model_type is qwen2 instead of llama" in done.stderr
     assert not (tmp_path / "hf").exists()
 
 
