@@ -80,6 +80,7 @@ def test_process_of_judge_reads_nothing(environment_of, monkeypatch):
     assert judged(environment, prompts_of({}, {})) == [Step(reward=0.0)] * 2
 
 
+@pytest.mark.long
 def test_probe_calls_judge_on_first_records(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)

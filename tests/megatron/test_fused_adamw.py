@@ -56,6 +56,7 @@ def assert_equal(weights, others):
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_three_steps_and_a_checkpoint(model_of, tmp_path):
     config = make_config(model_of("llama"))
     plain, fused = (
