@@ -54,7 +54,7 @@ class TrainingBatch:
 
 
 class Objective:
-    """What differs between algorithms in supervised training: the loss, and the columns that the loss reads.
+    """The differences between algorithms in supervised training: the loss, and the columns that the loss reads.
 
     SFT and reward models use this class itself, because their losses need no additional columns.
     """

@@ -32,6 +32,7 @@ from mcore_rl.utils.torchrun import (
     is_launched,
     is_under_torchrun,
     local_world_size,
+    processors,
     rank,
     set_world_size,
     world_size,
@@ -148,11 +149,9 @@ def _threads_spin() -> Iterator[None]:
     machine together have no more threads than cores, and if the user has set no policy. PyTorch reads the setting when
     it is imported. Afterwards it is removed: child processes, such as vLLM's servers, share the cores with this one.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    # libgomp ignores a number of 0. A launcher that does not tell the processes of this machine may start all here.
-    processes = local_world_size() if "LOCAL_WORLD_SIZE" in os.environ else world_size()
-    fits = processes * ((int(threads) if threads.isdecimal() else 0) or cores) <= cores
+    cores, threads = processors(), os.environ.get("OMP_NUM_THREADS", "")
+    # Without a number, or with 0, PyTorch uses all cores.
+    fits = local_world_size() * ((int(threads) if threads.isdecimal() else 0) or cores) <= cores
     if not fits or not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.isdisjoint(os.environ):
         yield
         return

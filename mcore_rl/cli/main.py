@@ -139,7 +139,7 @@ def doctor() -> Iterator[str]:
 
     yield f"mcore_rl {mcore_rl.__version__}, Python {platform.python_version()}, {platform.platform()}"
     memory = psutil.virtual_memory().total / 2**30
-    yield f"{len(os.sched_getaffinity(0))} processors, {memory:.0f} GiB of memory, {_disk()}"
+    yield f"{torchrun.processors()} processors, {memory:.0f} GiB of memory, {_disk()}"
     for name in NEEDED:
         yield f"  {name:<24}{_version(name) or 'MISSING'}"
     for name, purpose in OPTIONAL.items():

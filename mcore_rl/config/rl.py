@@ -98,7 +98,7 @@ class JudgeOptions(Section):
 
 
 class RewardConfig(JudgeOptions):
-    """One judge of a list. With `name: weighted`, the rewards of the listed judges are added up."""
+    """A judge in a list of judges. With `name: weighted`, the rewards of the listed judges are added up."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
     """Kind of judge; the other keys are those of `environment`."""

@@ -29,6 +29,7 @@ from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent
+from mcore_rl.utils.torchrun import processors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -326,8 +327,7 @@ def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, fl
 
 def available_workers() -> int:
     """Return how many processes should tokenize: one per available processor, minus one that reads and writes."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, count - 1)
+    return max(1, processors() - 1)
 
 
 def _by_processes(

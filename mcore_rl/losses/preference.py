@@ -43,7 +43,7 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the losses on pairs read: quantities of n pairs in nats, not multiplied by β.
+    """The quantities of n pairs that the losses on pairs read, in nats and not multiplied by β.
 
     chosen, rejected: rewards [n] of the responses, relative to the reference if there is one.
     margin: [n], the score of the chosen response minus the score of the rejected response. A score is the

@@ -1,4 +1,4 @@
-"""Access to the values that torchrun passes to each process in environment variables."""
+"""The processes of a launch, from the environment variables that torchrun sets, and the processors of this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of processes of this launch on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Return the number of processes of this launch on this node, or on all nodes if the launcher does not say it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def world_size() -> int:

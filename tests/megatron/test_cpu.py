@@ -54,7 +54,7 @@ def test_products_of_any_strides_equal_float64s(name):
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("right", ["columns of a larger matrix", "a transposed matrix", "an expanded matrix"])
 def test_the_right_factor_has_no_gaps(monkeypatch, tokens, is_transposed, right):
-    """With gaps oneDNN takes 1000 times as long."""
+    """oneDNN takes 1000 times as long if the factor has gaps in memory."""
     x = random(tokens, LARGE).T if is_transposed else random(tokens, LARGE)
     terms = x.shape[1]
     y = {"columns of a larger matrix": random(terms, 500)[:, 7:307], "a transposed matrix": random(300, terms).T}

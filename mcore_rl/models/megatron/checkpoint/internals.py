@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class OwnedPart(NamedTuple):
-    """Those elements of a parameter that a distributed optimizer updates on this rank.
+    """The elements of a parameter that a distributed optimizer updates on this rank.
 
     start, end: the elements are start … end − 1 in row-major order.
     main: these elements in fp32; `main` is a parameter of the PyTorch optimizer.
