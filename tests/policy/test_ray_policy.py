@@ -17,6 +17,7 @@ from mcore_rl.testing.processes import run_processes
 
 pytestmark = pytest.mark.long
 LAYOUT = ParallelLayout(tp=2)
+SECONDS = 300  # On a machine that runs other tests, an actor needs a minute to import Megatron.
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ class Engine:
         self.receiver = RefitReceiver(load, info)
 
     def join(self, ip, port):
-        self.receiver.init_collective(ip, port, 1, 2, timeout=60)
+        self.receiver.init_collective(ip, port, 1, 2, timeout=SECONDS)
 
     def refit(self):
         from refit_cases import engine_outputs
@@ -114,12 +115,12 @@ def test_an_engine_is_refitted(policy, model_of):
 
     engine, port = ray.remote(Engine).remote(str(model_of("llama")), policy.prepare_refit_info()), free_port()
     joining = engine.join.remote("127.0.0.1", port)
-    policy.wait(policy.init_collective("127.0.0.1", port, 2), timeout=60)
-    ray.get(joining, timeout=60)
+    policy.wait(policy.init_collective("127.0.0.1", port, 2), timeout=SECONDS)
+    ray.get(joining, timeout=SECONDS)
     policy.train(make_data(), build_loss(LAYOUT.apply(make_config(model_of("llama")))))
     refitting = engine.refit.remote()
-    policy.wait(policy.broadcast_weights_for_collective(20_000), timeout=60)
-    torch.testing.assert_close(ray.get(refitting, timeout=60), policy_outputs(policy), **CLOSE)
+    policy.wait(policy.broadcast_weights_for_collective(20_000), timeout=SECONDS)
+    torch.testing.assert_close(ray.get(refitting, timeout=SECONDS), policy_outputs(policy), **CLOSE)
     ray.kill(engine)
 
 
