@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig,
 from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, own_layouts, second_model_configs
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
+from mcore_rl.utils.console import quiet_libraries
 
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.attention_kernels import AttentionPattern, Kernel
@@ -273,6 +275,21 @@ class Seen:
     attention: AttentionFlops
 
 
+@cache
+def prepare_process() -> Seen:
+    """Install the simulated device and the counters in this process, and import Megatron, which binds some of them.
+
+    Processes that are forked from this one simulate ranks without these imports.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same results on machines with a GPU
+    quiet_libraries()
+    seen = Seen(count_traffic(), HostReads(), AttentionFlops())
+    platform.initialize_platform(simulate=True)
+    note_host_reads(seen.reads)
+    import_module("mcore_rl.models.policy.megatron_policy")
+    return seen
+
+
 @contextmanager
 def simulated_process(
     config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda", imbalance: float = 1.0
@@ -287,10 +304,7 @@ def simulated_process(
         UserError: the run would refuse the configuration, or it cannot be simulated.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same results on machines with a GPU
-    seen = Seen(count_traffic(), HostReads(), AttentionFlops())
-    platform.initialize_platform(simulate=True)
-    note_host_reads(seen.reads)
+    seen = prepare_process()
 
     import torch
 

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.rank import PHASES
+from mcore_rl.simulation.rank import PHASES, prepare_process
 from mcore_rl.simulation.step import (
     LOCAL,
     Implementation,
@@ -29,7 +29,6 @@ from mcore_rl.simulation.step import (
     simulate_loading,
     simulate_rank,
 )
-from mcore_rl.utils.console import quiet_libraries
 
 T = TypeVar("T")
 
@@ -87,6 +86,7 @@ class Assumptions:
 
 
 BALANCED_LOCAL = Assumptions()
+KILLED = "the process that simulates a rank was killed, perhaps because memory ran out; use fewer workers (--workers)"
 
 
 def simulate(
@@ -124,38 +124,40 @@ def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, .
     Args:
         workers: number of calls that run at the same time.
     """
-    with _threads(workers) as pool:
+    with _processes(min(workers, len(calls))) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Context with a pool of threads. At its end, calls that have not started are cancelled."""
-    pool = ThreadPoolExecutor(count)
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Context with a pool of prepared processes for `_apart`. At its end, calls that have not started are cancelled.
+
+    Raises:
+        UserError: one of these processes was killed.
+    """
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), prepare_process)
     try:
         yield pool
+    except BrokenProcessPool:
+        raise UserError(KILLED) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function` in a separate process; return its result.
+    """Call `function` in a process that is forked from this one; return its result.
 
-    A separate process is needed for two reasons. The simulated device must be installed before Megatron is imported. If
-    a simulation is killed, other simulations must go on.
+    A simulation changes its process. If a simulation is killed, other simulations must go on.
 
     Raises:
         UserError: the process was killed.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), quiet_libraries) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         try:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
-            raise UserError(
-                "the process that simulates a rank was killed, perhaps because memory ran out; use fewer workers "
-                "(--workers)"
-            ) from None
+            raise UserError(KILLED) from None
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def search(
         say: prints a line of progress.
     """
     found: list[Candidate] = []
-    with _threads(workers) as pool:
+    with _processes(workers) as pool:
         waiting: list[tuple[Candidate, TrainingConfig, list[Future[RankReport]]]] = []
         for text, values in layouts_to_try(config, world_size, gpu, experts_of(config)):
             overrides = overrides_of(config, values)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layout_cases import make_config
 from ports import free_port
 from prefix_cases import dpo_config, grpo_config, make_groups, make_pairs, padded
-from simulated_cases import config_of, in_processes, real_rank
+from simulated_cases import config_of, in_processes, prepare_real_process, real_rank
 from small_models import and_long
 
 from mcore_rl.config import DPOConfig
@@ -234,7 +234,7 @@ def test_a_simulated_step_shares_as_much_as_a_real_one(layout, model_of):
     sequences, port, size = Sequences((240,) * 4 + (99,) * 4, (60,) * 4 + (33,) * 4), free_port(), layout.world_size
     ranks = [(config, rank, size, port, sequences) for rank in range(size)]
     real, simulated = (
-        in_processes(real_rank, *ranks),
+        in_processes(real_rank, *ranks, prepare=prepare_real_process),
         in_processes(simulate_rank, *[(*r[:3], sequences) for r in ranks]),
     )
     for one, other in zip(real, simulated, strict=True):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from ports import free_port
-from simulated_cases import EQUAL, SEQUENCES, config_of, in_processes
+from simulated_cases import EQUAL, SEQUENCES, config_of, in_processes, prepare_real_process
 from small_models import and_long, make_model
 
 from mcore_rl.config.parallel import ParallelLayout
@@ -55,9 +55,6 @@ def resident_growth(config, rank, world_size, port, sequences):
     """Measure two steps with all their state, because only the first step starts without the optimizer's state."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from mcore_rl import platform
-
-    platform.initialize_platform()
     from peak_memory import PeakMemory
 
     from mcore_rl.models.policy import megatron_policy  # noqa: F401  # its own memory is not the run's
@@ -76,7 +73,8 @@ def resident_growth(config, rank, world_size, port, sequences):
 
 def compare(path, layout, sequences):
     config, size, port = layout.apply(config_of(path)), layout.world_size, free_port()
-    grown = in_processes(resident_growth, *[(config, rank, size, port, sequences) for rank in range(size)])
+    ranks = [(config, rank, size, port, sequences) for rank in range(size)]
+    grown = in_processes(resident_growth, *ranks, prepare=prepare_real_process)
     simulated = in_processes(simulate_rank, *[(config, rank, size, sequences, "cpu") for rank in (0, size - 1)])
     ratios = [grown[rank] / report.peak for rank, report in zip((0, size - 1), simulated, strict=True)]
     print(f"{layout}: grown / simulated {', '.join(f'{ratio:.3f}' for ratio in ratios)}")

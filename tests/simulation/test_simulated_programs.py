@@ -7,10 +7,9 @@ from importlib import import_module
 
 import pytest
 from ports import free_port
-from simulated_cases import in_processes
+from simulated_cases import in_processes, prepare_real_process
 from small_models import and_long, make_model
 
-from mcore_rl import platform
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.simulation.step import Sequences, simulate_rank
 
@@ -63,7 +62,6 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
     """Return the operations of matrix products by model, and the sequences that were trained on."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ["PYTHONPATH"] = str(config.model.path.parent)  # of the judge
-    platform.initialize_platform()
     from mcore_rl.models.policy import scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.simulation.counters import ProductCounter
@@ -130,6 +128,6 @@ CASES = and_long(
 def test_a_step_of_the_program(algorithm, data, sections, files, tmp_path):
     text = json.dumps(sections).replace('"other"', json.dumps(str(files / "other")))
     config = config_of(files, tmp_path, algorithm, data, **json.loads(text))
-    ((real, sequences),) = in_processes(real_step, (algorithm, config))
+    ((real, sequences),) = in_processes(real_step, (algorithm, config), prepare=prepare_real_process)
     (simulated,) = in_processes(simulate_rank, (config, 0, 1, sequences, "cpu"))
     assert sum(simulated.products.values()) == sum(real.values()), (simulated.products, real)

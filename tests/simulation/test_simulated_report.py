@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_simulator import LINEAR_IN_PACKS, with_packs
-from simulated_cases import MIXTURE, config_of, in_processes, memory_of_offloaded_critic
+from simulated_cases import MIXTURE, config_of, in_processes, memory_of_offloaded_critic, prepare_real_process
 from simulated_report import HEAD, MLP, REPORT
 from small_models import and_long, make_config, make_model
 
@@ -503,7 +503,7 @@ def test_a_critic_that_goes_to_the_host(tmp_path):
     at_hand, away = (ppo_of(path, offload=offload) for offload in (False, True))
     both = ppo_of(path, offload=True, optimizer={"offload": True})
     reports = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (at_hand, away, both)])
-    ((freed, zeros),) = in_processes(memory_of_offloaded_critic, (at_hand, SEQUENCES))
+    ((freed, zeros),) = in_processes(memory_of_offloaded_critic, (at_hand, SEQUENCES), prepare=prepare_real_process)
     assert [report.peak_phase for report in reports] == ["training"] * 3
     assert [reports[0].peak - report.peak for report in reports] == [0, freed, freed]
     for kind in ("weights", "gradients", "optimizer"):

@@ -9,7 +9,17 @@ import pytest
 import torch
 from ports import free_port
 from safetensors.torch import load_file, save_file
-from simulated_cases import EQUAL, LENGTHS, MIXTURE, SEQUENCES, call, config_of, in_processes, real_rank
+from simulated_cases import (
+    EQUAL,
+    LENGTHS,
+    MIXTURE,
+    SEQUENCES,
+    call,
+    config_of,
+    in_processes,
+    prepare_real_process,
+    real_rank,
+)
 from small_models import and_long, make_config, make_model
 
 from mcore_rl.config import (
@@ -49,7 +59,8 @@ def by_kind(report):
 def compare(config, layout, sequences):
     """Return the simulated first and last ranks, and those of a real run."""
     config, size, port = layout.apply(config), layout.world_size, free_port()
-    real = in_processes(real_rank, *[(config, rank, size, port, sequences) for rank in range(size)])
+    ranks = [(config, rank, size, port, sequences) for rank in range(size)]
+    real = in_processes(real_rank, *ranks, prepare=prepare_real_process)
     chosen = sorted({0, size - 1})
     simulated = in_processes(simulate_rank, *[(config, rank, size, sequences, "cpu") for rank in chosen])
     for one, other in zip([real[rank] for rank in chosen], simulated, strict=True):

@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from importlib import import_module
 
+import psutil
 from programs import ROOT
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, SFTConfig
 from mcore_rl.config.algorithms import critic_config
 from mcore_rl.simulation.counters import bytes_of
+from mcore_rl.simulation.rank import prepare_process
 from mcore_rl.simulation.step import RankReport, Sequences, invented_batch, measure_step
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
@@ -35,29 +40,59 @@ def config_of(directory, algorithm=SFTConfig, **sections):
     return algorithm.model_validate(values)
 
 
-def in_processes(function, *argument_lists):
-    """Run each call in a separate process, which has imported nothing yet."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(argument_lists), context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(function, *arguments) for arguments in argument_lists]
-        return [future.result(timeout=SECONDS) for future in waiting]
+@cache
+def prepare_real_process():
+    """Import Megatron in this process for real steps on the CPU, and count their transfers."""
+    from mcore_rl.simulation.counters import count_traffic
+
+    traffic = count_traffic(perform=True)
+    platform.initialize_platform()
+    import_module("mcore_rl.models.policy.megatron_policy")
+    return traffic
+
+
+_servers = {}
+
+
+def in_processes(function, *argument_lists, prepare=prepare_process):
+    """Run all calls at the same time, each in a process forked from one in which `prepare` has imported Megatron."""
+    if prepare not in _servers:
+        _servers[prepare] = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare)
+    waiting = _servers[prepare].submit(_in_forks, function, argument_lists)
+    try:
+        return waiting.result(timeout=SECONDS)
+    except (TimeoutError, BrokenProcessPool):
+        for server in _servers.pop(prepare)._processes.values():
+            for process in (*psutil.Process(server.pid).children(recursive=True), server):
+                process.kill()
+        raise
+
+
+def _in_forks(function, argument_lists):
+    global _barrier
+    context, count = multiprocessing.get_context("fork"), len(argument_lists)
+    _barrier = context.Barrier(count)
+    with ProcessPoolExecutor(count, context) as pool:
+        return list(pool.map(_alone, [function] * count, argument_lists))
+
+
+def _alone(function, arguments):
+    _barrier.wait()  # until every process has its call, so that none gets two
+    return function(*arguments)
 
 
 def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from mcore_rl.platform import cpu
-    from mcore_rl.simulation.counters import AttentionFlops, HostReads, count_traffic
+    from mcore_rl.simulation.counters import AttentionFlops, HostReads
 
-    traffic = count_traffic(perform=True)
-    platform.initialize_platform()
     with cpu.kernel_of_torch():  # a GPU adds products of the LM head to their sums in place; oneDNN does not
-        return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
+        return measure_step(config, sequences, prepare_real_process(), HostReads(), AttentionFlops(), ("cpu",))
 
 
 def memory_of_offloaded_critic(config, sequences):
     """Return the memory that a real critic releases on the device, and the part of it that is zero afterwards."""
-    platform.initialize_platform()
     from mcore_rl.algorithms.loss_functions import ValueLossFn
     from mcore_rl.models.megatron.optimizer import gradient_buffers
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
