@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
 
 
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
-"""Errors that the end of another rank causes contain one of these texts in their messages."""
+"""If another rank ends, the errors of the remaining ranks have one of these texts in their messages."""
 
 
 def is_lost_peer(error: BaseException) -> bool:

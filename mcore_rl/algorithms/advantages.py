@@ -1,8 +1,8 @@
 """Computes advantages from the rewards of a step's groups (P prompts, G responses each), and from a critic's values.
 
 Everything is computed in fp64, and equal rewards give an advantage of exactly 0. In floating point, r − mean may differ
-slightly from 0 if all rewards are, for example, 0.7. The standard deviation of such rewards is equally
-small. Division by it, followed by Adam, would amplify this difference to a full step.
+slightly from 0 if all rewards are, for example, 0.7. The standard deviation of such rewards is equally small, so the
+quotient would be an advantage of ordinary size.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def gdpo_advantages(
     large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards by name; NaN where a reward does not apply to a sample. Its advantage is 0 there.
+        rewards: rewards by name; NaN where a reward does not apply to a sample. For this sample, the reward's own
+            advantage is 0.
         weights: weight of each name.
         judged: see `group_advantages`.
     """
@@ -129,7 +130,8 @@ def optimal_token_baseline_advantages(
         score_norms: 1 − 2π + Σ π² of each token.
         token_mask: 1 for the tokens of responses of judged samples.
         group_of: number of each sample's group, from 0 to `groups` − 1.
-        share: which samples of the batch the arguments contain; by default, all. If given, the call is collective.
+        share: the samples whose rows the tensors above contain; None for all samples of the batch. If `share` is given,
+            the call is collective.
 
     Returns:
         The advantage of each token, fp32; 0 outside of responses.
@@ -179,8 +181,8 @@ def reinforce_plus_plus_advantages(
         token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
         penalty: β·KL of each token (nats); it is subtracted from the token's reward. None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
-        share: for which of the samples `token_mask` and `penalty` contain rows; by default, for all samples. If given,
-            the call is collective.
+        share: the samples whose rows `token_mask` and `penalty` contain; None for all samples of the batch. If `share`
+            is given, the call is collective.
         judged: see `group_advantages`.
 
     Returns:
@@ -242,8 +244,8 @@ def whiten(
     The result is 0 where `mask` is 0, and everywhere if all values are equal.
 
     Args:
-        share: which samples of the batch `values` contains; by default, all samples. If given, the call is collective,
-            and the mean and the standard deviation are over all samples of the batch.
+        share: the samples whose rows `values` and `mask` contain; None for all samples of the batch. If `share` is
+            given, the call is collective, and the mean and the standard deviation are over all samples of the batch.
     """
     share = share or BatchShare.whole(len(values))
     mask = mask.double()
@@ -263,7 +265,8 @@ class EstimatorInputs:
 
     named_rewards: [N, P, G], N named rewards of each sample, for gdpo; NaN where a reward does not apply.
     reward_weights: [N], weights of the named rewards, for gdpo.
-    token_rewards, score_norms: [B, S] each, for optimal_token_baseline; only of the samples in `share`.
+    token_rewards, score_norms: [B, S] each, for optimal_token_baseline. They have rows only for the samples in the
+        argument `share` of `advantages_of`.
     """
 
     named_rewards: Tensor | None = None

@@ -57,7 +57,7 @@ class DistillationObjective(Objective):
     The divergence is computed on the records' responses, or on the student's own answers to the records' prompts.
 
     Args:
-        loaded: the teachers by name, without teachers that are the student itself (with another prompt).
+        loaded: the loaded teachers, by name. A teacher that is the student itself, with another prompt, is not loaded.
     """
 
     def __init__(

@@ -320,8 +320,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
         """Generate and judge responses to the prompts of a validation set; return metrics of their rewards.
 
-        A single response per prompt is generated greedily. Several responses are sampled, with the same random numbers
-        in each validation. A batch has as many responses as a training step.
+        If each prompt gets a single response, the response is generated greedily. If it gets several responses, they
+        are sampled, with the same random numbers in each validation. A batch has as many responses as a training step.
         """
         prompts, options, phases = dataset.prompts, self.config.rollouts, PhaseTimes(step)
         count = options.num_validation_generations

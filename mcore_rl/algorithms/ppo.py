@@ -130,8 +130,8 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchSha
     The explained variance is omitted if all returns R are equal.
 
     Args:
-        share: which rows of the batch the arguments contain; by default, all. If given, the call is collective, and
-            the metrics are over the whole batch.
+        share: the samples whose rows the arguments contain; None for all samples of the batch. If `share` is given, the
+            call is collective, and the metrics are over the whole batch.
     """
     share = share or BatchShare.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))

@@ -397,7 +397,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """Return the share of all rows, for a batch that every rank has."""
+        """Return the object for a batch of `total` rows, all of which every rank has."""
         return cls(range(total), total)
 
     @classmethod
@@ -464,7 +464,8 @@ class LocalBatch(BatchedDataDict[DictT]):
     If a policy trains on a `LocalBatch`, it learns from the rows of all replicas, as if every rank had the whole global
     batch. If it scores a `LocalBatch`, each replica scores only its own rows.
 
-    plans: plans of microbatches, by planner. Scoring and training thus use the same plan.
+    plans: the plans of microbatches made so far, by planner. Scoring and training with the same planner use the same
+        plan.
     """
 
     def __init__(self, entries: Mapping[str, Any], share: BatchShare, plans: dict[Any, Any] | None = None) -> None:

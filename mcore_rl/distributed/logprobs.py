@@ -354,7 +354,7 @@ def unpack_next_token_values(
 # to 7 % faster and takes 100 MB more (docs/benchmarks.md).
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
-"""Shape of tiles of kept tokens. Such a tile has every column that one of its rows keeps, so it has few rows."""
+"""Largest tiles of kept tokens. A tile has every column that any of its rows keeps: few rows need few columns."""
 
 
 def gather_hidden_states(
@@ -552,11 +552,12 @@ class Tile(NamedTuple):
 class TileSteps(NamedTuple):
     """The two functions that compute on a tile of products [rows, columns]; `tile_steps` chooses an implementation.
 
-    Both divide the products by the temperature of the `Tiles`, and may overwrite them.
+    Both functions divide the products by the temperature of the `Tiles`, and may overwrite the products.
 
     add: adds the tile's logits to the `SoftmaxSums` of its rows, in place. The field `moment` is updated only if the
         last argument of `add` is True.
-    gradient: returns the gradient of the products, in the accumulation type or in `Tiles.factor_dtype`.
+    gradient: returns the loss's gradient with respect to the products, in the accumulation type or in
+        `Tiles.factor_dtype`.
     """
 
     add: Callable[[Tensor, SoftmaxSums, Tensor, int, Tiles, bool], None]
@@ -565,7 +566,7 @@ class TileSteps(NamedTuple):
 
 @functools.cache
 def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
-    """Return the Triton kernels for fp32 on a GPU with Triton, and otherwise the torch operations."""
+    """Return the Triton kernels if `dtype` is fp32, the device a GPU, and Triton installed; else torch operations."""
     if device_type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
         from mcore_rl.distributed import triton_logprobs
 
@@ -579,8 +580,10 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 
 @functools.cache
 def adds_widened(device: torch.device) -> bool:
-    """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place. This is
-    tried, because first versions of the operator refuse it. Return True for a simulated device if WIDENING_PRODUCTS."""
+    """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place.
+
+    The function tries it, because first versions of the operator refuse. A simulated device: WIDENING_PRODUCTS.
+    """
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -596,7 +599,7 @@ class Tiles:
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 
-    kept: tiles of the tokens to which the softmax is restricted; None for the whole vocabulary.
+    kept: tiles with the kept tokens, if the softmax is over these tokens; None if it is over the whole vocabulary.
     """
 
     def __init__(
@@ -702,7 +705,7 @@ def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[T
 
 
 def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add a tile `x` of products to the running sums `sums`, by torch operations."""
+    """Add the logits of a tile, given by its products `x`, to the running sums `sums`, by torch operations."""
     tiles.tempered(x)
     sums.picked.add_(_at_targets(x, local - first_column))
     peak = torch.maximum(sums.peak, x.amax(dim=1))
@@ -722,7 +725,7 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient of a tile `x` of products, by torch operations."""
+    """Return the loss's gradient with respect to the products `x` of a tile, by torch operations."""
     tiles.tempered(x)
     logprob_gradient(x, tokens.lse, tokens.entropy, tokens.of_lse, tokens.of_entropy, out=x)
     _add_at_targets(x, tokens.local - first_column, tokens.of_targets)

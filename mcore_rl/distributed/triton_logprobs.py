@@ -1,8 +1,8 @@
 """The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels.
 
 Matrix products are computed by torch. Each kernel passes over a tile once. A program of a kernel computes a row or a
-part of a row. The kernels use neither atomics nor autotuning: both would change the order of sums. The same inputs give
-the same bits. Small gradients are not skipped.
+part of a row. The kernels use neither atomics nor autotuning: both would change the order of sums. Therefore the same
+inputs give the same bits.
 """
 
 # mypy: disallow_untyped_defs=False
@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.distributed.logprobs import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
 
 BLOCK, WARPS = 2048, 8
-"""Columns that a program reads at a time, and its warps: 8 columns for each of the 256 threads."""
+"""Columns that a program reads at a time, and number of its warps. Each of its 256 threads reads 8 columns."""
 
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 
@@ -85,7 +85,7 @@ def gradient_kernel(
 
 
 def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add a tile `x` of products to the running sums `sums`, by `add_kernel`."""
+    """Add the logits of a tile, given by its products `x`, to the running sums `sums`, by `add_kernel`."""
     add_kernel[(len(x),)](
         x, local, *sums, x.shape[1], first_column, local.shape[1], 1 / tiles.temperature,
         ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
@@ -93,7 +93,7 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient of a tile `x` of products, in `Tiles.factor_dtype`, by `gradient_kernel`."""
+    """Return the gradient with respect to a tile's products `x`, in `Tiles.factor_dtype`, by `gradient_kernel`."""
     out = x if tiles.factor_dtype == x.dtype else torch.empty_like(x, dtype=tiles.factor_dtype)
     with_entropy = tokens.of_entropy is not None
     gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](

@@ -45,11 +45,12 @@ class LossFunction(Protocol):
     ranks) and passes both counts to the loss. The loss divides by the count that its `loss_type` names, so that the
     losses of the microbatches can be summed.
 
-    A loss may have four more attributes. `prepare` is called with this rank's microbatches before they go through the
-    policy. `metric_reductions` maps the name of each metric that must not be summed to its `Reduction`. `rows_per_unit`
-    is the number of neighbouring rows that belong together (2 for pairs; default 1); packing never separates them.
-    `reads_values` is true for a loss that reads a reward head's output at every token, [B, S]; other losses read it at
-    the last token only.
+    A loss may have four more attributes:
+
+    prepare: function that the policy calls with this rank's microbatches before the model computes them.
+    metric_reductions: for each metric that must not be summed, its `Reduction`.
+    rows_per_unit: number of neighbouring rows that packing must not separate (2 for pairs; default 1).
+    reads_values: True if the loss reads a reward head's output at every token, [B, S], not only at the last token.
     """
 
     loss_type: LossType
@@ -164,7 +165,7 @@ class LogprobLoss(LossFunction):
     reads_counted_tokens_only = False
     """Whether `from_logprobs` reads only the tokens of `tokens_read`. A subclass does not inherit the value.
 
-    A policy then passes 0 for the other tokens and does not compute their part of the LM head.
+    If it is True, a policy passes 0 for the log-probabilities of all other tokens, and does not compute their logits.
     """
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
 

@@ -244,9 +244,11 @@ class SampledDistillationLossFn(LogprobLoss):
     samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. The loss is a mean over
     tokens.
 
-    The loss reads three entries of the data: `teacher_logprobs` [B, S], for each token, the sum of weight ·
-    log-probability over the teachers; `teacher_weight` [B], the sum of the teachers' weights (1 without this entry);
-    and, if the rows were sampled, `generation_logprobs` [B, S].
+    The loss reads these entries of the data:
+
+    teacher_logprobs: [B, S], for each token, the sum of weight · log-probability over the teachers.
+    teacher_weight: [B], the sum of the teachers' weights; 1 without this entry.
+    generation_logprobs: [B, S], only if the rows were sampled.
     """
 
     reads_counted_tokens_only = True

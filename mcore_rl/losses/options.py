@@ -75,9 +75,9 @@ class LossOptions:
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Aliases of options in other versions of the reference."""
+    """Map from an option's name in another version of NeMo RL to its name here."""
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the reference trainer's wider configuration that a loss does not use."""
+    """Keys of NeMo RL's configuration that are accepted although the loss does not read them."""
     required: ClassVar[frozenset[str]] = frozenset()
     """Inherited keys that dictionaries must have, in addition to those of `option`."""
 
@@ -122,7 +122,8 @@ class LossOptions:
         """Return options from a dictionary. It may contain aliases and the trainer's own keys.
 
         Raises:
-            ContractError: a key is missing, unknown (the message names the nearest), contradictory or of a wrong type.
+            ContractError: a key is missing or unknown, keys contradict each other, or a value has a wrong type.
+                For an unknown key, the message names the most similar valid key.
         """
         if isinstance(cfg, cls):
             return cfg
@@ -209,7 +210,7 @@ OF_BATCH: frozenset[PreferenceLossType] = frozenset(("aot", "aot_unpaired"))
 WITH_F_DIVERGENCE: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 )
-"""Losses of the difference of two scores. Only in a difference does f-DPO's unknown normalisation cancel."""
+"""Losses that depend only on the difference of two scores. f-DPO's unknown normalisation cancels in this difference."""
 SMOOTHED: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "robust", "simpo", "exo_pair", "aot", "aot_unpaired")
 )

@@ -160,7 +160,7 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
     """Return −A·min(r, c)·log π. r is the ratio π / π_prev, without gradient; c is the option `ratio_clip_c`.
 
-    The result is 0 for tokens that have moved too far in A's direction.
+    The result is 0 for a token whose probability has already moved too far in the direction that A demands.
     """
     advantages, log_ratio = batch.advantages, batch.log_ratios.detach()
     ratio = bounded_ratio(log_ratio)
@@ -299,8 +299,11 @@ def calculate_kl(
 ) -> Float[Tensor, "*shape"]:
     """Return the per-token KL estimate in nats (http://joschu.net/blog/kl-approx.html).
 
-    With x = reference − current: k1 = −x, k2 = x² / 2, k3 = eˣ − x − 1. Over samples of π, the mean of k1 and of k3 is
-    the KL (k3 is never negative). k2 is biased, but its gradient is not (see `kl_weights`).
+    With x = reference − current, the estimators are:
+
+    k1: −x. Its mean over samples of π is the KL.
+    k2: x² / 2. Its mean is not the KL, but its mean gradient is the KL's (see `kl_weights`).
+    k3: eˣ − x − 1. Its mean is the KL, and it is never negative.
 
     Args:
         clamp: largest |x|, against overflow: values of e²⁰ would be meaningless. None computes the formula without a
@@ -333,11 +336,11 @@ def kl_weights(
     exp(current − generation). Otherwise it is 1. The argument `gradient` has one of two values:
 
     value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
-        of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL and
-        of NeMo RL's documented version), and 0 for k1, which therefore does not regularise.
-    unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling
-        the token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; NeMo
-        RL's present version), and ∇E[k2] for k2.
+        of π is 0 for k1, which therefore does not regularise; ∇KL(π ‖ π_ref) for k2; and ∇KL(π_ref ‖ π) for k3. The
+        GRPO paper (arXiv:2402.03300), TRL and NeMo RL's documented version use k3 in this way.
+    unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling the
+        token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3, and ∇E[k2] for k2
+        (arXiv:2506.09477). NeMo RL's present version does this.
     """
     if generation_logprobs is None:
         if gradient == "value":

@@ -367,7 +367,7 @@ def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
     """Return the class of options that a dictionary's `name` chooses; without a name, the class of clipped_pg.
 
     Raises:
-        ContractError: no loss has this name, or another loss has one of the keys.
+        ContractError: no loss has this name, or a key of `cfg` is an option of another loss, not of this loss.
     """
     name = cfg.get("name", "clipped_pg")
     if name not in POLICY_LOSS_OPTIONS:

@@ -223,7 +223,10 @@ def _alpha_scores(log_ratio: Tensor, alpha: float) -> Tensor:
 
 
 def shared_length_weights(mask: Float[Tensor, "rows predicted"], alpha: float) -> Float[Tensor, "rows predicted"]:
-    """Return LD-DPO's token weights: 1 for the first n tokens, α for later ones; n is the pair's shorter length."""
+    """Return LD-DPO's token weights: 1 for the first n tokens, α for later ones.
+
+    n is the number of tokens of the pair's shorter response.
+    """
     lengths = mask.sum(-1)
     shared = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2)
     return torch.where(mask.cumsum(-1) > shared[:, None], alpha, 1.0).to(mask)
@@ -615,8 +618,10 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 class WeightedDPOLossFn(DPOLossFn):
     """`DPOLossFn` with pairs weighted by how likely the policy is to produce both responses.
 
-    This is WPO (arXiv:2406.11827, eq. 2). A token's weight is p / Σ p². It is computed from two log-probabilities:
-    with all logits doubled, the token's probability is p² / Σ p². A policy calls `from_hidden_states`.
+    This is WPO (arXiv:2406.11827, eq. 2). Each token has a weight p / Σ p²: p is the token's probability, and the sum
+    is over the vocabulary. A response's weight is the geometric mean of its tokens' weights; a pair's weight is the
+    product of its two responses' weights. Σ p² needs no sum over the vocabulary: if all logits are doubled, the token's
+    probability is p² / Σ p². A policy calls `from_hidden_states`.
     """
 
     takes_hidden_states = True
