@@ -504,10 +504,11 @@ class PackLatentAttention(MegatronModule):
 class PackParams(PackedSeqParams):
     """Megatron's parameters of a pack, plus the data that this package's layers need.
 
-    visible: the keys that the queries see. positions: [T / CP], for each of the rank's tokens, its position in its row.
+    visible: the keys that the queries see.
+    positions: [T / CP], for each of the rank's tokens, its position in its row.
     cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
-    attention; None if Transformer Engine's attention is not used, or if segments share a prefix. routed: the tokens
-    that routers of experts see.
+        attention. None if Transformer Engine's attention is not used, or if segments share a prefix.
+    routed: the tokens that routers of experts see.
     """
 
     visible: AttentionPattern | None = None

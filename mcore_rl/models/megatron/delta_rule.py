@@ -9,8 +9,8 @@ value v, decay g ≤ 0 and rate β changes it and reads it:
 computed one after the other. `delta_step` computes one token of each sequence. Several value heads share a key head.
 
 Both functions are written in PyTorch. On GPUs `packed_rule` and `packed_convolution` call kernels of `fla` (0.6 or
-newer) and `causal_conv1d` instead, in training and scoring. They do not if the run is deterministic or the pack has
-shared prompts. These kernels are untested: the tests call stand-ins with the signatures of their functions.
+newer) and `causal_conv1d` instead, in training and scoring. The kernels are not called if the run is deterministic or
+the pack has shared prefixes. The kernels are untested: the tests call stand-ins with the same signatures.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class ChunkPlan:
     before: [width − 1, T], for each position, the positions of the previous width − 1 tokens of its sequence, the
         nearest first; −1 where there is none.
     last: [segments], position of the last token of each segment that has tokens.
-    order: [segments], for each of these segments, its position in the order in which the segments are completed.
+    order: [segments], index that brings the segments' final states into the order of the pack. Before, these states are
+        in the order in which the steps complete the segments.
     """
 
     steps: tuple[Step, ...]

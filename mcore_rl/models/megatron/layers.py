@@ -118,7 +118,10 @@ class ExpertBiasMixin:
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Prepare an expert's output and bias for Megatron: it adds the bias in place, so the output is no view."""
+        """Prepare an expert's output and bias for Megatron.
+
+        Megatron adds the bias in place, so the returned output must not be a view.
+        """
         if not self.is_expert or bias is None:
             return output, bias
         return output.clone(), bias_of_first_rank(bias)
@@ -518,8 +521,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """Return the angles of tokens.
 
-        If `max_seq_len` is a tensor of positions, they are [T / CP, 1, rotated]; if it is a number, Megatron's
-        [S, 1, 1, rotated].
+        If `max_seq_len` is a tensor of positions, the angles are [T / CP, 1, rotated]. If it is a number, the angles
+        are Megatron's: [S, 1, 1, rotated].
         """
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)

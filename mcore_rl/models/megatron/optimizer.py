@@ -50,9 +50,10 @@ MUON_ATTRIBUTE = "is_updated_by_muon"
 
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON = (("cuda", torch.bfloat16),)
-"""Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters. It rounds
-differently from the default form: in float32 on a GPU, a gradient norm of the third step differed from the CPU's by
-1.3e-5, where the default form is within 1e-5."""
+"""Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters. Weights in
+float32 are not among them, because this kernel rounds differently from the default form: on a GPU, a gradient norm of
+the third step differed from the CPU's by 1.3e-5; with the default form, by less than 1e-5.
+"""
 
 BUCKET_SIZE: int | None = None
 """Number of parameters whose gradients are reduced together during the backward pass. None: Megatron's default, the
@@ -143,8 +144,8 @@ class AdamWInBfloat16:
     It runs before Megatron's optimizer, which finds no gradients for the parameters that were updated here.
 
     Args:
-        optimizer: Megatron's optimizer. All its parameters are updated, except Muon's. Muon's parameters already have a
-            state.
+        optimizer: Megatron's optimizer. This object updates the parameters for which `optimizer` has no state yet. The
+            parameters that Muon updates have a state if `Muon` is created first.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:

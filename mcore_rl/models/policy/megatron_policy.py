@@ -603,7 +603,9 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
 class MicrobatchResult:
     """Results of one microbatch.
 
-    rows: number of rows. samples: number of valid samples. metrics: the loss's metrics.
+    rows: number of rows.
+    samples: number of valid samples.
+    metrics: the loss's metrics.
     """
 
     loss: float

@@ -66,7 +66,7 @@ class WeightSender:
         """Create a process group of the first rank and the engine's processes (ranks 1 … world_size − 1).
 
         Raises:
-            RuntimeError: the processes did not join within `seconds`.
+            RuntimeError: the engine's processes did not join the group within the time limit.
         """
         if self.rank == 0:
             self._group = RefitGroup.join(ip, port, 0, world_size, self.seconds)

@@ -153,7 +153,7 @@ class ScoringModel:
     def finish_param_gather(self) -> None:
         """Wait for a pending all-gather of the weights. Collective.
 
-        Call it before any code except training reads the weights.
+        Training waits for the weights by itself. Any other code must call this method before it reads the weights.
         """
         self.model.finish_param_gather()
 
@@ -300,8 +300,8 @@ class ScoringModel:
 
         The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It follows
         from two probabilities of the token: π, and its probability if all logits are doubled, which is π² / Σ π².
-        Dividing π² by the latter gives Σ π². This needs a second product with the LM head, but no second pass through
-        the model.
+        Dividing π² by the second probability gives Σ π². This needs a second product with the LM head, but no second
+        pass through the model.
         """
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 

@@ -59,8 +59,8 @@ def owned_parts(inner: Any) -> Iterator[OwnedPart]:
 def shards_by_key(state: ShardedStateDict, strategy: TorchDistSaveShardedStrategy) -> dict[str, Any]:
     """Return the shards in `state` by their names in the checkpoint, as PyTorch's planner expects them.
 
-    The strategy's own method for saving takes this step too. That method is not used, because it waits for subprocesses
-    without a time limit.
+    The strategy's own method for saving does the same as a first step. It is not used, because it then waits for
+    subprocesses without a time limit.
     """
     tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
     found: dict[str, Any] = tensors

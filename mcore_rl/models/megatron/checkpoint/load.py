@@ -156,8 +156,10 @@ ZIP_HEADER_BYTES, ZIP_LENGTHS_AT, ZIP_LENGTHS = 30, 26, struct.Struct("<HH")
 class Piece:
     """The intersection of a region with one stored shard.
 
-    file, start, length: the shard's file, and the first byte and number of bytes of the shard in it. sizes, dtype:
-    shape and precision of the shard. offsets: place of the part in the shard. values: memory for the part.
+    file, start, length: the shard's file, and the first byte and number of bytes of the shard in this file.
+    sizes, dtype: shape and precision of the shard.
+    offsets: first index of the piece in each dimension of the shard.
+    values: memory for the piece.
     """
 
     file: str

@@ -235,10 +235,12 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner, plus shards that need no planning. PyTorch checks that all shards fit together.
+    """Megatron's planner. To its plan it adds the shards `own`, whose places are already known.
+
+    PyTorch checks that the shards of all ranks together make whole tensors.
 
     Args:
-        own: the shards that need no planning, with their places.
+        own: shards that only this rank has, with their places in the checkpoint.
     """
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:

@@ -227,7 +227,8 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer's parameter groups; they are the same on all ranks. Loading reads only the step in them.
 
     Experts have a separate optimizer with the same step and learning rates. Megatron's own function is not used: it
-    reads the whole state. Transformer Engine's optimizer rejects this for Muon and for moments in bfloat16.
+    reads the whole state of the optimizer, which Transformer Engine's optimizer refuses if there are Muon's states or
+    moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}
