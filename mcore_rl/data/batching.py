@@ -109,7 +109,8 @@ class MicrobatchPlanner:
         """Return the row numbers of each microbatch of each data-parallel rank, as plan[rank][microbatch].
 
         Every rank gets the same number of microbatches; an empty microbatch is a filler. Every rank gets an even share
-        of the work. One part of a sequence's work is proportional to its length, another part to the length's square.
+        of the work. The work for a sequence is the sum of two terms: one is proportional to its length, the other to
+        its length squared.
 
         Args:
             lengths: number of tokens of each row.
@@ -149,7 +150,7 @@ class MicrobatchPlanner:
     def _work(self, before: int, length: int) -> float:
         """Return the model's work for `length` tokens that follow `before` tokens of the same row.
 
-        The result is in multiples of the work for a token without attention.
+        The unit is the work that one token causes outside of attention.
         """
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
@@ -317,7 +318,8 @@ class MicrobatchPlanner:
         """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their ends.
 
         Returns:
-            Two lists. For each segment: its number of tokens; the number of tokens before the segment in its row.
+            Two lists with one entry per segment: the segment's number of tokens, and the number of tokens that precede
+            the segment in its row.
         """
         if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
@@ -339,7 +341,7 @@ class PackUnitSize:
     """The size of a `PackUnit`.
 
     rows: indices of the unit's rows in the global batch. tokens: number of padded tokens that the unit takes in a pack.
-    cost: the model's work for this unit, in multiples of the work for a token without attention.
+    cost: the model's work for these rows; 1 is the work that one token causes outside of attention.
     """
 
     rows: Sequence[int]
@@ -350,7 +352,7 @@ class PackUnitSize:
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
     """Return a batch with the columns of `data` and with `rows` rows.
 
-    Each row has one token and zeros. `data` itself has no rows.
+    `data` itself has no rows. Each new row has one token; its values in all columns are 0, except its length, 1.
     """
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():

@@ -35,8 +35,8 @@ class HTTPJudge:
     Args:
         retries: number of attempts after the first one.
         headers: headers of each request; ${NAME} in a value is replaced by the environment variable NAME.
-        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of this time. The
-            limit of a request is the sum over its samples, and applies to the whole answer.
+            time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of this time.
+            The limit of a request is the sum of its samples' limits; the whole answer must arrive in this time.
 
     Raises:
         UserError: a header names an environment variable that is not set.

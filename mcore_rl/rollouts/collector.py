@@ -32,9 +32,9 @@ SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", 
 class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
-    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. They go on during training. The
-    prompts of a step do not depend on which rollouts finish first. The weights that generate a token are therefore at
-    most N versions old: at the oldest, they are the weights with which the step's rollouts started.
+    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. These rollouts continue during
+    training. A step waits for the rollouts of its own prompts, whichever rollouts finish first. They were started at
+    most N steps earlier, so the weights that generated their tokens are at most N versions old.
 
     Args:
         steps: number of steps of the run.
@@ -217,7 +217,7 @@ def _nearest(number: Fraction) -> float:
 class RolloutStatistics:
     """Computes metrics of rewards and responses, from exact sums over samples.
 
-    The sums are exact. The metrics are therefore the same, whichever calls of `add` add the samples.
+    Because the sums are exact, the metrics do not depend on how the samples are divided among calls of `add`.
 
     Args:
         ks: values of k for pass@k and maj@k; see `PromptStatistics`.
@@ -235,8 +235,8 @@ class RolloutStatistics:
         """Add samples to the sums.
 
         Args:
-            answers: the answer of each sample, for pass@k and maj@k. With `answers`, one call must add all responses to
-                a prompt. None if pass@k and maj@k are not computed.
+            answers: the answer of each sample, for pass@k and maj@k. All responses to the same prompt must then be in
+                the same call. None if pass@k and maj@k are not computed.
         """
         for place in range(0, len(outcomes) if answers is not None else 0, self._group):
             responses = slice(place, place + self._group)
@@ -330,12 +330,15 @@ class StatisticsBySource:
 class PromptStatistics:
     """Computes pass@k and maj@k over prompts. Each prompt has several responses.
 
-    A response is right if its reward is positive. pass@k is the probability that at least one of k responses is right.
-    If c of n responses are right, 1 − C(n − c, k) / C(n, k) is an unbiased estimate of pass@k (arXiv:2107.03374, eq.
-    1). maj@k is the probability that the most frequent answer of k responses is right. maj@k is estimated by the mean
-    over n // k disjoint sets of responses. If several answers are equally frequent, the first one is taken. Responses
-    without an answer do not vote. Responses that could not be judged are ignored. A prompt with fewer than k judged
-    responses is ignored for that k.
+    A response is right if its reward is positive. Responses that could not be judged are ignored. A prompt with fewer
+    than k judged responses is ignored for that k.
+
+    pass@k is the probability that at least one of k responses is right. If c of n responses are right, 1 − C(n − c, k)
+    / C(n, k) is an unbiased estimate of pass@k (arXiv:2107.03374, eq. 1).
+
+    maj@k is the probability that the most frequent answer of k responses is right. It is estimated by the mean over ⌊n
+    / k⌋ disjoint sets of k responses. If several answers are equally frequent, the first one is taken. Responses
+    without an answer do not vote.
 
     Args:
         ks: the values of k.
@@ -347,7 +350,7 @@ class PromptStatistics:
         self._has_answers = False
 
     def add(self, outcomes: Sequence[RolloutSummary], answers: Sequence[str | None]) -> None:
-        """Add all responses to one prompt.
+        """Add one prompt, given all of its responses.
 
         Args:
             answers: answer of each response; None if the judge found no answer.

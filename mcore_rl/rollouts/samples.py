@@ -328,7 +328,7 @@ class Rollout:
     """Number of tokens of each response."""
     error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards by name, if the judge gives several; the reward is their weighted sum."""
+    """Rewards by name, if the judge gives several. The rollout's reward is their weighted sum."""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     """Weights that generated the responses' tokens, in order, as (version, number of tokens). The version of weights is
     the number of trained steps."""

@@ -83,8 +83,9 @@ class Blocks:
 class _Part:
     """A part of the running sequences. The keys and values of this part are gathered into one tensor.
 
-    rows: the part's range in the list of running sequences. longest: number of tokens of the part's longest sequence.
-    The longest sequence is the first. table: [sequences, blocks], the block numbers of each sequence of the part.
+    rows: the part's range in the list of running sequences, which is sorted by length, longest first.
+    longest: number of tokens of the part's first sequence.
+    table: [sequences, blocks], the block numbers of each sequence of the part.
     """
 
     rows: slice
@@ -96,8 +97,9 @@ class _Part:
 class _Prompts:
     """Prompts that run as one pack.
 
-    visible: the keys that each query sees. places: for each token, its place in the blocks, counted in tokens from the
-    start of block 0. slots: the slot of each prompt.
+    visible: the keys that each query sees.
+    places: for each token, its place in the blocks, counted in tokens from the start of block 0.
+    slots: the slot of each prompt.
     """
 
     visible: AttentionPattern
@@ -109,9 +111,10 @@ class _Prompts:
 class _Step:
     """A step that runs the last token of each running sequence.
 
-    parts: the parts into which the sequences are divided. places: for each last token, its place in the blocks,
-    counted in tokens from the start of block 0. seen: for each window size of the layers' attention, a mask [sequences,
-    keys] of the keys that the last tokens see. slots: the slot of each sequence.
+    parts: the parts into which the sequences are divided.
+    places: for each last token, its place in the blocks, counted in tokens from the start of block 0.
+    seen: for each window size of the layers' attention, a mask [sequences, keys] of the keys that the last tokens see.
+    slots: the slot of each sequence.
     """
 
     parts: Sequence[_Part]

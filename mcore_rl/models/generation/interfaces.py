@@ -81,7 +81,8 @@ class GenerationInterface(ABC):
         """Prepare the backend to generate with the policy's current weights; return True on success.
 
         Args:
-            weight_version: version number of these weights. A backend that has its own copy of the weights uses it.
+            weight_version: version number of these weights. A backend that has its own copy of the weights copies them
+                only if the number has changed.
         """
 
     @abstractmethod
@@ -132,7 +133,7 @@ class StreamingGeneration(GenerationInterface):
         Args:
             sample_id: identifies the sample, as in `generate`. Of the waiting requests, the one with the lowest id is
                 served first.
-            group: leading tokens of the prompt. Other prompts start with the same tokens.
+            group: leading tokens of the prompt that it has in common with other prompts.
         """
 
 

@@ -46,9 +46,10 @@ LOOK_AHEAD = BLOCK_SIZE // 2
 class SamplingBatch:
     """The tokens that consecutive steps sampled for the same n sequences. Each list has one entry per step.
 
-    tokens, logprobs: [n], the sampled tokens and their log-probabilities. experts: [n, layers, topk] int16, the experts
-        of the step's input tokens; empty if experts are not recorded. kept: for each sequence, the tokens that the
-        filters kept; only on the last stage, and only if kept tokens are returned.
+    tokens, logprobs: [n], the sampled tokens and their log-probabilities.
+    experts: [n, layers, topk] int16, the experts of the step's input tokens; empty if experts are not recorded.
+    kept: for each sequence, the tokens that the filters kept; only on the last stage, and only if kept tokens are
+        returned.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -131,8 +132,9 @@ class StopStrings:
 class _Look:
     """A step's data that the host reads to detect the ends of responses.
 
-    drawn: number of tokens sampled for each sequence, including this step's. stopped: [n], whether each sequence
-    sampled a stop token. tokens: [n], the sampled tokens; None if there are no stop strings.
+    drawn: number of tokens sampled for each sequence, including this step's token.
+    stopped: [n], whether each sequence sampled a stop token in this step.
+    tokens: [n], the tokens sampled in this step; None if there are no stop strings.
     """
 
     sequences: Sequence[RunningSequence]
@@ -400,8 +402,8 @@ class TrainedHere(Protocol):
 class MegatronGeneration(GenerationInterface):
     """Generates with a model that is in training, in the same processes.
 
-    lag: see `ContinuousBatch`. makes_room: the policy, if it must release gradients and optimizer state during
-        generation; otherwise None.
+    lag: see `ContinuousBatch`.
+    makes_room: the policy, if it must release gradients and optimizer state during generation; otherwise None.
 
     Args:
         params: sampling parameters.

@@ -156,7 +156,8 @@ class VLLMServer:
 
     Args:
         connections: maximum number of concurrent requests.
-        experts: the model's experts, if responses must contain routed experts; otherwise None.
+        experts: description of the model's experts, if a response must contain, for each token, the experts that
+            computed it; otherwise None.
     """
 
     def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
