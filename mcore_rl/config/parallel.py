@@ -330,7 +330,7 @@ class ParallelConfig(LayoutConfig):
 
     @property
     def meeting_seconds(self) -> float:
-        """Seconds between the collectives of waiting ranks: so few that no collective exceeds its time limit."""
+        """Interval in seconds at which waiting ranks communicate, well below the time limit of collectives."""
         return min(5.0, self.timeout_seconds / 4)
 
 

@@ -317,7 +317,7 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Samples that are useless if all their rewards are equal: those of a prompt ("group"), or of the "batch".
+        """Samples whose rewards must differ so that an update learns: those of a "group" (prompt) or of the "batch".
 
         None if an update also learns from equal rewards.
         """

@@ -28,7 +28,7 @@ from mcore_rl.utils.console import size_text
 SUSPICIOUS_MISMATCH = 1.05
 """Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
 NEAR = 0.8
-"""A finding is reported above this fraction of the distance from 1 (sampler and trainer agree) to the bound."""
+"""A finding is reported if the mismatch exceeds 1 (sampler and trainer agree) by this fraction of (bound − 1)."""
 
 
 def findings(run: Run) -> Iterator[str]:
@@ -352,7 +352,8 @@ def _place(name: str) -> tuple[str, str]:
 def _series(run: Run) -> dict[str, Series]:
     """Return those metrics of the run, by name, that are drawn as curves.
 
-    The seconds of phases are not among them. The margin between rewards of chosen and rejected responses is added.
+    The seconds of phases are not included. The margin between the rewards of chosen and rejected responses is computed
+    here and included.
     """
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
     for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:

@@ -60,7 +60,8 @@ class Run:
     metrics: metrics by name, in the order in which they first have a value.
     last_step: last step in metrics.jsonl; None if the file has no lines.
     samples: entries of samples.jsonl to show.
-    steps_with_samples: number of steps in samples.jsonl. sampled_steps: number of steps that `samples` come from.
+    steps_with_samples: number of steps for which samples.jsonl has samples.
+    sampled_steps: number of those steps whose samples are in `samples`.
     cut_short: names of the files whose last line is incomplete.
     config: every value of config.yaml by its dotted key; empty if there is no such file.
     """

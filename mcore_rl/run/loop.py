@@ -32,8 +32,10 @@ from mcore_rl.utils.torchrun import is_under_torchrun, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_NOTICE_SECONDS = 5
-"""Time in which a repeated signal is the same notice. Slurm signals every process of a job step, and `mcore-rl` passes
-the signal on to the ranks, so a rank gets it twice."""
+"""Seconds within which a repeated signal is regarded as the same notice.
+
+Slurm signals every process of a job step, and `mcore-rl` passes the signal on to the ranks, so a rank gets it twice.
+"""
 
 
 class StopSignals:
@@ -90,7 +92,7 @@ class StopSignals:
     def requested(self) -> str | None:
         """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Collective.
 
-        Both values are the same on every rank.
+        The returned name and `save_is_due` are the same on every rank.
         """
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
@@ -105,7 +107,7 @@ class StopSignals:
 
 
 def _divides(interval: int | None, step: int) -> bool:
-    """Return whether `step` is due, for something that is done every `interval` steps (None: never)."""
+    """Return whether `interval` divides `step`; False if `interval` is None."""
     return interval is not None and step % interval == 0
 
 
@@ -277,10 +279,9 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
         """Call `part` for a step and return its metrics.
 
-        If `part` raises an error that ends the run, save what is valid.
-
-        The pending checkpoint is finished. After a TrainingError (judges or servers do not work any more), the weights
-        are saved too, if `part` has made no update: such weights are valid, even if they are offloaded for an engine.
+        If `part` raises an error that ends the run, finish the pending checkpoint. After a TrainingError (judges or
+        servers do not work any more), also save the weights, unless `part` has made an update. The weights can be saved
+        even if they are offloaded for an engine.
 
         Args:
             trained: the last completed step: `part` starts with the weights of that step.

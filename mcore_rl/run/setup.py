@@ -52,7 +52,7 @@ POLICY = "model.path"
 
 
 def check_models(config: TrainingConfig) -> dict[str, Any]:
-    """Check all models; return their transformers configurations. The key of each configuration names the model.
+    """Check all models; return transformers' configuration of each model, by the configuration key of its path.
 
     Raises:
         UserError: a model cannot be used for its purpose, or cannot be combined with the policy.
@@ -364,7 +364,7 @@ class RunInputs(Generic[DatasetT]):
     cache: Path | None = None
     """Directory of the token cache if a dry run wrote to it."""
     day: date | None = None
-    """The result of `check_tokenizers`."""
+    """Date that the chat templates insert, or None; see `check_tokenizers`."""
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> RunInputs[Any]:

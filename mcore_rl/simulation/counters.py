@@ -119,7 +119,7 @@ def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, *
 def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
     """Return the number of operations of `total` + `a` · `b`, for `a` [n, in] and `b` [in, out].
 
-    torch's own function for this operator does not accept the argument for the result's dtype.
+    PyTorch's FLOP counter has a function for this operator, but that function does not accept the argument `out_dtype`.
     """
     return 2 * math.prod(a) * b[-1]
 
@@ -216,9 +216,13 @@ ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 FILLS = ("zero", "ones", "full", "fill", "new_", "arange", "copy")
 SELECTS = ("index_select", "embedding", "gather", "index")
 ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
-"""Names of functions of PyTorch. Functions whose names begin with one of ALLOCATES touch no memory. Functions whose
-names begin with one of FILLS write to a tensor without reading it. The functions SELECTS read only a part of their
-first tensor. The functions ADDS_TO_PARTS change only a part of their first tensor."""
+"""Functions of PyTorch that read or write less memory than all elements of their tensors.
+
+ALLOCATES: beginnings of the names of functions that touch no memory.
+FILLS: beginnings of the names of functions that write to a tensor without reading it.
+SELECTS: names of functions that read only some elements of their first tensor.
+ADDS_TO_PARTS: names of functions that change only some elements of their first tensor.
+"""
 
 
 def touched_bytes(tensor: Tensor) -> int:

@@ -101,7 +101,8 @@ class Hardware(BaseModel):
 
         With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice as many, and a
         message all bytes once. The bytes go across nodes if the ranks are on several nodes. In an all-to-all, a rank
-        sends an equal part to every rank. The result is for the slowest rank: that with the fewest peers in its node.
+        sends an equal part to every rank. The result is for the slowest rank: the rank with the fewest peers in its
+        node.
 
         Args:
             size: bytes of the transfer, as `Traffic` counts them.

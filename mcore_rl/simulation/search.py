@@ -79,7 +79,8 @@ class Assumptions:
     ) -> list[tuple[Any, ...]]:
         """Return the arguments of `simulate_rank` for each of the `ranks`.
 
-        `self.imbalance` is limited to the size of expert parallelism: its value if one rank receives all tokens.
+        An imbalance above the expert-parallel size is replaced by that size: the imbalance if one rank receives all
+        tokens.
         """
         imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
         return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]
@@ -148,7 +149,8 @@ def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call `function` in a process that is forked from this one; return its result.
 
-    A simulation changes its process. If a simulation is killed, other simulations must go on.
+    The process is separate because a simulation changes its process, and because a killed simulation must not end
+    others.
 
     Raises:
         UserError: the process was killed.

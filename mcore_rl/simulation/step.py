@@ -293,7 +293,8 @@ LINEAR = ("projections", "MLP", "experts")
 class Implementation:
     """A choice of kernels and precisions. A report is an estimate for such a choice.
 
-    The simulation runs the package's own layers. `of` converts its report to other kernels and precisions.
+    A simulation runs the package's own layers; `of` converts the report of the simulation to other kernels and
+    precisions.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
         to fp32 sums, and read the weights of experts without copying them.

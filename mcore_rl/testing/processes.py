@@ -2,9 +2,9 @@
 
     results = run_processes(function, *arguments, world_size=2)     # one result per rank
 
-The processes are forked from a server that has imported torch and Megatron once, so they start fast. They end after the
-functions, because gloo's threads would otherwise go on running after a process group is destroyed. The functions run on
-the CPU only, because a process that is forked after CUDA has been started cannot use CUDA.
+The processes are forked from a server that has imported torch and Megatron once, so they start fast. A process ends
+when its function has returned: gloo's threads do not end with the process group, but only with the process. The
+functions run on the CPU only, because a process that is forked after CUDA has been started cannot use CUDA.
 """
 
 from __future__ import annotations
