@@ -113,9 +113,9 @@ def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]
 
     This is balanced largest differencing: Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of
     an algorithm for balanced parallel processor scheduling, 1992). The bins are sorted by cost, costliest first. Each
-    `count` consecutive bins make a partial solution with one bin per rank. Then the two most uneven solutions are
-    joined: the heaviest part of the first with the lightest part of the second, and so on. This is repeated until a
-    single solution remains.
+    `count` consecutive bins make a partial solution of `count` parts, with one bin in each part. Then the two most
+    uneven solutions are joined: the heaviest part of one with the lightest part of the other, and so on. Such joins are
+    repeated until a single solution remains; each of its parts goes to one rank.
     """
     order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
     loads = [sum(cost[u] for u in box) for box in bins]

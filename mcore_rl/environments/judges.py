@@ -30,7 +30,8 @@ class HTTPJudge:
     """Judges by an HTTP server. The server gets {"samples": [{"messages": […], "record": {…}}, …]} by POST.
 
     The server must answer {"rewards": […]}. A reward is a number, null if it does not apply to the sample, or an object
-    with the fields of `Step`. A request is repeated if there is no answer, or if its status is 429, or 500 and above.
+    with the fields of `Step`. A request is repeated if there is no answer, or if the answer's status is 429 or at least
+    500.
 
     Args:
         retries: number of attempts after the first one.

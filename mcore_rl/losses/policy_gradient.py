@@ -601,8 +601,8 @@ class PolicyGradientLossFn(LogprobLoss):
     def _mismatch(self, batch: PolicyBatch) -> dict[str, Tensor]:
         """Return measures of the disagreement of sampler and trainer on each token: by name, [B, S − 1] each.
 
-        `token_mult_prob_error` is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖
-        generation), and the Jensen–Shannon divergence. The KLs to the mixture in this divergence are estimated by k3.
+        `token_mult_prob_error` is a probability ratio. The other measures are in nats: KL(generation ‖ prev), KL(prev ‖
+        generation), and the Jensen–Shannon divergence, whose two KLs are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)

@@ -93,7 +93,7 @@ def resolve(config: ConfigT) -> ConfigT:
 def fuses_weight_gradients() -> bool:
     """Return whether Megatron's linear layers can fuse the product for a weight gradient with its sum in fp32.
 
-    The fused product adds directly to the fp32 buffer. This needs a kernel of apex.
+    The fused product, which adds directly to the fp32 buffer, needs a kernel of apex.
     """
     return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 

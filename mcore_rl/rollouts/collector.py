@@ -1,4 +1,4 @@
-"""Collection of a step's rollouts: choice of prompts and groups, recordings, samples.jsonl, metrics."""
+"""Collects each step's rollouts: chooses prompts and groups, records and logs rollouts, computes their metrics."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
     With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. These rollouts continue during
-    training. A step waits for the rollouts of its own prompts, whichever rollouts finish first. They were started at
-    most N steps earlier, so the weights that generated their tokens are at most N versions old.
+    training. A step waits for the rollouts of its own prompts, whichever rollouts finish first. The step's rollouts
+    started at most N steps earlier, so the weights that generated their tokens are at most N versions old.
 
     Args:
         steps: number of steps of the run.

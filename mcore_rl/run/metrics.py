@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines, the console, trackers, a summary."""
+"""Reports the metrics of a run: as JSON lines, on the console, to trackers, and in a summary."""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ class Hardware(BaseModel):
         scores before training, because the policy then needs the weights.
 
         At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are
-        ready last, and the weights that are needed first. No other transfers are hidden. This includes the all-gathers
-        of a critic's weights, because the critic computes values before it is trained.
+        ready last, and the weights that are needed first. No other transfers are hidden, not even the all-gathers of a
+        critic's weights: the critic needs the weights to compute values before it is trained.
         """
         hidden = self._hidden_messages(report, dtype, chunks)
         for operation, phases, part in (

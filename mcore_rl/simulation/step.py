@@ -93,7 +93,8 @@ class Watch:
     def missing_state(self) -> dict[str, int]:
         """Return, for each phase, the bytes of optimizer state that were created after the phase had started.
 
-        In the first step, optimizer state is only created by the updates.
+        The memory measured in a phase lacks these bytes: in the first step the updates create the optimizer state, but
+        in later steps the state exists from the start.
         """
         return {phase: self._made - before for phase, before in self._made_before.items()}
 

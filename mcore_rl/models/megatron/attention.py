@@ -158,7 +158,7 @@ class KeyValueMixer(TokenMixer):
         return super().flops(tokens) + self.flops_per_token_squared() * seen
 
     def _seen_squared(self, tokens: int) -> int:
-        """Return twice the number of pairs (token, key that it sees) among the first `tokens` tokens of a sequence."""
+        """Return twice the number of pairs of a query and a visible key, in a sequence of `tokens` tokens."""
         window = tokens if self.window is None else min(tokens, self.window)
         return window**2 + 2 * (tokens - window) * window
 

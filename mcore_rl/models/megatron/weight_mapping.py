@@ -86,7 +86,7 @@ class Replicated(Kind):
 
 
 class FirstRow(Replicated):
-    """A parameter that is the only row of a part, and the same on every rank."""
+    """A parameter that is stored as the only row of a Hugging Face tensor. It is the same on every rank."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source)[0]

@@ -285,7 +285,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Number of steps that the learning-rate schedule has counted: of this model, and of a second trained model."""
+        """Number of steps that the learning-rate schedule of each trained model has counted, this model's first."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 

@@ -76,7 +76,7 @@ class RefitGroup:
 
     Args:
         on_host: send tensors of the host's memory with gloo. This is needed if the policy and the engine use the same
-            GPU, because NCCL does not support that.
+            GPU, because NCCL does not connect two processes on one GPU.
 
     Raises:
         RuntimeError: some processes did not join within the store's time limit. Every broadcast has the same limit.

@@ -50,7 +50,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 def describe(iteration: Path) -> Iterator[str]:
     """Yield lines of text that describe a checkpoint.
 
-    They contain its integrity, its state, its tensors (shape, precision, shards), its size and its configuration.
+    The lines describe the checkpoint's integrity, state, tensors (shape, precision, shards), size and configuration.
 
     Raises:
         UserError: the checkpoint names code to run.

@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return the sharded state dict of the reference weights: the model's, with other names and other values.
+    """Return the sharded state dict of the reference weights: that of the model, with other names and values.
 
     Args:
         model_state: sharded state dict of the model.
