@@ -97,8 +97,8 @@ def gdpo_advantages(
     large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards by name; NaN where a reward does not apply to a sample. For this sample, the reward's own
-            advantage is 0.
+        rewards: rewards by name; NaN where a reward does not apply to a sample, whose advantage by this reward is then
+            0.
         weights: weight of each name.
         judged: see `group_advantages`.
     """

@@ -124,7 +124,7 @@ def _store(
     Args:
         reference: configuration of the reference.
         policy: the policy, if its initial weights are the reference. If None, a second model computes the
-            log-probabilities. It is built only if log-probabilities are missing.
+            log-probabilities. The second model is built only if log-probabilities are missing.
     """
     built: list[ScoringModel] = []
 

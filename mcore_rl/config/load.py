@@ -1,6 +1,6 @@
 """Read configuration files: YAML, included files, variables and overrides.
 
-Errors have one line. It names the key.
+Each error is one line that names the key.
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ VARIABLE = {"type": "string", "pattern": r"\$\{"}
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:
-    """Return the schema of a program's files. No key is required, because a base or the command line may give it."""
+    """Return the schema of a program's files.
+
+    No key is required, because an included file or the command line may set it.
+    """
     schema = config.model_json_schema()
     for cls in section_classes(config):
         definition = schema if cls is config else schema["$defs"][cls.__name__]

@@ -340,7 +340,8 @@ class PackUnit:
 class PackUnitSize:
     """The size of a `PackUnit`.
 
-    rows: indices of the unit's rows in the global batch. tokens: number of padded tokens that the unit takes in a pack.
+    rows: indices of the unit's rows in the global batch.
+    tokens: number of padded tokens that the unit takes in a pack.
     cost: the model's work for these rows; 1 is the work that one token causes outside of attention.
     """
 

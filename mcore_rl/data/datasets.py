@@ -627,7 +627,7 @@ class UnloadedTokenizer:
 
 
 def check_first_records(config: TrainingConfig) -> None:
-    """Check the columns of each local source's first record. Check that messages have a chat template.
+    """Check the first record of each local source: its columns, and for messages that there is a chat template.
 
     No tokenizer is loaded, because that takes seconds.
 

@@ -388,7 +388,7 @@ class BatchShare:
 
     indices: for each of the replica's rows, its index in the global batch.
     total: number of rows of the global batch.
-    replicas: the replicas that share the batch; of size 1 if every rank has all rows.
+    replicas: the replicas among which the rows are divided; its size is 1 if every rank has all rows.
     """
 
     indices: Sequence[int]
@@ -422,7 +422,7 @@ class BatchShare:
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """Return the maxima of `packs` (number of packs) and `width` (width of the widest pack) over the replicas."""
+        """Return the maxima over the replicas: of the number of packs, and of the width of the widest pack."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 

@@ -1,6 +1,7 @@
 """Bin packing of sequences into microbatches, and of microbatches onto ranks, with the same result on every rank.
 
-A unit has a size (tokens) and a cost (work). A bin's capacity limits the sizes; ranks should share the cost evenly.
+A unit has a size (tokens) and a cost (work). A bin's capacity limits the sum of its units' sizes. The cost is divided
+evenly among the ranks.
 """
 
 from __future__ import annotations

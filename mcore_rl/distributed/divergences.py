@@ -31,7 +31,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class FinalHiddenStates:
-    """The hidden states of a microbatch that predict counted tokens, and the LM head.
+    """The hidden states of a microbatch that predict the tokens which the loss counts, and the LM head.
 
     The methods return values [N, S − 1, …] of whole rows, the same on every rank, with 0 for tokens that are not
     counted.

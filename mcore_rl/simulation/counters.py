@@ -157,8 +157,8 @@ class Product(NamedTuple):
     """Kind of a matrix product: phase and part in which it is computed, and the properties that determine its rate.
 
     dtype: precision of the factors, as torch names it.
-    narrow: the smaller dimension of the result. For a grouped product, the result of one expert is meant, if all
-        experts have equally many rows.
+    narrow: the smaller dimension of the result. For a grouped product, the result is that of one expert, as if all
+        experts had equally many rows.
     inner: size of the dimension that is summed over.
     """
 

@@ -48,7 +48,7 @@ class Progress:
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """Note that `count` records are done, the fraction `part` of the work; print this if it is time."""
+        """Note that `count` records, the fraction `part` of the work, are done; print it every 10 seconds."""
         now = time.monotonic()
         if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
             self._told = now

@@ -285,7 +285,7 @@ _spare: ShardProcess | None = None
 
 
 def start_early() -> None:
-    """Start a writing process, so that its imports are done before the first save. `take` returns its handle first."""
+    """Start a writing process before the first save needs it. The first call of `take` returns its handle."""
     global _spare
     if _spare is None:
         _spare = ShardProcess()

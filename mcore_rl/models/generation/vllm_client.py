@@ -134,7 +134,7 @@ class Request:
 class Answer:
     """A response, and the versions of the weights that generated it.
 
-    spans: pairs (version, number of tokens) for consecutive tokens. A version is a name. The servers received this name
+    spans: pairs (version, number of tokens) for consecutive tokens. A version is the name that the servers received
         with the weights.
     """
 

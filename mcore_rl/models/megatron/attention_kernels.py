@@ -347,7 +347,10 @@ def sdpa_by_segment(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with PyTorch's SDPA, one chunk of queries after the other, on any device and in any precision."""
+    """Compute attention with PyTorch's SDPA, one chunk of queries after the other.
+
+    This works on any device and in any precision.
+    """
     repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
     query, key, value = (
         x.repeat_interleave(n, dim=1).transpose(0, 1).unsqueeze(0)

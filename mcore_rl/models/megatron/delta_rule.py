@@ -127,7 +127,7 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
         parents: for each segment, the index of the earlier segment that it continues; −1 for none.
 
     Returns:
-        The chunks in the order of the steps, each as (segment, number of the chunk in it), and the steps.
+        The chunks in the order of the steps, each as (segment, the chunk's number in this segment); and the steps.
     """
     counts = [-(-length // CHUNK) for length in lengths]
     by_step: list[list[tuple[int, int]]] = []

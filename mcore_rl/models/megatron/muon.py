@@ -73,7 +73,8 @@ def factor(rows: int, columns: int, scale: str) -> float:
 class OwnMatrix:
     """The part of a matrix that this rank updates: the elements start … end − 1 of `parameter`, in row-major order.
 
-    main: these elements in fp32; `main` is a parameter of the PyTorch optimizer. group: the parameter group of `main`.
+    main: these elements in fp32; `main` is a parameter of the PyTorch optimizer.
+    group: the parameter group of `main`.
     state: momentum and step of `main`.
     """
 

@@ -290,7 +290,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Advance the learning-rate schedule by `steps`. Steps that were skipped as unnecessary count too."""
+        """Advance the learning-rate schedule by `steps`. `steps` includes steps that were skipped as unnecessary."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(

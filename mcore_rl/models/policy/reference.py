@@ -115,7 +115,7 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
 class AdaptersDisabled:
     """A reference that is the policy's model without its adapters.
 
-    This reference is right only for adapters that were new at the start, because new adapters compute zeros.
+    It equals the initial policy only if the adapters were new at the start, because new adapters compute zeros.
     """
 
     def __init__(self, adapters: Iterable[Any]) -> None:

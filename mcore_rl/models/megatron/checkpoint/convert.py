@@ -225,7 +225,8 @@ def _name(dtype: torch.dtype) -> str:
 class StoredPart:
     """A part of a parameter; a checkpoint stores this part as a separate tensor.
 
-    place: Megatron's entry for the part. first: number of its first element in the parameter.
+    place: Megatron's entry for the part.
+    first: number of the part's first element in the parameter.
     """
 
     mapping: Mapping

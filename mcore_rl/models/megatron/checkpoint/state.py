@@ -309,7 +309,8 @@ def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
 class Region:
     """A region of a tensor in a checkpoint, and this rank's memory for it.
 
-    key: name of the tensor. offsets: first index of the region in each dimension.
+    key: name of the tensor.
+    offsets: first index of the region in each dimension.
     values: the memory. It has the region's shape, with as many dimensions as the tensor; its precision and device may
         be any.
     whole: the shape that the tensor must have; None for any shape.
