@@ -150,7 +150,7 @@ class MicrobatchPlanner:
     def _work(self, before: int, length: int) -> float:
         """Return the model's work for `length` tokens that follow `before` tokens of the same row.
 
-        The unit is the work that one token causes outside of attention.
+        Work 1 is the work that one token causes outside of attention.
         """
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
@@ -315,7 +315,8 @@ class MicrobatchPlanner:
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their ends.
+        """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their
+        continuations.
 
         Returns:
             Two lists with one entry per segment: the segment's number of tokens, and the number of tokens that precede
@@ -409,7 +410,7 @@ def divide(
     """Divide a global batch among the replicas, with even work; return each replica's row numbers, ascending.
 
     Collective over the replicas. With shared prefixes, each replica computes the unit sizes of those rows whose tokens
-    it has. The sizes are gathered.
+    it has; then all sizes are gathered.
 
     Args:
         lengths: lengths of all rows.

@@ -42,8 +42,8 @@ class SampleOrder:
     """A shuffled order with a new permutation in each epoch, computed from (seed, epoch, position) in time O(1).
 
     A Feistel network enciphers a position repeatedly, until the result is a position in the dataset (Black and Rogaway,
-    Ciphers with arbitrary finite domains, 2002). It uses the smallest even number of bits that can represent all
-    positions. On average, this takes at most 4 encipherments.
+    Ciphers with arbitrary finite domains, 2002). The network uses the smallest even number of bits that can represent
+    all positions, so on average it enciphers at most 4 times.
     """
 
     num_samples: int

@@ -136,7 +136,7 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """Return the tokens of a whole conversation for a reward model. It computes the reward at the last token.
+    """Return the tokens of a whole conversation for a reward model, which computes the reward at the last token.
 
     The tokens equal the tokens of transformers' `apply_chat_template`, including the template's text after the last
     response.

@@ -1,7 +1,8 @@
 """Collectives: with gradients, of Python objects, and between replicas.
 
-Autograd does not see the operations of `torch.distributed`: in a differentiable computation, their values are right and
-their gradients wrong. Each differentiable function here is named after its forward and its backward operation.
+Autograd does not see the operations of `torch.distributed`: in a differentiable computation, the results of these
+operations are right, but the gradients are wrong. Each differentiable function here is named after its forward and its
+backward operation.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class BestValidation:
     """The best validation of a run so far, by one metric.
 
     metric: name of the validation metric, without its prefix `validation_`.
-    highest: whether the highest value of the metric is the best, or the lowest.
+    highest: whether the highest value of the metric is the best; otherwise, the lowest value is the best.
     data: fingerprint of the validation data.
     patience: the run ends after this number of consecutive validations without an improvement; None: no limit.
     step: step of the best validation so far; 0 if there is none yet, or if the validation before the first step is the

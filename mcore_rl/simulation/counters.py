@@ -572,7 +572,7 @@ def note_host_reads(reads: HostReads) -> None:
 class AttentionFlops:
     """Counts the floating-point operations of attention, forward and backward, in `total`.
 
-    They must be counted explicitly, because the stand-in kernel does not compute anything.
+    These operations must be counted explicitly, because the stand-in kernel does not compute anything.
     """
 
     def __init__(self) -> None:

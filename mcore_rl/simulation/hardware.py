@@ -48,10 +48,11 @@ class Hardware(BaseModel):
     host_bytes_per_second: bandwidth between a GPU and its host.
     launch_seconds: time that the host needs to launch a kernel.
     shape_efficiency: rate of a matrix product, as a fraction of the rate of large products. It depends on two sizes:
-        the smaller dimension of the result, and the dimension that is summed over. They are the keys of the outer and
-        of the inner dict. For a grouped product, the sizes are those of one expert's product.
+        the smaller dimension of the result, and the dimension that is summed over. The first size is the key of the
+        outer dict, the second size the key of an inner dict. For a grouped product, the sizes are those of one expert's
+        product.
 
-    The other efficiencies are fractions of these peak rates and bandwidths.
+    All other fields are efficiencies: fractions of these peak rates and bandwidths.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

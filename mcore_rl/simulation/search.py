@@ -398,7 +398,7 @@ def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, in
 
     The keys are (operation, number of ranks, whether the bytes cross nodes).
 
-    An all-to-all may have bytes that cross nodes and bytes that do not.
+    An all-to-all can have two keys, because some of its bytes cross nodes and others do not.
     """
     rows = Counter[tuple[str, int, bool]]()
     for transfer, size in report.traffic.items():

@@ -564,8 +564,8 @@ class PackedCausalAttention(MegatronModule):
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
         For the backward pass a layer keeps only the rank's own 1/CP of the keys and values; the backward pass gathers
-        the other keys and values again. A fully recomputed layer keeps all gathered keys and values, because its
-        backward pass follows at once.
+        the other keys and values again. A fully recomputed layer keeps all gathered keys and values, because it gathers
+        them just before its backward pass.
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)

@@ -1,10 +1,10 @@
 """Gated delta nets. They take the place of attention in most layers of Qwen3-Next and Qwen3.5.
 
 The rows of all weights are interleaved by key head. Each key head has a query, a key, several values with their gates,
-and the rates and decays of these values. A tensor-parallel rank has some of the key heads, complete. Convolution and
-delta rule need all tokens of a sequence. Under context parallelism the ranks therefore exchange data (all-to-all):
-before the exchange, a rank has some tokens for all of its heads; after the exchange, it has all tokens for some of
-these heads. The outputs are exchanged back.
+and the rates and decays of these values. A tensor-parallel rank has all rows of some key heads. Convolution and delta
+rule need all tokens of a sequence. Under context parallelism the ranks therefore exchange data (all-to-all): before the
+exchange, a rank has some tokens for all of its heads; after the exchange, it has all tokens for some of these heads.
+The outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GatedDeltaNet(TokenMixer):
     def flops_per_token(self) -> float:
         """Return the operations per token, in forward and backward; products with the projections are not counted.
 
-        Counted are the operations of the convolution, of the products inside chunks, and of the products with states.
+        The operations of the convolution, of the products inside chunks, and of the products with states are counted.
         """
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
@@ -206,9 +206,7 @@ class PackedDeltaRule(torch.nn.Module):
         return heads_for_tokens(out[to_ranks], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
 
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
-        """Apply convolution and delta rule to the tokens in pack order; return each key head's outputs, [T, heads,
-        values].
-        """
+        """Apply convolution and delta rule to the tokens in pack order; return the outputs by key head."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
         convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
         inputs = rule_inputs(self.net, convolved, rows[..., size:], weights)

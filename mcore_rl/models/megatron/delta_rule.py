@@ -1,7 +1,7 @@
 """The gated delta rule (arXiv:2412.06464) and its causal convolution over packs.
 
 Each value head has a state S [key dim, value dim]. S is 0 at the start of each sequence. Token t with query q, key k,
-value v, decay g ≤ 0 and rate β changes it and reads it:
+value v, decay g ≤ 0 and rate β first changes S, then reads it:
 
     S ← exp(g) · S,    S ← S + β · k (v − Sᵀ k)ᵀ,    output = Sᵀ q
 

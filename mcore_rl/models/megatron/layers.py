@@ -106,7 +106,7 @@ class ExpertBiasMixin:
     """A row-parallel linear layer that may belong to an expert and may have a bias.
 
     For an expert, Megatron's sum of the bias's gradients over tensor-parallel ranks is switched off, because these
-    ranks have other experts.
+    ranks may have other experts.
     """
 
     bias: Tensor | None
@@ -220,8 +220,8 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 class _Normed(torch.autograd.Function):
     """The function weight · x / rms(x), which saves less for the backward pass than autograd would.
 
-    It saves only x, the weight and one factor per row; autograd would also save results in fp32. A weight in fp32 is
-    multiplied before the result is rounded to the precision of x, any other weight after that.
+    It saves only x, the weight and one factor per row; autograd would also save results in fp32. The result is rounded
+    to the precision of x: after the product with the weight if the weight is fp32, otherwise before.
     """
 
     @staticmethod
@@ -395,7 +395,7 @@ class _Gated(torch.autograd.Function):
 def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function that maps the gradient of `function`'s result, and the inputs, to the inputs' gradients.
 
-    It consists of operations that can be compiled.
+    The returned function consists of operations that can be compiled.
     """
     return lambda grad, *inputs: torch.func.vjp(function, *inputs)[1](grad)
 
@@ -452,9 +452,10 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Return a configuration's RoPE parameters by the names of transformers 5, from transformers 4 or 5.
+    """Return a configuration's RoPE parameters under the names of transformers 5.
 
-    They contain `rope_type`, `rope_theta`, `partial_rotary_factor`, and the parameters of the rope type.
+    The configuration may come from transformers 4 or 5. The parameters contain `rope_type`, `rope_theta`,
+    `partial_rotary_factor`, and the parameters of the rope type.
 
     Raises:
         UserError: the rope type is not supported.

@@ -256,8 +256,8 @@ def write_peft_directory(
     """Write an adapter directory: the adapter, its configuration and the base model's tokenizer.
 
     Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
-    writes. The files are written to a temporary directory. When it is complete, it replaces the files of an earlier
-    export.
+    writes. The files are written to a temporary directory. When this directory is complete, its files replace those of
+    an earlier export.
 
     Args:
         base: directory of the base model.

@@ -214,9 +214,9 @@ class Router(TopKRouter):
         Each loss is multiplied by its coefficient.
 
         Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean of Σ_e f_e·P_e over the sequences of the global batch.
-        f_e is the share of the sequence's tokens that chose expert e, times experts / topk. P_e is the mean probability
-        of expert e over the sequence's tokens. z-loss (arXiv:2202.08906, eq. 5): the mean of (log Σ_e exp x_e)² over
-        the tokens of the global batch, with the logits x_e.
+        f_e is the fraction of the sequence's tokens that chose expert e, times experts / topk. P_e is the mean
+        probability of expert e over the sequence's tokens. z-loss (arXiv:2202.08906, eq. 5): the mean of (log Σ_e exp
+        x_e)² over the tokens of the global batch, with the logits x_e.
         """
         weight = tokens.weight
         probabilities = logits.softmax(-1) if self.experts.score == "softmax" else _normalised(logits.sigmoid())

@@ -48,9 +48,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 
 def describe(iteration: Path) -> Iterator[str]:
-    """Yield lines of text that describe a checkpoint.
-
-    The lines describe the checkpoint's integrity, state, tensors (shape, precision, shards), size and configuration.
+    """Yield lines about a checkpoint: integrity, state, tensors (shape, precision, shards), size and configuration.
 
     Raises:
         UserError: the checkpoint names code to run.

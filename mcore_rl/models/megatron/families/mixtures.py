@@ -1,8 +1,8 @@
 """Families of mixture-of-experts models.
 
 They are Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, ERNIE-4.5, GLM-4.5 and gpt-oss; and with latent attention
-DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5. The last two are supported only for
-sequences of at most `index_topk` tokens.
+DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5. DeepSeek-V3.2 and GLM-5 are supported
+only for sequences of at most `index_topk` tokens.
 """
 
 from __future__ import annotations
