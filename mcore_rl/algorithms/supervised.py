@@ -193,8 +193,8 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
 def loss_by_source(loss_fn: LossFunction, batch: TrainingBatch) -> LossFunction:
     """Return `loss_fn` with additional metrics for each source, if the dataset is a mixture. Collective.
 
-    This adds a column `source` to the batch's rows. `loss_fn` is returned unchanged if the dataset has a single source,
-    or if the loss needs more than log-probabilities.
+    The function adds a column `source` to the batch's rows. `loss_fn` is returned unchanged if the dataset has a single
+    source, or if the loss needs more than log-probabilities.
     """
     store, rows = batch.dataset.units, batch.rows
     if not store.labels or not (takes_logprobs(loss_fn) and reads_counted_tokens_only(loss_fn)):

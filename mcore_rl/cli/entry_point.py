@@ -1,7 +1,8 @@
 """The entry point of every script: its arguments, errors of one line for the user, and its exit status.
 
 Under torchrun every rank runs this. A user's error occurs on all ranks: the first rank prints it; the other ranks print
-nothing and wait until torchrun ends them. torchrun also reads the error from the error file, and repeats it at its end.
+nothing and wait until torchrun ends them. torchrun also reads the error from the error file, and prints it again when
+torchrun ends.
 """
 
 from __future__ import annotations
@@ -142,12 +143,12 @@ def run_script(
 
 @contextmanager
 def _threads_spin() -> Iterator[None]:
-    """Context in which to import PyTorch: its threads wait for their next work in a loop, about 10 ms, before they
-    sleep.
+    """Context for importing PyTorch: its threads wait for their next work in a loop (10 ms) before they sleep.
 
     Waking a thread takes longer than many operations of a training step. The threads spin only if the processes of this
-    machine together have no more threads than cores, and if the user has set no policy. PyTorch reads the setting when
-    it is imported. Afterwards it is removed: child processes, such as vLLM's servers, share the cores with this one.
+    machine together have no more threads than cores, and if the user has set neither GOMP_SPINCOUNT nor
+    OMP_WAIT_POLICY. PyTorch reads the setting when it is imported. Afterwards the setting is removed: child processes,
+    such as vLLM's servers, share the cores with this one.
     """
     cores, threads = processors(), os.environ.get("OMP_NUM_THREADS", "")
     # Without a number, or with 0, PyTorch uses all cores.
@@ -165,7 +166,7 @@ def _threads_spin() -> Iterator[None]:
 def _with_processes(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with the number of processes added to a `--dry-run` that has none.
 
-    If a configuration or an override follows `--dry-run`, argparse would take it for the number.
+    If a configuration or an override follows `--dry-run`, argparse would take that argument for the number.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):

@@ -315,8 +315,7 @@ class MicrobatchPlanner:
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """Divide a batch into the segments that the model computes: whole rows, or shared prefixes and their
-        continuations.
+        """Divide a batch into the segments that the model computes: rows, or shared prefixes and continuations.
 
         Returns:
             Two lists with one entry per segment: the segment's number of tokens, and the number of tokens that precede

@@ -93,7 +93,7 @@ class CollectiveEnvironment(Protocol):
 class Judge(Protocol):
     """Function that judges one response. The built-in judges are in `mcore_rl.environments.judges`.
 
-    If the function has a parameter `response_ids`, it also receives the response's tokens, by this name.
+    If the function has a parameter `response_ids`, the tokens of the response are passed as this argument.
     """
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step | Awaitable[float | Step]: ...

@@ -193,8 +193,11 @@ def keep_freed_memory() -> None:
 SMALLEST = 2**22
 """Least number of multiplications for which oneDNN is called; for fewer, the call takes longer than the product."""
 BLOCKS = (512, 256)
-"""Numbers of tokens that are multiplied at a time; a smaller rest is padded to the next power of 2. oneDNN compiles
-code for each shape and keeps it (0.3 to 0.6 MB), and the number of tokens in a pack varies."""
+"""Numbers of tokens that are multiplied at a time; a smaller rest is padded to the next power of 2.
+
+oneDNN compiles and keeps code for each shape (0.3 to 0.6 MB). Without blocks, each number of tokens in a pack would be
+another shape.
+"""
 
 _kernels: list[torch.library.Library] = []
 
@@ -292,7 +295,7 @@ def _filled(x: Tensor, rows: int) -> Tensor:
 def _dense(x: Tensor) -> Tensor:
     """Return `x`, or a copy if its elements have gaps or overlaps in memory.
 
-    With gaps in the right factor, oneDNN takes 1000 times as long; overlaps it refuses.
+    If the right factor has gaps, oneDNN takes 1000 times as long. oneDNN refuses factors with overlaps.
     """
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 

@@ -1,9 +1,9 @@
 """Diagnosis of deadlocks: on request, each rank reports what it is doing.
 
 All ranks report when a collective has timed out on a rank, or when a user creates the file `stacks/requested`. Each
-rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. On a fatal signal (NCCL
-aborts a process whose collective timed out), the rank's own stacks are written to this file. A run that ends well
-removes the files.
+rank then writes the phase that it is in and its Python stacks to its own file, for example `stacks/rank_00000.txt`. On
+a fatal signal (NCCL aborts a process whose collective timed out), the rank's stacks are written to this file too. A run
+that ends well removes the files.
 
 Requests go through the store of the process group. Each rank opens a separate connection for the requests, because the
 group's connection may be blocked. Only rank 0 looks for the user's file. Nothing is written before the first request.

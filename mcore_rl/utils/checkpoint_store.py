@@ -50,7 +50,7 @@ class CheckpointStore:
     def iterations(self) -> list[Path]:
         """Return the directories of the committed checkpoints, oldest first.
 
-        If a checkpoint was removed and only a user's own files remain in its directory, the directory does not count.
+        If a checkpoint was removed and only a user's own files remain in its directory, the directory is not returned.
         """
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
         return sorted((path for path in found if not _is_rest(path)), key=step_of)

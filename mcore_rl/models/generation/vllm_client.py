@@ -263,7 +263,7 @@ class ServerPool:
     If a request fails on a healthy server, it is sent again; it is sent at most `ATTEMPTS` times.
 
     When a server has room, it gets the waiting request with the lowest priority number. Requests of the same group
-    start with the same tokens. They all go to one server, so that it computes these tokens once.
+    start with the same tokens. They all go to one server, so that these tokens are computed once.
 
     Args:
         drop: called with the URL of a dropped server and the reason.

@@ -50,9 +50,10 @@ MUON_ATTRIBUTE = "is_updated_by_muon"
 
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON = (("cuda", torch.bfloat16),)
-"""Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters. Weights in
-float32 are not among them, because this kernel rounds differently from the default form: on a GPU, a gradient norm of
-the third step differed from the CPU's by 1.3e-5; with the default form, by less than 1e-5.
+"""Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters.
+
+Weights in float32 are not among them, because this kernel rounds differently from the default form: on a GPU, a
+gradient norm of the third step differed from the CPU's by 1.3e-5; with the default form, by less than 1e-5.
 """
 
 BUCKET_SIZE: int | None = None

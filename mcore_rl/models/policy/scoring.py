@@ -197,9 +197,9 @@ class ScoringModel:
     def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
         """Return the number of floating-point operations for forward and backward over sequences of these lengths.
 
-        Each parameter counts 6 operations per token. A frozen parameter under an adapter counts 4. The input embedding
-        counts none, because it is a lookup. The operations of the token mixers are added: for causal attention over n
-        tokens 6·n²·heads·head_dim per layer; for a gated delta net the products with its states. Recomputation is not
+        Each parameter costs 6 operations per token; a frozen parameter under an adapter costs 4. The input embedding
+        costs none, because it is a lookup. The operations of the token mixers are added: for causal attention over n
+        tokens, 6·n²·heads·head_dim per layer; for a gated delta net, the products with its states. Recomputation is not
         counted.
 
         Args:
