@@ -138,6 +138,9 @@ class PromptList:
     def order(self, seed):
         return SampleOrder(len(self), seed)
 
+    def source_of(self, index):
+        return None
+
 
 def make_model(path, arguments):
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import bench_results
 import pytest
 import torch
 from bench_results import RESULTS, Row, kept, picture
+from programs import run
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,21 @@ def test_the_tables_of_bfloat16_are_those_of_its_run():
     lines = (RESULTS.parent / "benchmarks.md").read_text().splitlines()
     for (_, case), shown in cells.items():
         assert f"| {case} | {' | '.join(shown)} |" in lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "sizes", "row"),
+    [
+        ("bench_async.py", "--steps 2 --hidden 64 --layers 1", "rollouts one step ahead "),
+        ("bench_generation.py", "--hidden 64 --layers 1 --prompts 8 --new-tokens 12 --repetitions 1", "groups of 8, "),
+    ],
+)
+def test_benchmarks_of_rollouts_run_on_small_sizes(script, sizes, row):
+    """Small sizes may miss the bounds (exit status 1), and are not kept."""
+    done = run(script, *sizes.split(), check=False)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    assert any(line.startswith(row) for line in done.stdout.splitlines())
 
 
 def test_every_picture_has_its_table():
