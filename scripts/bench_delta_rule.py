@@ -34,7 +34,7 @@ BOUNDS = {2048: 3.0, 8192: 1.0}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

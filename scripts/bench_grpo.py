@@ -42,12 +42,12 @@ REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 
 
 
 def main() -> int:
-    arguments = parser_of(__doc__, steps=3, warm_up="one").parse_args()
+    arguments = parser_of(__doc__, steps=2, warm_up="one").parse_args()
     if arguments.side == "trl":
         train_with_trl(arguments.directory, arguments.steps)
         return 0
     speeds, memory = measure(arguments.steps, arguments.rounds)
-    whole = arguments.steps >= 3
+    whole = arguments.steps >= 2
     rows = [
         Row(f"{shape}, {n} process{'es'[: 2 * n - 2]}", speeds[shape, n], trl, speeds[shape, n] / trl, BOUNDS[n])
         for shape in SHAPES

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=4)
     sizes = parser.parse_args()
     initialize_platform()
     torch.set_num_threads(2)

@@ -1,6 +1,6 @@
 """Benchmark the start of programs: processor time of help, a wrong key, a dry run, and the first step's imports.
 
-    python scripts/bench_start.py [--repetitions 5]
+    python scripts/bench_start.py [--repetitions 3]
 
 The imports of a run are compared with those of torch in the same run. The processor time of a process includes its
 threads. A dry run prints the values of the configuration before it imports torch; its row is the time of the whole
@@ -35,7 +35,7 @@ ANSWER, OF_TORCH, FLOOR_OF_DRY_RUN = 1.0, 2.6, 12.0
 
 def main() -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--repetitions", type=count, default=5)
+    parser.add_argument("--repetitions", type=count, default=3)
     arguments = parser.parse_args()
     subprocess.run(["make", "outputs/demo/model/config.json"], cwd=ROOT, check=True, timeout=600)
     taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
@@ -51,7 +51,7 @@ def main() -> int:
         Row("imports of a run / import torch", imports, torch, imports / torch, at_most=OF_TORCH),
         Row.figure("modules that a run imports", modules(), "modules"),
     ]
-    return finish("start", "Start of a program", ("s of CPU", "s of CPU", ""), rows, arguments.repetitions >= 5)
+    return finish("start", "Start of a program", ("s of CPU", "s of CPU", ""), rows, arguments.repetitions >= 3)
 
 
 def seconds_of(command: list[str]) -> float:
