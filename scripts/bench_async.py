@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.token_store import SampleOrder
-from mcore_rl.platform import initialize_platform
+from mcore_rl.platform import initialize_platform, resolve
 from mcore_rl.utils.console import quiet_libraries
 
 BOUND = 1.6
@@ -73,6 +73,7 @@ def train(directory, policy, steps, staleness, latency):
     engine = make_engine(latency)
     worker = RolloutWorker(engine, RandomRewards(), tokenizer, 1)
     run, training = GRPOTrainer(config, inputs, policy, worker), []
+    run.reporter = SimpleNamespace(record_samples=lambda step, samples: None)
     started = time.perf_counter()
     for step in range(1, steps + 1):
         run.train_step(step)
@@ -174,7 +175,7 @@ def config_of(directory, steps, staleness):
         "loss": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
         "generation": {"backend": "vllm"},
     }
-    return build_config(GRPOConfig, values, [], "this benchmark")
+    return resolve(build_config(GRPOConfig, values, [], "this benchmark"))
 
 
 if __name__ == "__main__":
