@@ -264,8 +264,8 @@ class RolloutStatistics:
 
         Metrics of rewards are over the judged samples. The mean of a named reward is over those judged samples to which
         the reward applies. `reward_positive_fraction` is the fraction of judged samples with a positive reward: the
-        accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the mean number of tokens among which the sampler chose,
-        if the sampler returns these tokens.
+        accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the mean, over all sampled tokens, of the number of
+        tokens that the sampler could have chosen. It exists only if the sampler returns these sets of tokens.
 
         Args:
             if_none_judged: value of the metrics of rewards if no sample could be judged.

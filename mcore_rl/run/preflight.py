@@ -24,7 +24,7 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
     Args:
         world_size: number of processes of the run.
-        files: paths that options of the command line give, by option.
+        files: paths given on the command line, by the name of their option.
 
     Raises:
         UserError: a check fails; the message names the key or option, the value found, and a valid value.
@@ -157,12 +157,13 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
-    """Return whether the run writes to its input `path`.
+    """Return whether the run would write to its input `path`.
 
-    This includes files in the directory `path`, and targets of links in it.
+    If `path` is a directory, its files count too, and the files to which links inside of it point.
 
     Args:
         key: configuration key of the input.
+        directory: the run's output directory.
         exports: whether exported models count as written.
     """
     if path.resolve() == directory.path.resolve():

@@ -277,9 +277,10 @@ class Seen:
 
 @cache
 def prepare_process() -> Seen:
-    """Install the simulated device and the counters in this process, and import Megatron, which binds some of them.
+    """Install the simulated device and the counters in this process, and then import Megatron.
 
-    Processes that are forked from this one simulate ranks without these imports.
+    The order matters: when Megatron is imported, it stores references to some of the replaced functions. Processes that
+    are forked from this one need not repeat the imports.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same results on machines with a GPU
     quiet_libraries()

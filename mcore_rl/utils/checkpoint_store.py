@@ -119,9 +119,10 @@ class CheckpointStore:
             self.directory.rmdir()
 
     def candidates(self) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints from which a run can resume, best first, and descriptions of damaged ones.
+        """Return the checkpoints from which a run can resume, and descriptions of damaged ones.
 
-        This finds only damage that is visible without reading every byte; `digest_problems` reads every byte.
+        The tracker's checkpoint comes first, then the others, newest first. This finds only damage that is visible
+        without reading every byte; `digest_problems` reads every byte.
 
         Raises:
             UserError: there are checkpoints, but all are damaged.

@@ -107,7 +107,10 @@ class _Chunk:
 
 
 class _Pack:
-    """Computes where the segments of a pack and their chunks are: among one rank's rows, and among all ranks' rows."""
+    """Computes the positions of a pack's segments, and of the chunks of each segment.
+
+    Positions are counted in the rows of one rank, and in the rows of all ranks.
+    """
 
     def __init__(self, layout: PackLayout) -> None:
         self.layout, self.cp_size = layout, layout.cp_size
@@ -286,8 +289,8 @@ class AttentionPattern:
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Return a mask [queries, keys] that is added to scores, with dtype and device of `like`.
 
-        The last query sees the last `window` keys, or all keys if `window` is None. For each earlier query the end of
-        the visible keys is one key further back.
+        The last query sees the last `window` keys. The query i places before it sees as many keys, i places earlier.
+        If `window` is None, the last query sees all keys, and the query i places before it all but the last i.
         """
         key = (queries, keys, window, like.dtype, like.device)
         if key not in self._masks:

@@ -212,9 +212,9 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Return the hidden states that `final_hidden_states` returns, selected from `rows`, a result of `hidden_of_rows`.
+    """Select from `rows`, which `hidden_of_rows` returned, the hidden states of the tokens that count in the loss.
 
-    The returned hidden states are on the device.
+    The result is on the device, and equal to that of `final_hidden_states`.
     """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])

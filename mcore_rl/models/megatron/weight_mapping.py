@@ -245,8 +245,9 @@ class QueryKeyValue(Interleaved):
     """Query, key and value projections, interleaved by group. A group has query heads, one key head, one value head.
 
     heads: number of query heads per group. head_dim: number of rows per head.
-    neighbours: number of rows, from the start of each query and key head, that are rotated in pairs of neighbours in
-        the Hugging Face tensor. In the parameter the two rows of a pair are half of this number apart.
+    neighbours: number n of rows, from the start of each query and key head, that RoPE rotates in the Hugging Face
+        tensor as pairs of neighbours: rows 0 and 1, rows 2 and 3, and so on. In Megatron's parameter, row i and row
+        i + n / 2 are a pair.
     """
 
     groups: int
