@@ -36,7 +36,7 @@ class HTTPJudge:
     Args:
         retries: number of attempts after the first one.
         headers: headers of each request; ${NAME} in a value is replaced by the environment variable NAME.
-            time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of this time.
+        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of this time.
             The limit of a request is the sum of its samples' limits; the whole answer must arrive in this time.
 
     Raises:
