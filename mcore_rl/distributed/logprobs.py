@@ -582,7 +582,7 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 def adds_widened(device: torch.device) -> bool:
     """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place.
 
-    It tries an addition, because early versions refuse it; for a simulated device, it returns WIDENING_PRODUCTS.
+    It tries an addition on a GPU. It returns False on the CPU, and WIDENING_PRODUCTS for a simulated device.
     """
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"

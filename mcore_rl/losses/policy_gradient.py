@@ -339,8 +339,8 @@ def kl_weights(
         of π is 0 for k1, which therefore does not regularise; ∇KL(π ‖ π_ref) for k2; and ∇KL(π_ref ‖ π) for k3. The
         GRPO paper (arXiv:2402.03300), TRL and NeMo RL's documented version use k3 in this way.
     unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling the
-        token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3, and ∇E[k2] for k2
-        (arXiv:2506.09477). NeMo RL's present version does this.
+        token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477), and
+        ∇E[k2] for k2. NeMo RL's present version does this.
     """
     if generation_logprobs is None:
         if gradient == "value":

@@ -28,7 +28,7 @@ from mcore_rl.utils.console import size_text
 SUSPICIOUS_MISMATCH = 1.05
 """Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
 NEAR = 0.8
-"""A finding is reported if the mismatch exceeds 1 (sampler and trainer agree) by this fraction of (bound − 1)."""
+"""A finding is reported if the mismatch exceeds 1, its value without mismatch, by more than NEAR · (bound − 1)."""
 
 
 def findings(run: Run) -> Iterator[str]:

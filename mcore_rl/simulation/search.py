@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,6 +32,7 @@ from mcore_rl.simulation.step import (
     simulate_loading,
     simulate_rank,
 )
+from mcore_rl.utils.shard_process import end_with
 
 T = TypeVar("T")
 
@@ -125,41 +129,62 @@ def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, .
     Args:
         workers: number of calls that run at the same time.
     """
-    with _processes(min(workers, len(calls))) as pool:
+    with _threads(workers) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
 
 
 @contextmanager
-def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Context with a pool of prepared processes for `_apart`. At its end, calls that have not started are cancelled.
-
-    Raises:
-        UserError: one of these processes was killed.
-    """
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), prepare_process)
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Context with a pool of threads for `_apart`. At its end, calls that have not started are cancelled."""
+    pool = ThreadPoolExecutor(count, initializer=_start_server)
     try:
         yield pool
-    except BrokenProcessPool:
-        raise UserError(KILLED) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function` in a process that is forked from this one; return its result.
+_of_thread = threading.local()
 
-    The process is separate because a simulation changes its process, and because a killed simulation must not end
-    others.
+
+def _start_server() -> None:
+    """Give this thread a server: a process that imports Megatron once, and from which each simulation is forked."""
+    _of_thread.server = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (os.getpid(),))
+
+
+def _prepare(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the server
+    end_with(parent)
+    with suppress(Exception):  # the first simulation raises it again, with its text
+        prepare_process()
+
+
+def _apart(function: Callable[..., T], *arguments: Any) -> T:
+    """Call `function` in a process that is forked from this thread's server; return its result.
+
+    A simulation changes its process. If a simulation is killed, other simulations must go on.
 
     Raises:
         UserError: the process was killed.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+    try:
+        return _of_thread.server.submit(_in_fork, function, *arguments).result()
+    except BrokenProcessPool:
+        _start_server()
+        raise UserError(KILLED) from None
+
+
+def _in_fork(function: Callable[..., T], *arguments: Any) -> T:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _begin, (os.getpid(),)) as process:
         try:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(KILLED) from None
+
+
+def _begin(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with(parent)  # the fork holds the server's pipes open, so nobody would notice the server's end
 
 
 @dataclass(frozen=True)
@@ -248,7 +273,7 @@ def search(
         say: prints a line of progress.
     """
     found: list[Candidate] = []
-    with _processes(workers) as pool:
+    with _threads(workers) as pool:
         waiting: list[tuple[Candidate, TrainingConfig, list[Future[RankReport]]]] = []
         for text, values in layouts_to_try(config, world_size, gpu, experts_of(config)):
             overrides = overrides_of(config, values)

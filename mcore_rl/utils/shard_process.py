@@ -359,6 +359,15 @@ def _live_and_die_with(parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent ends, or now if `parent` is no longer its parent. Outside Linux, only now.
+
+    Args:
+        parent: process id. On Linux, the end of the parent's thread that started this process counts as its end.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL_OPTION, signal.SIGKILL)
     if os.getppid() != parent:

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 from simulated_cases import EQUAL, MIXTURE, SEQUENCES, call, config_of
-from simulated_report import killed_at_tp2
+from simulated_report import killed_at_tp2, kills_server_at_tp2
 from small_models import make_model
 
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
@@ -23,13 +23,14 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_search_reports_killed_process_for_its_layout_only(model, monkeypatch):
+@pytest.mark.parametrize("simulation", [killed_at_tp2, kills_server_at_tp2])
+def test_search_reports_killed_process_for_its_layout_only(simulation, model, monkeypatch):
     """Replace the simulation as on a machine without enough memory."""
     config, gpu, told = config_of(model), Hardware.load("h100"), []
     layouts = dict(layouts_to_try(config, 2, gpu))
     chosen = [(text, layouts[text]) for text in ("tp2 pp1 cp1 dp1", "tp1 pp1 cp1 dp2")]
     monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: chosen)
-    monkeypatch.setattr("mcore_rl.simulation.search.simulate_rank", killed_at_tp2)
+    monkeypatch.setattr("mcore_rl.simulation.search.simulate_rank", simulation)
     fits, killed = search(config, 2, SEQUENCES, gpu, 1, told.append)
     assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
     assert killed.reason.startswith("the process that simulates a rank was killed")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
@@ -63,8 +64,9 @@ def in_processes(function, *argument_lists, prepare=prepare_process):
         return waiting.result(timeout=SECONDS)
     except (TimeoutError, BrokenProcessPool):
         for server in _servers.pop(prepare)._processes.values():
-            for process in (*psutil.Process(server.pid).children(recursive=True), server):
-                process.kill()
+            with suppress(psutil.NoSuchProcess):
+                for process in (*psutil.Process(server.pid).children(recursive=True), server):
+                    process.kill()
         raise
 
 

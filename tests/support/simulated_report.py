@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from mcore_rl.simulation.counters import Product, Transfer
 from mcore_rl.simulation.step import RankReport
@@ -24,4 +25,12 @@ def killed_at_tp2(config, *_):
     """Replace `simulate_rank` on a machine without enough memory for one layout."""
     if config.parallel.tensor_model_parallel_size == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    return REPORT
+
+
+def kills_server_at_tp2(config, *_):
+    """Replace `simulate_rank`: kill the process from which the simulated rank was forked."""
+    if config.parallel.tensor_model_parallel_size == 2:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     return REPORT

@@ -206,7 +206,7 @@ class PackedDeltaRule(torch.nn.Module):
         return heads_for_tokens(out[to_ranks], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
 
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
-        """Apply convolution and delta rule to the tokens in pack order; return the outputs by key head."""
+        """Apply convolution and delta rule to the tokens in pack order; return the outputs, [T, key heads, values]."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
         convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
         inputs = rule_inputs(self.net, convolved, rows[..., size:], weights)
