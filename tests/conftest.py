@@ -27,7 +27,7 @@ hypothesis.settings.register_profile("thorough", derandomize=True, max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--composition", type=int, help="seed of the one random composition that is tried")
-    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/end_to_end/test_faults.py kills")
+    parser.addoption("--kills", type=int, default=2, help="how many ranks tests/end_to_end/test_faults.py kills")
 
 
 def pytest_configure(config):
@@ -53,6 +53,11 @@ def pytest_configure(config):
 
     initialize_platform()
     torch.set_num_threads(1)  # of two workers on two cores, threads would wait for each other
+
+
+def pytest_collection_modifyitems(items):
+    """Let folders with slow tests come first: a slow test that comes last would run alone."""
+    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "docs", "simulation", "gpu"))
 
 
 def pytest_collection_finish():

@@ -438,6 +438,7 @@ def demo_run(kind, directory, output, *overrides):
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_the_demonstration(kind, tmp_path):
     """In fp32 as on the CPU; in bf16 near it; with deterministic kernels the same bits twice."""
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py", tmp_path], check=True, timeout=120)

@@ -125,8 +125,8 @@ def test_the_tables_of_bfloat16_are_those_of_its_run():
 def test_benchmarks_of_rollouts_run_on_small_sizes(script, sizes, row):
     """Small sizes may miss the bounds (exit status 1), and are not kept."""
     done = run(script, *sizes.split(), check=False)
-    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
-    assert any(line.startswith(row) for line in done.stdout.splitlines())
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr_text, done.stderr_text
+    assert any(line.startswith(row) for line in done.stdout_text.splitlines())
 
 
 def test_every_picture_has_its_table():
