@@ -7,7 +7,6 @@ Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} af
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -18,9 +17,7 @@ from typing import Any
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
 from mcore_rl.utils.console import printable
-
-DEATH_SIGNAL_OPTION = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""
+from mcore_rl.utils.parent_process import signal_at_end_of
 
 LARGEST = 3.4028234663852886e38
 """Largest float32. Rewards are trained on in this precision."""
@@ -32,24 +29,16 @@ def end_with(parent: int) -> None:
     To end the group, a second process (the guard) waits until this process dies, and then kills the rest of the group.
     """
     own = os.getpid()
-    _signal_at_death_of(parent, signal.SIGKILL)
+    signal_at_end_of(parent)
     if os.fork():
         return
     for number in (0, 1):  # the reader waits until no process has the pipe open
         os.close(number)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    _signal_at_death_of(own, signal.SIGTERM)
+    signal_at_end_of(own, signal.SIGTERM)
     while os.getppid() == own:
         signal.sigwait([signal.SIGTERM])
     os.killpg(own, signal.SIGKILL)
-
-
-def _signal_at_death_of(parent: int, number: int) -> None:
-    """Make the kernel send signal `number` to this process when the parent dies; send it now if the parent is dead."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from mcore_rl.simulation.step import (
     simulate_loading,
     simulate_rank,
 )
-from mcore_rl.utils.shard_process import end_with
+from mcore_rl.utils.parent_process import signal_at_end_of
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def _start_server() -> None:
 
 def _prepare(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the server
-    end_with(parent)
+    signal_at_end_of(parent)
     with suppress(Exception):  # the first simulation raises it again, with its text
         prepare_process()
 
@@ -184,7 +184,8 @@ def _in_fork(function: Callable[..., T], *arguments: Any) -> T:
 
 def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with(parent)  # the fork holds the server's pipes open, so nobody would notice the server's end
+    # The fork keeps the pipes of the server open, so the program would not notice that the server has ended.
+    signal_at_end_of(parent)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import io
 import json
 import mmap
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 from mcore_rl.utils.files import FileDigests, digests_of
+from mcore_rl.utils.parent_process import signal_at_end_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ REPORT_POLL_SECONDS = 1.0
 """Maximum interval at which the first rank's process looks for the reports of the other ranks' processes."""
 FILES_BESIDE = ("common.pt", "config.yaml", "metadata.json", ".metadata")
 """Files of a checkpoint other than its shards."""
-DEATH_SIGNAL_OPTION = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: sets the signal that a process gets when its parent ends."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
 READY, WRITTEN = b"ready", b"written"
@@ -359,16 +357,4 @@ def _live_and_die_with(parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    end_with(parent)
-
-
-def end_with(parent: int) -> None:
-    """End this process when its parent ends, or now if `parent` is no longer its parent. Outside Linux, only now.
-
-    Args:
-        parent: process id. On Linux, the end of the parent's thread that started this process counts as its end.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL_OPTION, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    signal_at_end_of(parent)

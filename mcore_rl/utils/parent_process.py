@@ -1,0 +1,24 @@
+"""The bond of a child process to its parent: the child must not outlive it."""
+
+import ctypes
+import os
+import signal
+import sys
+
+DEATH_SIGNAL_OPTION = 1
+"""PR_SET_PDEATHSIG of Linux's prctl: sets the signal that a process gets when its parent ends."""
+
+
+def signal_at_end_of(parent: int, number: int = signal.SIGKILL) -> None:
+    """Make the kernel send signal `number` to this process when its parent ends; send it now if the parent has ended.
+
+    Linux regards the parent as ended when its thread that started this process ends. Other systems cannot send the
+    signal later; there this function only checks whether the parent has ended.
+
+    Args:
+        parent: process id of the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
