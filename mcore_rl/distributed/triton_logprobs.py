@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.distributed.logprobs import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
 
 BLOCK, WARPS = 2048, 8
-"""Columns that a program reads at a time, and number of its warps. Each of its 256 threads reads 8 columns."""
+"""Number of columns that a program reads at a time, and number of its warps: each of 256 threads reads 8 columns."""
 
 _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 

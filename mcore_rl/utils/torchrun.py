@@ -26,7 +26,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of processes of this launch on this node, or on all nodes if the launcher does not say it."""
+    """Return the number of processes of this launch on this node, or on all nodes if LOCAL_WORLD_SIZE is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 

@@ -119,7 +119,7 @@ print(sum(faults() for _ in range(5)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_freed_memory_is_used_again():
-    """In a process of its own, because other tests leave gaps in this one's memory."""
+    """The test runs in a process of its own, because other tests leave gaps in this process's memory."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120)
     assert int(done.stdout) < 10_000, done.stderr  # of 146,000 pages
 
