@@ -24,16 +24,18 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("simulation", [killed_at_tp2, kills_server_at_tp2])
-def test_search_reports_killed_process_for_its_layout_only(simulation, model, monkeypatch):
+def test_search_reports_killed_process_for_its_layout_only(simulation, model, monkeypatch, tmp_path):
     """Replace the simulation as on a machine without enough memory."""
     config, gpu, told = config_of(model), Hardware.load("h100"), []
     layouts = dict(layouts_to_try(config, 2, gpu))
     chosen = [(text, layouts[text]) for text in ("tp2 pp1 cp1 dp1", "tp1 pp1 cp1 dp2")]
     monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: chosen)
     monkeypatch.setattr("mcore_rl.simulation.search.simulate_rank", simulation)
+    monkeypatch.setenv("OUTLIVED", str(tmp_path / "outlived"))
     fits, killed = search(config, 2, SEQUENCES, gpu, 1, told.append)
     assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
     assert killed.reason.startswith("the process that simulates a rank was killed")
+    assert not (tmp_path / "outlived").exists(), "the rank must end with the process from which it was forked"
     assert told[0] == f"1 of 2 layouts: {killed.text}: {killed.reason}" and told[1].startswith("2 of 2 layouts: tp1 ")
     *rows, assumed, chosen = table([fits, killed])
     assert [row.split("  ")[0] for row in rows] == ["layout", fits.text, killed.text]
