@@ -240,12 +240,17 @@ class GenerationConfig(Section):
     offload: bool = False
     """During generation, keep the policy's tensors in host memory. megatron: all except the weights. vllm: all, because
     the servers use the GPUs that train; the servers sleep during scoring and training."""
+    cuda_graphs: bool = True
+    """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. Mixtures, and models under tensor or
+    pipeline parallelism, run without it. vLLM has its own options for this (vllm.arguments)."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")
     def _used(self) -> GenerationConfig:
         if self.backend != "vllm" and self.vllm != VLLMConfig():
             raise ValueError(f"vllm: requires backend=vllm, not {self.backend}")
+        if self.backend == "vllm" and not self.cuda_graphs:
+            raise ValueError("cuda_graphs: requires backend=megatron; for vLLM, write vllm.arguments=[--enforce-eager]")
         return self
 
 

@@ -9,6 +9,7 @@ selects the device. Without a GPU, it replaces functions of `torch.cuda`: Megatr
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import re
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.platform import cpu
 from mcore_rl.utils import torchrun
+
+T = TypeVar("T")
 
 _installed = False
 _simulates = False
@@ -257,6 +260,60 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+class GraphPool:
+    """Memory that CUDA graphs share. At most one of these graphs may run at a time."""
+
+    def __init__(self) -> None:
+        self._id = torch.cuda.graph_pool_handle() if has_gpu() else None
+
+    def replayed(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Return a function that does what `function` does, but launches all kernels at once, as one CUDA graph.
+
+        `function` must always use the same tensors, and must not wait for the device. The next call of any function
+        of this pool overwrites the result. The first call runs `function` itself, which compiles kernels and allocates
+        workspaces; the second call records the graph. Without a GPU, `function` itself is returned.
+        """
+        return function if self._id is None else _Graph(function, self._id)
+
+
+class _Graph(Generic[T]):
+    """A function whose kernels are replayed, see `GraphPool.replayed`."""
+
+    def __init__(self, function: Callable[[], T], pool: Any) -> None:
+        self._function, self._pool, self._was_run = function, pool, False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: T
+
+    def __call__(self) -> T:
+        if not self._was_run:
+            self._was_run = True
+            return self._function()
+        if self._graph is None:
+            self._record()
+        assert self._graph is not None, "_record creates it"
+        self._graph.replay()
+        return self._result
+
+    def _record(self) -> None:
+        graph, before, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(before)
+        collects = gc.isenabled()
+        gc.disable()  # a tensor that is freed here may have been used on other streams, which CUDA must not ask now
+        try:
+            # "thread_local": threads that write a checkpoint may go on.
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._result = self._function()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        before.wait_stream(stream)
+        self._graph = graph
 
 
 def backend() -> str:

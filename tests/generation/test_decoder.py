@@ -1,5 +1,6 @@
 """Tests of decode steps: cache blocks, delayed checks for finished sequences, and memory that is released meanwhile."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from generation_cases import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
 from layout_cases import make_data
 from small_models import and_long, make_tokenizer, models_below
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
@@ -45,6 +49,54 @@ def in_small_blocks(config, params, lag, slots, prompts):
     return generate(config, params, slots=slots, prompts=prompts)
 
 
+class Recording(TorchDispatchMode):
+    """Records operations with their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        out = operation(*arguments, **(options or {}))
+        if "empty" not in operation.name():  # allocates memory, which an assignment to `.data` may exchange
+            self.operations.append((operation, arguments, options or {}, out))
+        return out
+
+
+class RecordedGraph:
+    """A CUDA graph's counterpart on the CPU: the second call records operations, and later calls repeat them with the
+    same tensors."""
+
+    replays = 0
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == 1:
+            return self.function()
+        if self.calls == 2:
+            with Recording() as self.recording:
+                self.result = self.function()
+            return self.result
+        for operation, arguments, options, out in self.recording.operations:
+            for old, new in zip(tree_leaves(out), tree_leaves(operation(*arguments, **options)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor changed in place
+                    old.copy_(new)
+        RecordedGraph.replays += 1
+        return self.result
+
+
+def in_recorded_graphs(config, params, slots, prompts):
+    """Return what steps of fixed sizes generate, the distance to the trainer, and how many of them were replayed."""
+    use_small_blocks(lag=1)
+    platform.GraphPool = lambda: SimpleNamespace(replayed=RecordedGraph)
+    Decoder.can_replay = True
+    return *generate(config, params, slots=slots, prompts=prompts), RecordedGraph.replays
+
+
 SAMPLED = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, seed=3, stop_token_ids=tuple(range(1, 8)))
 CASES = and_long(
     [("llama", ParallelLayout(), 1, 64)],
@@ -70,6 +122,25 @@ def test_small_blocks_and_late_looks_change_nothing(family, layout, lag, slots, 
     assert torch.equal(out["truncated"], expected["truncated"])
     assert 0 < out["truncated"].sum() < len(out["truncated"])
     assert difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "slots", "options"),
+    and_long(
+        [("llama", 64, {}), ("gemma3", 5, {"top_k": 5, "max_kept_tokens": 5})],
+        [("llama", 9, {}), ("qwen3_5", 21, {}), ("mistral", 3, {})],
+    ),
+    ids=str,
+)
+def test_replayed_steps_generate_the_same(family, slots, options, model_path):
+    """Sequences of many lengths end and begin; unused rows, a growing cache, and recorded tensors change nothing."""
+    config, params, prompts = config_of(model_path(family)), replace(SAMPLED, **options), groups_of(2, rows=13)
+    (expected, _), *_ = run_processes(generate, config, params, False, slots, prompts, world_size=1)
+    out, apart, replays = run_processes(in_recorded_graphs, config, params, slots, prompts, world_size=1)[0]
+    assert replays > 5, "steps are replayed"
+    assert sequences(out) == sequences(expected)
+    assert (out["logprobs"] - expected["logprobs"]).abs().max() < 1e-5
+    assert apart < 1e-4
 
 
 def stop_late(config, params, lag):

@@ -28,6 +28,7 @@ from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet, rule_inputs
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
+from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
 from mcore_rl.models.megatron.weight_mapping import Shape
@@ -301,6 +302,7 @@ class SequenceCache:
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.slots_of_rows = self.table[0:0]
         self.lengths: list[int] = []
+        self.grows = True
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]], slots: Sequence[int]
@@ -339,7 +341,13 @@ class SequenceCache:
         for layer in self.with_states:
             layer.copy(*slots)
 
-    def arrange(self, held: Sequence[Sequence[int]], slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def arrange(
+        self,
+        held: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        fixed_width: int | None = None,
+    ) -> None:
         """Set the running sequences for the coming steps, the longest first.
 
         Until the next call of `arrange`, each sequence grows by one token per step. Its blocks must have room for these
@@ -349,46 +357,60 @@ class SequenceCache:
             held: blocks of each sequence.
             slots: slot of each sequence.
             lengths: length of each sequence in the next step, including that step's token.
+            fixed_width: if set, all steps have the same sizes: `lengths` are the lengths up to which the sequences may
+                grow, and the block table has this many columns.
         """
         self._fit()
-        width = max(map(len, held))
+        width = fixed_width or max(map(len, held))
         # Rows are padded with block 0, whose values are finite and masked.
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in held])
         self.table, self.slots_of_rows = platform.sent_together(
             (table, torch.tensor(slots, dtype=torch.long)), platform.device()
         )
-        self.lengths = list(lengths)
+        self.lengths, self.grows = list(lengths), fixed_width is None
+        self._make_workspaces(self.ranges())
 
     def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
         """Run the last token of each sequence that `arrange` has set; return the final hidden states, [n, hidden]."""
-        parts = self._parts()
+        ranges = self.ranges()
+        self._make_workspaces(ranges)
+        parts = [_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()) for rows, longest in ranges]
         places = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
         windows = {layer.mixer.window for layer in self.with_keys}
         seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
         step = _Step(parts, places, seen, self.slots_of_rows)
         x = self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].step(step, *x))
-        self.lengths = [length + 1 for length in self.lengths]
+        if self.grows:
+            self.lengths = [length + 1 for length in self.lengths]
         return x
 
-    def _parts(self) -> list[_Part]:
-        """Divide the sequences into parts, so that the gathered keys and values of one part need little memory.
+    def ranges(self) -> list[tuple[slice, int]]:
+        """Divide the sequences into parts; return each part's range of rows, and the length of its longest sequence.
 
         Each part is padded to its longest sequence. If sequences of very different lengths were a single part, the
         gathered keys and values would need more memory than the cache.
         """
-        parts: list[_Part] = []
+        ranges: list[tuple[slice, int]] = []
         token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
         first, limit = 0, CHUNK_BYTES[platform.device().type] // token_bytes
         while first < len(self.lengths):
             longest = self.lengths[first]
             rows = slice(first, min(first + max(1, limit // longest), len(self.lengths)))
-            parts.append(_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()))
+            ranges.append((rows, longest))
             first = rows.stop
-        largest = max(part.table.numel() for part in parts)
+        return ranges
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses of all storages and workspaces. They change when the cache grows."""
+        states = [storage for layer in self.with_states for storage in (layer.convolution, layer.states)]
+        keys = [storage for layer in self.with_keys for storage in (layer.storage, *layer.gathered.values())]
+        return tuple(storage.data_ptr() for storage in (*states, *keys))
+
+    def _make_workspaces(self, ranges: Sequence[tuple[slice, int]]) -> None:
+        largest = max((rows.stop - rows.start) * blocks_for(longest) for rows, longest in ranges)
         for layer in self.with_keys:
             layer.make_workspace(largest)
-        return parts
 
     def _fit(self) -> None:
         """Extend each layer's storage to all allocated blocks and slots.
@@ -468,6 +490,15 @@ class Decoder:
         """Whether any layer of the whole model has a recurrent state."""
         family = self.model.family
         return any(isinstance(family.token_mixer(layer), GatedDeltaNet) for layer in range(family.num_layers))
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether a GPU can replay this model's steps as CUDA graphs, which contain no collectives.
+
+        A mixture's step waits for the device: the host reads how many tokens each expert gets.
+        """
+        alone = self.topology.tensor.size == self.topology.pipeline.size == 1
+        return platform.has_gpu() and alone and not isinstance(self.model.family, Mixture)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

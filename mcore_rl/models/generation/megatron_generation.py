@@ -8,11 +8,12 @@ pipeline-parallel ranks of a replica run the same steps. A replica runs up to `m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -143,6 +144,45 @@ class _Look:
     tokens: platform.HostCopy | None
 
 
+# What a step returns: its state [3, n], the log-probabilities [n] of the sampled tokens, and the kept tokens.
+Drawn = tuple[Tensor, Tensor, Tensor | None]
+
+
+class ReplayedStep:
+    """A step of fixed sizes. A GPU replays its kernels as one CUDA graph; they always use the same tensors.
+
+    For small models the host needs longer to launch a step's kernels one by one than the GPU needs to run them.
+
+    Args:
+        next_of: the step, a function of the state; it uses the cache.
+        graphs: where the graph is created.
+    """
+
+    def __init__(self, next_of: Callable[[Tensor], Drawn], cache: SequenceCache, graphs: platform.GraphPool) -> None:
+        self.cache, self.table, self.slots = cache, cache.table.clone(), cache.slots_of_rows.clone()
+        self.state = self.table.new_zeros(3, len(self.table))
+        self._run = graphs.replayed(lambda: next_of(self.state))
+
+    def use_inputs(self) -> None:
+        """Copy the cache's table and slots, and let the cache use the copies."""
+        self.table.copy_(self.cache.table)
+        self.slots.copy_(self.cache.slots_of_rows)
+        self.cache.table, self.cache.slots_of_rows = self.table, self.slots
+
+    def __call__(self, state: Tensor) -> Drawn:
+        """Run the step for the first n rows, the columns of `state`."""
+        count = state.shape[1]
+        self.state.copy_(F.pad(state, (0, len(self.table) - count)))
+        state, logprobs, kept = self._run()
+        return state[:, :count].clone(), logprobs[:count].clone(), None if kept is None else kept[:count].clone()
+
+
+def fixed_size(size: int) -> int:
+    """Round `size` up, by at most an eighth, to one of eight numbers between two powers of two."""
+    step = max(1, 2 ** (size.bit_length() - 1) // 8)
+    return -(-size // step) * step
+
+
 class ContinuousBatch:
     """Continuous batching of a replica's sequences. When a sequence ends, the next one of the queue takes its place.
 
@@ -155,6 +195,7 @@ class ContinuousBatch:
         rows: maximum number of concurrent sequences.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         lag: number of steps by which the host is late in reading a step's data. It does not affect results.
+        replays: whether steps have one of a few fixed sizes, so that a GPU replays CUDA graphs.
     """
 
     def __init__(
@@ -166,6 +207,7 @@ class ContinuousBatch:
         rows: int,
         prefill_tokens: int,
         lag: int,
+        replays: bool,
     ) -> None:
         self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
@@ -179,6 +221,17 @@ class ContinuousBatch:
         """Kept tokens of the last steps, [n, k] with −1 for none; they are compacted after `lag` steps."""
         self.steps_ahead = 0
         """Number of steps for which the cache is arranged, if the sequences do not change."""
+        self.replays = replays
+        self.spare_block = self.spare_slot = 0
+        """Where the unused rows of a replayed step write."""
+        if replays:
+            (self.spare_block,), (self.spare_slot,) = self.cache.blocks.take(1), self.cache.slots.take(1)
+        self.graphs = platform.GraphPool()
+        self.replayed = dict[Hashable, ReplayedStep]()
+        """The replayed steps, by their sizes."""
+        self.addresses: tuple[int, ...] = ()
+        """Addresses of the cache's tensors that the replayed steps use."""
+        self.next_of: Callable[[Tensor], Drawn] = self._next
 
     def run(self) -> list[Response]:
         """Generate all sequences and return their responses. The host copies the tokens from the device once."""
@@ -198,13 +251,18 @@ class ContinuousBatch:
         if not self.steps_ahead:
             self._make_room()
         self.steps_ahead -= 1
-        tokens, positions, states = self.state.unbind()
-        x = self.cache.step(tokens, positions)
         draws = self.history[-1]
+        self.state, logprobs, kept = self.next_of(self.state)
         if self.decoder.routers:
             draws.experts.append(self.decoder.routed.short())
-        tokens = self._draw(self.going, x, positions + 1, states, draws)
-        self.state = torch.stack((tokens, positions + 1, states))
+        self._add(self.going, self.state[0], logprobs, kept, draws)
+
+    def _next(self, state: Int64[Tensor, "3 n"]) -> Drawn:
+        """Run each sequence's last token and sample its next token. Only the device's tensors are used here."""
+        tokens, positions, states = state.unbind()
+        x = self.cache.step(tokens, positions)
+        tokens, logprobs, kept = self._sampled(x, positions + 1, states)
+        return torch.stack((tokens, positions + 1, states)), logprobs, kept
 
     def _make_room(self) -> None:
         """Allocate blocks for the next steps.
@@ -214,25 +272,43 @@ class ContinuousBatch:
         for s in self.going:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
             s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
-        self.cache.arrange(*zip(*((s.blocks, s.slot, len(s)) for s in self.going), strict=True))
         self.steps_ahead = min(len(s.blocks) * BLOCK_SIZE - len(s) for s in self.going) + 1
+        if self.replays:
+            self._fix_sizes()
+        else:
+            held, slots, lengths = zip(*((s.blocks, s.slot, len(s)) for s in self.going), strict=True)
+            self.cache.arrange(held, slots, lengths)
 
-    def _draw(
+    def _fix_sizes(self) -> None:
+        """Arrange the cache for steps of fixed sizes, and choose the replayed step that has these sizes.
+
+        Unused rows have a block and a slot of their own, and are as long as the last sequence.
+        """
+        width = fixed_size(max(len(s.blocks) for s in self.going))
+        unused = fixed_size(len(self.going)) - len(self.going)
+        held, slots = [s.blocks for s in self.going], [s.slot for s in self.going]
+        lengths = [fixed_size(blocks_for(len(s) + self.steps_ahead - 1)) * BLOCK_SIZE for s in self.going]
+        held += [[self.spare_block] * width] * unused
+        self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
+        if self.addresses != (addresses := self.cache.addresses()):
+            self.addresses = addresses
+            self.replayed.clear()
+            self.graphs = platform.GraphPool()  # a pool that has lost all of its graphs takes no new ones
+        sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
+        if sizes not in self.replayed:
+            self.replayed[sizes] = ReplayedStep(self._next, self.cache, self.graphs)
+        self.next_of = self.replayed[sizes]
+        self.replayed[sizes].use_inputs()
+
+    def _add(
         self,
         sequences: Sequence[RunningSequence],
-        x: Float[Tensor, "n hidden"],
-        positions: Int64[Tensor, " n"],
-        states: Int64[Tensor, " n"],
+        tokens: Int64[Tensor, " n"],
+        logprobs: Tensor,
+        kept: Tensor | None,
         draws: SamplingBatch,
-    ) -> Int64[Tensor, " n"]:
-        """Sample the next token of each of `sequences`, add it to `draws` and return it.
-
-        Args:
-            x: final hidden states of the sequences' last tokens.
-            positions: positions of the sampled tokens.
-            states: seeds of the sequences' random numbers.
-        """
-        tokens, logprobs, kept = self._sampled(x, positions, states)
+    ) -> None:
+        """Add the sampled tokens of `sequences` to `draws`."""
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
         if kept is not None:
@@ -245,10 +321,17 @@ class ContinuousBatch:
             drawn = [s.drawn for s in sequences]
             self.looks.append(_Look(sequences, drawn, platform.HostCopy(stopped), shown))
         self._look(self.lag)
-        return tokens
 
-    def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sample tokens; return tokens [n], log-probabilities [n] fp32 and, only on the last stage, the kept tokens."""
+    def _sampled(
+        self, x: Float[Tensor, "n hidden"], positions: Int64[Tensor, " n"], states: Int64[Tensor, " n"]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sample tokens; return tokens [n], log-probabilities [n] fp32 and, only on the last stage, the kept tokens.
+
+        Args:
+            x: final hidden states of the sequences' last tokens.
+            positions: positions of the sampled tokens.
+            states: seeds of the sequences' random numbers.
+        """
         topology, params, kept = self.decoder.topology, self.params, None
         if topology.is_last_stage:
             uniform = None if params.greedy else uniforms(states, positions)
@@ -287,7 +370,9 @@ class ContinuousBatch:
             numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
             states = random_states(self.params.seed, numbers[1])
             first = self._new_draws(new)
-            tokens = self._draw(new, torch.stack([s.prompt_state for s in new]), numbers[0], states, first)
+            x = torch.stack([s.prompt_state for s in new])
+            tokens, logprobs, kept = self._sampled(x, numbers[0], states)
+            self._add(new, tokens, logprobs, kept, first)
             state = torch.stack((tokens, numbers[0], states))
             self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
 
@@ -412,6 +497,8 @@ class MegatronGeneration(GenerationInterface):
         max_batch_size: maximum number of concurrent sequences of a replica.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         record_experts: whether to return the experts of every token.
+        cuda_graphs: whether a GPU replays each step as a CUDA graph, if it can: not for mixtures, and not under tensor
+            or pipeline parallelism.
 
     Raises:
         UserError: `record_experts` is set and the model has no experts.
@@ -426,9 +513,10 @@ class MegatronGeneration(GenerationInterface):
         max_batch_size: int = 64,
         prefill_tokens: int = 8192,
         record_experts: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
-        self.model = model
+        self.model, self.replays = model, cuda_graphs and self.decoder.can_replay
         if record_experts and not isinstance(model.family, Mixture):
             raise UserError(
                 f"model.moe_router_replay: {model.family.model_type} has no experts; leave model.moe_router_replay out"
@@ -489,7 +577,7 @@ class MegatronGeneration(GenerationInterface):
             if mine:
                 rows = min(len(mine), self.max_batch_size)
                 batch = ContinuousBatch(
-                    self.decoder, mine, params, self.stop_strings, rows, self.prefill_tokens, self.lag
+                    self.decoder, mine, params, self.stop_strings, rows, self.prefill_tokens, self.lag, self.replays
                 )
                 responses = batch.run()
             self.decoder.run_idle()
@@ -581,6 +669,7 @@ def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> Meg
         tokenizer,
         config.rollouts.generation_batch_size,
         record_experts=config.model.moe_router_replay,
+        cuda_graphs=config.generation.cuda_graphs,
     )
     if config.generation.offload:
         generation.makes_room = policy
