@@ -197,6 +197,7 @@ KEYS = [
     ("grpo", "generation.backend=sglang", "generation.backend: .*'megatron' or 'vllm'.*got 'sglang'"),
     ("grpo", "generation.max_token_mult_prob_error=1", "generation.max_token_mult_prob_error: .*greater than 1"),
     ("grpo", "generation.vllm.num_servers=2", "generation.vllm: requires backend=vllm, not megatron"),
+    ("grpo", "generation={backend: vllm, cuda_graphs: false}", "generation.cuda_graphs: requires backend=megatron; for vLLM, write vllm.arguments=[--enforce-eager]"),
     ("grpo", "generation={backend: vllm, vllm: {python: /no/where}}", "generation.vllm.python: not found: /no/where; create it with `make install-vllm`"),
     ("grpo", "generation={backend: vllm, vllm: {urls: ['localhost:81']}}", "generation.vllm.urls.0: .*should match pattern"),
     ("grpo", "generation={backend: vllm, vllm: {urls: ['http://a:81', 'http://a:81']}}", "generation.vllm.urls: a server is listed twice"),
