@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -193,11 +194,15 @@ def keep_freed_memory() -> None:
 SMALLEST = 2**22
 """Least number of multiplications for which oneDNN is called; for fewer, the call takes longer than the product."""
 BLOCKS = (512, 256)
-"""Numbers of tokens that are multiplied at a time; a smaller rest is padded to the next power of 2.
+"""Numbers of tokens that are multiplied at a time. A smaller rest is padded: up to `FEW` tokens by at most a quarter,
+others to the next power of 2.
 
 oneDNN compiles and keeps code for each shape (0.3 to 0.6 MB). Without blocks, each number of tokens in a pack would be
 another shape.
 """
+
+FEW = 32
+"""Generation multiplies one token of each running sequence; there a padded token costs as much as a real one."""
 
 _kernels: list[torch.library.Library] = []
 
@@ -253,12 +258,12 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, computed in blocks of the rows of `x` (tokens)."""
-    result, weight = x.new_empty(len(x), len(weight)), _dense(weight)
-    for rows, size in _blocks(len(x)):
-        part = _onednn(_filled(x[rows], size), weight, bias)
-        if size == len(x):  # a single block needs no copy
-            return part
-        result[rows] = part[: rows.stop - rows.start]
+    count, weight = len(x), _dense(weight)
+    if 0 < count <= max(BLOCKS) and (size := _block_size(count)) >= count:  # a single block needs no copy
+        return _onednn(_filled(x, size), weight, bias)[:count]
+    result = x.new_empty(count, len(weight))
+    for rows, size in _blocks(count):
+        result[rows] = _onednn(_filled(x[rows], size), weight, bias)[: rows.stop - rows.start]
     return result
 
 
@@ -277,19 +282,24 @@ def _blocks(count: int) -> Iterator[tuple[slice, int]]:
     """Divide `count` tokens into blocks; yield each block's range, and the number of rows to which it is padded."""
     start = 0
     while start < count:
-        rest = count - start
-        size = next((block for block in BLOCKS if block <= rest), 1 << (rest - 1).bit_length())
+        size = _block_size(count - start)
         yield slice(start, min(start + size, count)), size
         start += size
+
+
+def _block_size(rest: int) -> int:
+    """Return the number of rows of the next block if `rest` rows are left."""
+    if rest <= FEW:
+        step = max(1, 2 ** (rest - 1).bit_length() // 8)
+        return -(-rest // step) * step
+    return next((block for block in BLOCKS if block <= rest), 1 << (rest - 1).bit_length())
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
     """Return `x` padded with rows of zeros to `rows` rows, without gaps or overlaps in memory."""
     if len(x) == rows:
         return _dense(x)
-    filled = x.new_zeros(rows, x.shape[1])
-    filled[: len(x)] = x
-    return filled
+    return F.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def _dense(x: Tensor) -> Tensor:
