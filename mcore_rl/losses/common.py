@@ -108,7 +108,7 @@ def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " bat
 
 
 def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """Return a mask [B, S − 1] of the predicted tokens that carry loss; it is 0 in samples that do not count."""
+    """Return a mask [B, S − 1] of the predicted tokens that carry loss; it is 0 in rows whose `sample_mask` is 0."""
     return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
 
 
@@ -269,9 +269,9 @@ class LogprobLoss(LossFunction):
 
 
 def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[LossT]]:
-    """Return a class decorator that adds a read-only attribute for each of the `options`, and for their aliases.
+    """Return a decorator that gives a loss class a read-only attribute for each option in `options`, and each alias.
 
-    Code ported from NeMo RL reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
+    Code ported from NeMo RL can then read `loss_fn.ratio_clip_min` instead of `loss_fn.options.ratio_clip_min`.
     """
     names = {**options.aliases, **{field.name: field.name for field in fields(options)}}
 
@@ -284,9 +284,9 @@ def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[Lo
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
-    """Return whether calling `loss_fn` with logits is equivalent to calling its `from_logprobs`.
+    """Return whether a policy may call `from_logprobs` of `loss_fn` instead of calling `loss_fn` with logits.
 
-    A subclass with its own `__call__` or `next_token_logprobs` is not equivalent and must be called with logits.
+    The result is False if the loss has its own `__call__` or `next_token_logprobs`, which may compute something else.
     """
     kind = type(loss_fn)
     return (
@@ -298,12 +298,12 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself sets `takes_hidden_states = True`; an inherited value is ignored."""
+    """Return whether a policy may call `from_hidden_states`: the loss's own class sets `takes_hidden_states = True`."""
     return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself (not a base class) sets `reads_counted_tokens_only = True`."""
+    """Return whether the loss's own class, not a base class, says that the loss reads only tokens of `tokens_read`."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
@@ -455,7 +455,10 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Float[Tensor, "*batch"], dict[str, Any]]:
-        """Return the mean NLL per token; with `dpo_loss`, each sequence's sum (or mean) [B], 0 for masked samples."""
+        """Return the mean NLL per token; with `dpo_loss`, the NLL of each sequence, [B], which is 0 for masked samples.
+
+        The NLL of a sequence is the sum over its tokens; with `dpo_average_log_probs`, the mean.
+        """
         self.check(next_token_logprobs, data)
         mask = token_mask_of(data, next_token_logprobs)
         if dpo_loss:

@@ -181,12 +181,11 @@ class DistillationLossFn(_Distillation):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss and metrics from the student's log-probabilities of the teacher's top k tokens.
 
-        If `entropy` is None, both distributions are renormalised over the k tokens, except for
-        kl_type=reverse_unnormalized. If they are renormalised, `student_logprobs` may be logits instead, and the logits
-        of all other tokens have a gradient of exactly 0.
-
         Args:
-            entropy: entropy of the student's distribution over the whole vocabulary.
+            student_logprobs: may be logits if both distributions are renormalised over the k tokens. In this case, the
+                logits of all other tokens have a gradient of exactly 0.
+            entropy: entropy of the student's distribution over the whole vocabulary; None if the loss does not need it.
+                Without it, both distributions are renormalised, except for kl_type=reverse_unnormalized.
         """
         teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs)
         if self.options.kl_type != "reverse_unnormalized":
@@ -230,7 +229,7 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return KL divergences of p and q, which need not sum to one; 0 only if p = q on all k tokens."""
+    """Return Σ p·log(p / q) − p + q and the same with p and q exchanged; neither p nor q need sum to one."""
     log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
     p, q = log_p.exp(), log_q.exp()
     return Divergences((p * (log_p - log_q) - p + q).sum(-1), (q * (log_q - log_p) - q + p).sum(-1), None)
@@ -293,15 +292,18 @@ class Teacher(Protocol):
     def vocab_size(self) -> int: ...
 
     def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, by microbatch, the logits that predict counted tokens; {} on ranks without the LM head."""
+        """Return, by microbatch, hidden states and LM head: their product is the logits of the tokens that carry loss.
+
+        The result is {} on ranks without the LM head.
+        """
         ...
 
 
 class WholeVocabularyDistillationLossFn(_Distillation):
     """Divergence between teacher and student over the whole vocabulary, from the hidden states of both models.
 
-    The mean is over tokens. The policy must call `prepare` with its microbatches before it calls the loss. If the LM
-    head of one model has more rows (tokens) than that of the other model, the additional rows are ignored.
+    The loss is the mean over the tokens that carry loss. The policy must call `prepare` before it calls the loss. If
+    the LM head of one model has more rows (tokens) than that of the other model, the additional rows are ignored.
     """
 
     takes_hidden_states = True
@@ -312,7 +314,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
-        """Run the teacher on `microbatches` and keep its hidden states [counted tokens, hidden] for the loss."""
+        """Run the teacher on `microbatches` and keep, for the loss, its hidden states of the tokens that carry loss."""
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -30,7 +30,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class Bounds:
-    """Marks an option as a number, and gives the range of its values. A bool is not accepted as a number."""
+    """Annotation of an option: its value must be a number in this range. A bool is not accepted as a number."""
 
     ge: float | None = None
     gt: float | None = None
@@ -65,13 +65,13 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a field that dictionaries must contain, as in NeMo RL, and that YAML may omit."""
+    """Return a dataclass field with the default `default`. YAML may omit it; a dictionary must contain it (NeMo RL)."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options with their defaults; any invalid value raises `ContractError` with the key's name."""
+    """Base class of a loss's options. The constructor raises `ContractError` with the key's name for invalid values."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     aliases: ClassVar[Mapping[str, str]] = {}
@@ -92,7 +92,7 @@ class LossOptions:
 
     @classmethod
     def requires(cls, field: dataclasses.Field[Any]) -> bool:
-        """Return whether dictionaries must have this option."""
+        """Return whether a dictionary of options must contain the option `field`."""
         return "required" in field.metadata or field.name in cls.required
 
     def require(self, holds: bool, message: str) -> None:
@@ -101,7 +101,7 @@ class LossOptions:
 
     @classmethod
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of `cfg` by the names of these options; `cfg` may use names of other NeMo RL versions.
+        """Return `cfg` with the option names of this class in place of the names that other NeMo RL versions use.
 
         Raises:
             ContractError: an option has two names with different values.
@@ -119,7 +119,7 @@ class LossOptions:
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
-        """Return options from a dictionary. It may contain aliases and the trainer's own keys.
+        """Return the options in the dictionary `cfg`. It may contain aliases and the trainer's own keys.
 
         Raises:
             ContractError: a key is missing or unknown, keys contradict each other, or a value has a wrong type.
@@ -150,7 +150,7 @@ def _types(options: type[LossOptions]) -> dict[str, Any]:
 
 
 def _problem(kind: Any, value: Any) -> str | None:
-    """Return an error message if a value is invalid for an option of this type, or None."""
+    """Return an error message if `value` is invalid for an option with the type annotation `kind`, or None."""
     parts = [kind] if _is_leaf(kind) or get_origin(kind) is tuple else list(get_args(kind))
     if value is None and type(None) in parts:
         return None
@@ -185,7 +185,7 @@ def _is_leaf(kind: Any) -> bool:
 
 
 def typed_dict(name: str, options: type[LossOptions]) -> Any:
-    """Return the `TypedDict` of these options' keys."""
+    """Return a `TypedDict` called `name`; its keys are the names of the options in the class `options`."""
     keys: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         kind = _types(options)[field.name]
@@ -238,12 +238,12 @@ class DPOOptions(LossOptions):
     preference_average_log_probs: bool = option(False)
     """Compute rewards as means over the tokens of a response instead of sums."""
     sft_average_log_probs: bool = option(False)
-    """Compute the likelihood as a mean over the tokens of each response instead of a sum."""
+    """Compute the log-likelihood of a chosen response as the mean over its tokens instead of the sum."""
     preference_loss: PreferenceLossType | tuple[PreferenceLossType, ...] = "sigmoid"
     """One loss, or a list of losses whose weighted sum is the preference loss (as in arXiv:2411.10442). The losses are
     functions of the rewards c (chosen) and r (rejected), and of their difference Δr = c − r:
 
-    sigmoid: L(Δr) = −log σ(β·Δr). sigmoid_norm: the same, of means over the tokens of each response.
+    sigmoid: L(Δr) = −log σ(β·Δr). sigmoid_norm: the same, but each reward is divided by the response's token count.
     ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17). hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
     robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased if a fraction ε of the pairs has chosen and rejected
     exchanged (arXiv:2403.00409).
@@ -258,7 +258,7 @@ class DPOOptions(LossOptions):
     simpo: −log σ(β·Δr − γ) (arXiv:2405.14734). orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691). Rewards of
     simpo and orpo are mean log-probabilities of the policy; these losses have no reference."""
     preference_loss_weights: tuple[NonNegative, ...] | None = None
-    """Weights of the losses in a list preference_loss; null: 1 each."""
+    """Weight of each loss if preference_loss is a list; null: 1 each."""
     label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
     """Value ε of robust and exo_pair. sigmoid, sigmoid_norm, simpo, aot and aot_unpaired use it in the conservative
     loss (1 − ε)·L(Δr) + ε·L(−Δr) (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
@@ -269,15 +269,15 @@ class DPOOptions(LossOptions):
     f_divergence_type: FDivergenceType = "reverse_kl"
     """Divergence D_f(π ‖ π_ref) that the preference loss regularises by (f-DPO, arXiv:2309.16240): rewards are f′(u)
     with u = π / π_ref of a whole response. reverse_kl: log u. forward_kl: 1 − 1 / u. js_divergence: log(2u / (u + 1)).
-    alpha_divergence: (u^(α − 1) − 1) / (α − 1). All but reverse_kl are for losses of Δr alone."""
+    alpha_divergence: (u^(α − 1) − 1) / (α − 1). Values other than reverse_kl need losses that depend only on Δr."""
     f_alpha_divergence_coef: Annotated[float, Bounds()] = 0.5
     """Value α of alpha_divergence; 1 is the limit reverse_kl, 0 is forward_kl."""
     ld_alpha: Annotated[float, Bounds(ge=0)] | None = None
-    """Weight, from 0 to 1, of a response's tokens after the length of the shorter response of its pair (LD-DPO,
+    """Weight, from 0 to 1, of the tokens by which a response is longer than the other response of its pair (LD-DPO,
     arXiv:2409.06411); null: 1."""
     use_weighting: bool = False
-    """Weight each pair's preference loss by exp of the mean of log p − log Σ p² over each response's tokens, for the
-    chosen times the rejected (WPO, arXiv:2406.11827, eq. 2); the weights have no gradient."""
+    """Multiply each pair's preference loss by a factor for the chosen and one for the rejected response. The factor is
+    exp of the mean over the tokens of log p − log Σ p², without a gradient (WPO, arXiv:2406.11827, eq. 2)."""
 
     @property
     def needs_reference(self) -> bool:
@@ -286,7 +286,7 @@ class DPOOptions(LossOptions):
 
     @property
     def needs_batch(self) -> bool:
-        """Whether a loss sorts quantities of all pairs of the global batch."""
+        """Whether one of the preference losses sorts values of all pairs of the global batch."""
         return bool(self.preference_losses.keys() & OF_BATCH)
 
     @property
@@ -323,7 +323,7 @@ class DPOOptions(LossOptions):
         )
 
     def _check_read_by(self, kinds: Mapping[PreferenceLossType, float]) -> None:
-        """Raise ContractError for an option that these losses do not read."""
+        """Raise ContractError if an option is set that does not apply to the losses `kinds`."""
         named, smoothed = ", ".join(kinds), [kind for kind in get_args(PreferenceLossType) if kind in SMOOTHED]
         self.require(
             not self.label_smoothing or bool(kinds.keys() & SMOOTHED),
@@ -400,8 +400,8 @@ class KTOOptions(LossOptions):
     (arXiv:2402.01306, eq. 7), with z₀ the mean reward of mismatched prompts and responses, or 0 if it is negative.
     apo_zero_unpaired: the same with z₀ = 0 (arXiv:2408.06266, eq. 7); nothing is mismatched."""
     mismatched: Literal["dataset", "batch"] = "dataset"
-    """The response that each prompt is combined with for z₀. dataset: that of the record half a dataset away. batch:
-    that of the previous record of the global batch, of the last one for the first (the paper's)."""
+    """Record whose response each prompt is combined with to compute z₀. dataset: the record half a dataset away. batch:
+    the previous record of the global batch; for the first record, the last one (as in the paper)."""
     reference_policy_kl_penalty: NonNegative = option(0.1)
     """Factor β of the rewards."""
     desirable_weight: NonNegative = option(1.0)
@@ -411,7 +411,7 @@ class KTOOptions(LossOptions):
 
     @property
     def needs_reference_point(self) -> bool:
-        """Whether the loss reads z₀."""
+        """Whether the loss reads KTO's reference point z₀ (see `kto_reference_point`)."""
         return self.loss == "kto"
 
     def check(self) -> None:
@@ -426,8 +426,8 @@ class SFTOptions(LossOptions):
     """Options of the loss of supervised fine-tuning."""
 
     loss: Literal["nll", "dft"] = "nll"
-    """nll: mean of −log p over the counted tokens. dft: mean of −p·log p, with p a weight without a gradient (dynamic
-    fine-tuning, arXiv:2508.05629)."""
+    """nll: mean of −log p over the tokens that carry loss. dft: mean of −p·log p, in which the factor p has no gradient
+    (dynamic fine-tuning, arXiv:2508.05629)."""
 
 
 @dataclass(frozen=True, kw_only=True)

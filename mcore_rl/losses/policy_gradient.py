@@ -160,7 +160,8 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
     """Return −A·min(r, c)·log π. r is the ratio π / π_prev, without gradient; c is the option `ratio_clip_c`.
 
-    The result is 0 for a token whose probability has already moved too far in the direction that A demands.
+    The result is 0 for a token whose probability has moved in the direction that A demands, if its `divergence` is
+    above the limit in `options`.
     """
     advantages, log_ratio = batch.advantages, batch.log_ratios.detach()
     ratio = bounded_ratio(log_ratio)
@@ -242,7 +243,7 @@ else:
 def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return eˣ with x clamped to at most 20 nats (gradient 0 above); 0 if x is NaN or eˣ is not finite in this dtype.
 
-    Products of two such weights and a ratio are therefore finite too.
+    The product of two such results and a probability ratio is therefore finite too.
     """
     fits = x <= math.log(torch.finfo(x.dtype).max)
     return torch.where(fits, torch.exp(torch.where(fits, x, 0).clamp(max=LOG_RATIO_LIMIT)), 0)
@@ -353,7 +354,9 @@ def kl_weights(
 def soft_overlong_penalty(
     response_lengths: Shaped[Tensor, " samples"], max_length: int, cache_length: int
 ) -> Float[Tensor, " samples"]:
-    """Return the penalty to add to each reward, [B]: 0 up to max_length − cache_length tokens, −1 at max_length.
+    """Return the penalty to add to each sample's reward: 0 up to max_length − cache_length tokens, −1 at max_length.
+
+    Between these two lengths the penalty is linear.
 
     Args:
         response_lengths: number of tokens in each sample's longest response; the limit applies to each response of a

@@ -38,22 +38,22 @@ class PolicyLossOptions(LossOptions):
     reference_policy_kl_penalty: NonNegative = 0.0
     """Weight β of KL(π ‖ π_ref)."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate by exp(current − generation). It then estimates the KL of the current policy from samples
-    of an older one."""
+    """Multiply the KL estimate by exp(current − generation log-probability). The result estimates the KL of the current
+    policy from samples of an older one."""
     use_importance_sampling_correction: bool = False
-    """Weight the loss by exp(prev − generation), to correct for differences between the log-probabilities of the
-    sampler and of the trainer."""
+    """Multiply the loss by exp(prev − generation log-probability), to correct for differences between the
+    log-probabilities of the sampler and of the trainer."""
     aggregation: Aggregation | None = None
     """Reduction of the tokens' values to the loss, over the global batch. token_mean: mean over all tokens.
     seq_mean_token_mean: mean over sequences of their means. seq_mean_token_sum: mean over sequences of their sums.
-    token_sum: sum over all tokens. null: the usual one of the loss, which for clipped_pg follows from
-    token_level_loss."""
+    token_sum: sum over all tokens. null: the aggregation in the loss's paper; for clipped_pg, token_level_loss selects
+    it."""
     force_on_policy_ratio: bool | None = None
-    """Set prev to current, so that the ratio is 1. This is exact for a single update on samples of the current weights.
-    null: false; in GRPO, true if it is exact, which the run prints at its start."""
+    """Use the current log-probabilities in place of the previous ones, so that the ratio is 1. This is exact for a
+    single update on samples of the current weights. null: false; in GRPO, true if it is exact (the run prints this)."""
     off_policy_mask_threshold: Positive | None = None
-    """Leave out the tokens with a negative advantage of each sequence whose mean of generation − current is above this
-    value, in nats (DeepSeek-V3.2, arXiv:2512.02556, eq. 9); null for no mask."""
+    """In each sequence whose mean of generation − current log-probability is above this value (nats), leave out the
+    tokens with a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, eq. 9). null: leave out no tokens."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the KL: k1, k2 or k3; see `calculate_kl`."""
     kl_clamp: NonNegative | None = 20.0
@@ -298,15 +298,15 @@ class SAPOOptions(PolicyLossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VESPOOptions(PolicyLossOptions):
-    """Options of VESPO (arXiv:2602.10693). The importance weights are factors of its W, not of the loss."""
+    """Options of VESPO (arXiv:2602.10693). The importance weights multiply the sequence's ratio, not the loss."""
 
     name: Literal["vespo"] = "vespo"
     k_pos: NonNegative = 2.0
-    """Power k of W for advantages of at least 0."""
+    """Exponent k of W, the sequence's ratio times its importance weights, for advantages of at least 0."""
     lambda_pos: Positive = 3.0
     """Decay λ of W for advantages of at least 0."""
     k_neg: NonNegative = 3.0
-    """Power k of W for negative advantages."""
+    """Exponent k of W for negative advantages."""
     lambda_neg: Positive = 2.0
     """Decay λ of W for negative advantages."""
 

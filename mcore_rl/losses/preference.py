@@ -50,7 +50,7 @@ class Pairs:
         f-divergence's value (see `f_divergence_scores`); for the reverse KL, it is the reward.
     mean_margin: like `margin`, but each score is divided by the response's number of tokens; for sigmoid_norm.
     policy_margin: [n], chosen minus rejected log-probability under the policy, without the reference; for aot.
-    partners: for each loss that sorts, the values [2n] that `batch_partners` returns.
+    partners: for each loss that sorts values of all pairs, the result [2n] of `batch_partners`.
     """
 
     chosen: Float[Tensor, " n"]
@@ -144,16 +144,16 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(policy margin − reference margin)) for margins that have the same rank in the batch."""
+    """Return −log σ(β·(policy margin − reference margin)): both margins have the same rank in the global batch."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(chosen reward − rejected reward)) for rewards that have the same rank in the global batch.
+    """Return −log σ(β·(chosen reward − rejected reward)): both rewards have the same rank in the global batch.
 
-    The compared rejected reward (`partner`) may belong to a pair of another microbatch and has no gradient here.
+    The rejected reward of the same rank may belong to a pair of another microbatch, so it has no gradient here.
     Therefore a second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
@@ -223,9 +223,9 @@ def _alpha_scores(log_ratio: Tensor, alpha: float) -> Tensor:
 
 
 def shared_length_weights(mask: Float[Tensor, "rows predicted"], alpha: float) -> Float[Tensor, "rows predicted"]:
-    """Return LD-DPO's token weights: 1 for the first n tokens, α for later ones.
+    """Return LD-DPO's token weights: 1 for the first n tokens of each response, `alpha` for its later tokens.
 
-    n is the number of tokens of the pair's shorter response.
+    n is the number of tokens in the pair's shorter response.
     """
     lengths = mask.sum(-1)
     shared = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2)
@@ -238,10 +238,10 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """For each loss that sorts, return the values [2n] with which the rows are compared: the values of equal rank.
+    """For each loss that sorts values, return [2n]: for each row, the value with which the loss compares the row.
 
-    Sorting only permutes values, so a loss's gradient is the gradient of the values that it compares. Equal values are
-    sorted in the order of the pairs.
+    aot compares a pair's policy margin with the reference margin of the same rank; aot_unpaired compares a chosen
+    reward with the rejected reward of the same rank, and vice versa. Equal values are ranked in the order of the pairs.
 
     Args:
         kinds: losses and their weights.
