@@ -82,7 +82,7 @@ class Blocks:
 
 @dataclass
 class _Part:
-    """A part of the running sequences. The keys and values of this part are gathered into one tensor.
+    """A part of the running sequences, whose keys and values are gathered into one tensor for attention.
 
     rows: the part's range in the list of running sequences, which is sorted by length, longest first.
     longest: number of tokens of the part's first sequence.
@@ -100,7 +100,7 @@ class _Prompts:
 
     visible: the keys that each query sees.
     places: for each token, its place in the blocks, counted in tokens from the start of block 0.
-    slots: the slot of each prompt.
+    slots: for each prompt, the slot that stores its recurrent states.
     """
 
     visible: AttentionPattern
@@ -112,10 +112,10 @@ class _Prompts:
 class _Step:
     """A step that runs the last token of each running sequence.
 
-    parts: the parts into which the sequences are divided.
+    parts: the parts into which the running sequences are divided; attention is computed part by part.
     places: for each last token, its place in the blocks, counted in tokens from the start of block 0.
     seen: for each window size of the layers' attention, a mask [sequences, keys] of the keys that the last tokens see.
-    slots: the slot of each sequence.
+    slots: for each sequence, the slot that stores its recurrent states.
     """
 
     parts: Sequence[_Part]
@@ -251,7 +251,7 @@ class KeyValueLayerCache(LayerCache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def make_workspace(self, blocks: int) -> None:
-        """Create a workspace for parts of up to `blocks` blocks, unless there is a workspace of this size or larger."""
+        """Create a workspace into which `blocks` blocks can be gathered, unless there is one of this size or larger."""
         shape = self.storage.shape[1:]
         if shape not in self.gathered or len(self.gathered[shape]) < blocks:
             self.gathered[shape] = self.storage.new_empty(blocks, *shape)
@@ -354,8 +354,8 @@ class SequenceCache:
         tokens.
 
         Args:
-            held: blocks of each sequence.
-            slots: slot of each sequence.
+            held: for each sequence, the blocks that store its keys and values.
+            slots: for each sequence, the slot that stores its recurrent states.
             lengths: length of each sequence in the next step, including that step's token.
             fixed_width: if set, all steps have the same sizes: `lengths` are the lengths up to which the sequences may
                 grow, and the block table has this many columns.
@@ -386,10 +386,10 @@ class SequenceCache:
         return x
 
     def ranges(self) -> list[tuple[slice, int]]:
-        """Divide the sequences into parts; return each part's range of rows, and the length of its longest sequence.
+        """Divide the running sequences into parts; return the range of each part, and its longest sequence's length.
 
-        Each part is padded to its longest sequence. If sequences of very different lengths were a single part, the
-        gathered keys and values would need more memory than the cache.
+        A range is a slice of the list of sequences. The gathered keys and values of a part are padded to its longest
+        sequence. If sequences of very different lengths were one part, they would need more memory than the cache.
         """
         ranges: list[tuple[slice, int]] = []
         token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
@@ -424,7 +424,7 @@ class SequenceCache:
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
-    """Return, for each of the first `length` tokens of a sequence, the number of the block that stores it."""
+    """For each of the first `length` tokens of a sequence that has `blocks`, return the block that stores the token."""
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
@@ -493,9 +493,9 @@ class Decoder:
 
     @property
     def can_replay(self) -> bool:
-        """Whether a GPU can replay this model's steps as CUDA graphs, which contain no collectives.
+        """Whether a GPU can replay this model's steps as CUDA graphs: a step must not communicate or wait for the GPU.
 
-        A mixture's step waits for the device: the host reads how many tokens each expert gets.
+        In a mixture of experts, a step waits: the host reads how many tokens each expert gets.
         """
         alone = self.topology.tensor.size == self.topology.pipeline.size == 1
         return platform.has_gpu() and alone and not isinstance(self.model.family, Mixture)

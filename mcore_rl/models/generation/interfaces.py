@@ -196,7 +196,7 @@ def _kept_of(response: Response) -> KeptTokens:
 
 @dataclass(frozen=True)
 class ResponseTensors:
-    """Responses converted to tensors, without weight versions and experts.
+    """Responses converted to tensors that ranks can exchange, without weight versions and experts.
 
     sizes: for each response, its number of tokens, its `ended` (0 or 1), and its number of kept tokens.
     tokens: for each token of all responses in order, its id, its log-probability, and its number of kept tokens.

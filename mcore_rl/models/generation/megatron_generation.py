@@ -123,7 +123,7 @@ class StopStrings:
         self.window = max((len(text.encode()) for text in texts), default=0) + 1
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Add `token` to the response of `s`; return whether it completes a stop string."""
+        """Append `token` to the last tokens of the sequence `s`; return whether it completes a stop string."""
         s.tail = [*s.tail, token][-self.window :]
         text = self.tokenizer.decode(s.tail)
         return any(stop in text for stop in self.texts)
@@ -149,13 +149,13 @@ Drawn = tuple[Tensor, Tensor, Tensor | None]
 
 
 class ReplayedStep:
-    """A step of fixed sizes. A GPU replays its kernels as one CUDA graph; they always use the same tensors.
+    """A decoding step of fixed sizes, whose kernels a GPU replays as one CUDA graph, always on the same tensors.
 
     For small models the host needs longer to launch a step's kernels one by one than the GPU needs to run them.
 
     Args:
-        next_of: the step, a function of the state; it uses the cache.
-        graphs: where the graph is created.
+        next_of: function that computes the step from the state [3, rows]; it reads and writes `cache`.
+        graphs: memory pool in which the graph is created.
     """
 
     def __init__(self, next_of: Callable[[Tensor], Drawn], cache: SequenceCache, graphs: platform.GraphPool) -> None:
@@ -164,13 +164,13 @@ class ReplayedStep:
         self._run = graphs.replayed(lambda: next_of(self.state))
 
     def use_inputs(self) -> None:
-        """Copy the cache's table and slots, and let the cache use the copies."""
+        """Copy the cache's block table and slot numbers to the graph's tensors, and let the cache use these tensors."""
         self.table.copy_(self.cache.table)
         self.slots.copy_(self.cache.slots_of_rows)
         self.cache.table, self.cache.slots_of_rows = self.table, self.slots
 
     def __call__(self, state: Tensor) -> Drawn:
-        """Run the step for the first n rows, the columns of `state`."""
+        """Run the step for the n sequences in the columns of `state` [3, n]; further rows of the step are unused."""
         count = state.shape[1]
         self.state.copy_(F.pad(state, (0, len(self.table) - count)))
         state, logprobs, kept = self._run()
@@ -258,16 +258,19 @@ class ContinuousBatch:
         self._add(self.going, self.state[0], logprobs, kept, draws)
 
     def _next(self, state: Int64[Tensor, "3 n"]) -> Drawn:
-        """Run each sequence's last token and sample its next token. Only the device's tensors are used here."""
+        """Run each sequence's last token and sample its next token; only tensors on the device are used here.
+
+        The rows of `state`: the last tokens, their positions, and the seeds of the random numbers.
+        """
         tokens, positions, states = state.unbind()
         x = self.cache.step(tokens, positions)
         tokens, logprobs, kept = self._sampled(x, positions + 1, states)
         return torch.stack((tokens, positions + 1, states)), logprobs, kept
 
     def _make_room(self) -> None:
-        """Allocate blocks for the next steps.
+        """Allocate blocks for the next steps, and arrange the cache for these steps.
 
-        The last token of a response needs no place, because it is not an input of the model.
+        No room is needed for the last token of a response, because this token is not an input of the model.
         """
         for s in self.going:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
@@ -282,7 +285,7 @@ class ContinuousBatch:
     def _fix_sizes(self) -> None:
         """Arrange the cache for steps of fixed sizes, and choose the replayed step that has these sizes.
 
-        Unused rows have a block and a slot of their own, and are as long as the last sequence.
+        The unused rows of a step write to a spare block and a spare slot. Their length is that of the last sequence.
         """
         width = fixed_size(max(len(s.blocks) for s in self.going))
         unused = fixed_size(len(self.going)) - len(self.going)
@@ -308,7 +311,7 @@ class ContinuousBatch:
         kept: Tensor | None,
         draws: SamplingBatch,
     ) -> None:
-        """Add the sampled tokens of `sequences` to `draws`."""
+        """Add the sampled `tokens` of `sequences` to `draws`, then read the data of earlier steps (`_look`)."""
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
         if kept is not None:

@@ -319,7 +319,7 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ sleep
 
     def _make_room(self) -> None:
-        """Release the policy's device memory for vLLM.
+        """Release device memory of the policy, so that vLLM can use it.
 
         Before the servers start, the weights are released too, because vLLM takes a share of the free memory at its
         start. Later only the training state is released.

@@ -85,7 +85,7 @@ class TokenMixer(ABC):
 
     @abstractmethod
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
-        """Yield the mappings of the module's weights.
+        """Yield, for each weight of the module, its mapping to Hugging Face tensors.
 
         Args:
             ours: prefix of the module's names in Megatron.
@@ -109,7 +109,7 @@ class TokenMixer(ABC):
         return ""
 
     def flops_per_token(self) -> float:
-        """Return the operations per token, in forward and backward; products with weights are not counted."""
+        """Return the floating-point operations per token, forward and backward, without the products with weights."""
         return 0.0
 
     def flops_per_token_squared(self) -> float:
@@ -600,9 +600,9 @@ class PackedCausalAttention(MegatronModule):
         )
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
-        """Gather every rank's rows `own` [T / CP, groups, …], in the order of the ranks.
+        """Gather the rows `own` [T / CP, groups, …] of every context-parallel rank, in the order of the ranks.
 
-        Return all gathered rows or, if `index` is not None, only the rows with these numbers.
+        Return all gathered rows or, if `index` is not None, only the rows whose numbers are in `index`.
         """
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]

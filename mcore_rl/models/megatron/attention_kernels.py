@@ -31,7 +31,7 @@ more than one window has."""
 
 @dataclass(frozen=True)
 class Rows:
-    """Row numbers in `count` ranges of `length` rows; the starts of consecutive ranges are `stride` rows apart."""
+    """The numbers of rows in `count` ranges of `length` rows; consecutive ranges begin `stride` rows apart."""
 
     start: int
     length: int
@@ -43,7 +43,7 @@ class Rows:
         return self.count * self.length
 
     def of(self, x: Shaped[Tensor, "rows heads dim"]) -> Shaped[Tensor, "count heads length dim"]:
-        """Return a view of these rows of `x`."""
+        """Return those rows of `x` whose numbers this object contains, as a view."""
         rows, heads, dim = x.stride()
         size = (self.count, x.shape[1], self.length, x.shape[2])
         return x.as_strided(size, (self.stride * rows, heads, rows, dim), x.storage_offset() + self.start * rows)
@@ -69,7 +69,7 @@ class Tile:
 def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles for the queries of context-parallel rank `cp_rank`.
 
-    Tiles with `is_first` come first, in the order of their rows.
+    Tiles with `is_first` come first, in the order of their queries.
 
     Args:
         window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
@@ -89,10 +89,10 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Chunk `number` of the segment `segment`, or of `count` consecutive segments from `segment` on.
+    """The zigzag chunk `number` of the segment `segment`, or of each of `count` segments from `segment` on.
 
-    Several segments are taken together only if they are equally long and continue no other segment.
-    queries: numbers of the chunk's rows among the rank's own rows.
+    Several segments are taken together only if they are equally long and none of them continues another segment.
+    queries: numbers of the chunks' rows among the rank's own rows.
     """
 
     pack: _Pack
@@ -102,7 +102,7 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the rows of chunk `number` of these segments, as row numbers among the rows of all ranks."""
+        """Return the rows of chunk `number` of the same segments, as row numbers among the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
@@ -124,7 +124,7 @@ class _Pack:
         return self.lengths[segment] // self.number_of_chunks
 
     def start(self, segment: int, number: int) -> int:
-        """Return the number of a chunk's first row among the rows of all ranks, in rank order."""
+        """Return the row number at which chunk `number` of `segment` begins, among the rows of all ranks in order."""
         is_late = number >= self.cp_size > 1
         owner = self.number_of_chunks - 1 - number if is_late else number
         return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
@@ -192,7 +192,7 @@ def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
 
 
 def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
-    """Put `ranges` one after the other; yield what lies between the positions `first` and `end` (exclusive)."""
+    """Put `ranges` one after the other; yield the rows at the positions `first` … `end` − 1 of this sequence."""
     position = 0
     for rows in ranges:
         low, high = max(first - position, 0), min(end - position, rows.length)
@@ -213,7 +213,7 @@ def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
 
 
 def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
-    """Return groups of ranges for tiles: each long range is a group of its own, all short ranges are one group."""
+    """Group ranges of keys into tiles: each long range has a tile of its own, all short ranges share one tile."""
     short = tuple(rows for rows in ranges if rows.total < WORTH_A_TILE)
     return [(rows,) for rows in ranges if rows.total >= WORTH_A_TILE] + ([short] if short else [])
 
@@ -239,7 +239,7 @@ class AttentionPattern:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the index tensors; they are on the host. A kernel that reads in place does not need them.
+        """Return, on the host, the tensors that a kernel needs unless it reads in place (`Kernel.reads_in_place`).
 
         Returns:
             Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64). `index` is empty
@@ -250,11 +250,11 @@ class AttentionPattern:
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Set the index tensors on the device. They are copies of the tensors that `on_host` returns."""
+        """Keep the arguments, copies on the device of the tensors that `on_host` returns, for the kernel."""
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:
-        """Copy to the device the index tensors that `on_host` returns.
+        """Copy to the device the tensors that `on_host` returns.
 
         Do nothing if the device has these tensors already, or if its kernel does not need them (`reads_in_place`).
         """

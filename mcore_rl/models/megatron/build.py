@@ -249,7 +249,7 @@ class ModelShard:
 
     @property
     def experts_per_rank(self) -> int:
-        """How many experts of a layer each expert-parallel rank holds; 0 for a model without experts."""
+        """Number of experts of a layer on each expert-parallel rank; 0 for a model without experts."""
         return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
 
 

@@ -244,10 +244,10 @@ def _scan(
     If S is the state before a chunk, the state after it is whole · S + keyᵀ (new − reads · S).
 
     Args:
-        new: [chunks, …, CHUNK, value_dim].
-        reads: [chunks, …, CHUNK, key_dim].
-        key: [chunks, …, CHUNK, key_dim].
-        whole: [chunks, …, 1, 1].
+        new: [chunks, …, CHUNK, value_dim], values that the chunk's tokens would write if S were 0.
+        reads: [chunks, …, CHUNK, key_dim], factors of S in the correction of `new`.
+        key: [chunks, …, CHUNK, key_dim], keys by which the values are written.
+        whole: [chunks, …, 1, 1], decay of the state over the whole chunk.
 
     Returns:
         Three values. First, new − reads · S of all chunks. Second, the state S before each chunk, except the chunks of

@@ -161,7 +161,7 @@ class LogprobHead:
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
     def _tiles(self, kept: KeptTokens, positions: LossPositions, targets: Tensor) -> list[Tile]:
-        """Return the kept tokens of these positions as tiles for `linear_logprobs`, on the host."""
+        """Return, on the host, tiles for `linear_logprobs` of the tokens that the sampler kept at `positions`."""
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.vocab_size)
@@ -193,7 +193,7 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
 def final_hidden_states(
     model: ModelShard, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0
 ) -> FinalHiddenStates:
-    """Return the hidden states from which the counted tokens of a microbatch are predicted."""
+    """Return the hidden states from which a microbatch's tokens that carry loss are predicted."""
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
@@ -212,9 +212,9 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Select from `rows`, which `hidden_of_rows` returned, the hidden states of the tokens that count in the loss.
+    """Select from `rows`, a result of `hidden_of_rows`, the hidden states that predict the tokens that carry loss.
 
-    The result is on the device, and equal to that of `final_hidden_states`.
+    They are on the device, and equal to the hidden states that `final_hidden_states` returns.
     """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
@@ -299,7 +299,7 @@ class LossHead:
     - Otherwise logits: sequence by sequence for a pack (`SequencePackingLossWrapper`), all at once for padded rows.
 
     The outputs are `loss` and `metrics`. If the function receives log-probabilities, the outputs also contain
-    `logprobs`, their `mask`, and `rows`.
+    `logprobs`, `mask` (of the tokens that carry loss), and `rows` (the microbatch's row numbers).
 
     Args:
         global_valid_seqs, global_valid_toks: number of valid sequences and of valid tokens in the global batch.

@@ -105,8 +105,8 @@ def bias_of_first_rank(bias: Tensor) -> Tensor:
 class ExpertBiasMixin:
     """A row-parallel linear layer that may belong to an expert and may have a bias.
 
-    For an expert, Megatron's sum of the bias's gradients over tensor-parallel ranks is switched off, because these
-    ranks may have other experts.
+    For an expert, Megatron's sum of the bias's gradients over tensor-parallel ranks is switched off, because each of
+    these ranks may have different experts.
     """
 
     bias: Tensor | None
@@ -118,9 +118,9 @@ class ExpertBiasMixin:
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Prepare an expert's output and bias for Megatron.
+        """Return an expert's output as a copy, and its bias on the first rank only (`bias_of_first_rank`).
 
-        Megatron adds the bias in place, so the returned output must not be a view.
+        The copy is needed because Megatron adds the bias in place, which must not change a view.
         """
         if not self.is_expert or bias is None:
             return output, bias

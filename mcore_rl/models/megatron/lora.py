@@ -51,9 +51,9 @@ def is_expert_target(target: str) -> bool:
 
 
 def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
-    """Return the name of the module that PEFT creates for one of the experts' parameters.
+    """Return the name of the module that PEFT creates to adapt `target`, a parameter of all experts of a layer.
 
-    If both of the experts' parameters have adapters, one of PEFT's modules wraps the other.
+    If both parameters of the experts have adapters, PEFT's module of one wraps PEFT's module of the other.
 
     Args:
         layer: name of the layer's module in the Hugging Face model, with a trailing dot.
@@ -65,7 +65,7 @@ def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
-    """Return our name for one expert's part of the tensor `name`; the tensor contains `count` experts."""
+    """Return this package's name for the part of expert `expert` in the tensor `name`, which has `count` experts."""
     return f"{name}[{expert}/{count}]"
 
 
@@ -302,8 +302,8 @@ NO_ADAPTER_ROWS = ""
 class LoRA:
     """Describes the adapters of a whole model.
 
-    table: mappings of all A and B matrices by their Megatron names, in the model's order. Their parts have the names
-        that PEFT's files use.
+    table: mappings of all A and B matrices by their Megatron names, in the model's order. In these mappings, the
+        tensors' names in PEFT's files take the place of Hugging Face names.
     source: source of the initial values.
     """
 

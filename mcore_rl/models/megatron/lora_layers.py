@@ -215,7 +215,7 @@ def _adapter(weight: Tensor, is_column: bool | None, path: str, lora: LoRA, mode
 
 
 def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """Yield all A and B matrices of a chunk: name in the chunk, mapping, and parameter."""
+    """Yield the name, the mapping and the parameter of each A and B matrix in a chunk of the model."""
     assert model.lora is not None, "the model has no adapters"
     for name, parameter in chunk.named_parameters():
         if ADAPTER in name:

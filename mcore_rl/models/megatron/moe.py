@@ -232,7 +232,7 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _frequency(self, counted: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return, for each token, the f_e of its sequence (see `_auxiliary_loss`), [T, experts].
+        """Return, for each token, f_e (see `_auxiliary_loss`) of every expert e in the token's sequence, [T, experts].
 
         The tokens of all context- and sequence-parallel ranks are counted.
         """

@@ -147,7 +147,7 @@ class Muon:
                 yield from self._round(matrices[first : first + ranks.size], ranks)
 
     def _round(self, matrices: Sequence[OwnMatrix], ranks: ParallelDimension) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Orthogonalize `matrices`, each on another rank. There must not be more matrices than ranks.
+        """Orthogonalize `matrices`, each on a different rank. There must not be more matrices than ranks.
 
         Yield each matrix with this rank's shard of its update.
 
@@ -170,9 +170,9 @@ class Muon:
             yield own, own.mapping.kind.read(own.mapping.parts, source, ranks.rank, ranks.size)
 
     def _of_part(self, momentum: Tensor) -> list[Tensor]:
-        """Return the orthogonalized matrices in the momentum of a part.
+        """Orthogonalize `momentum`, the momentum of one tensor (or of some of its rows) of the model directory.
 
-        A part is one matrix, possibly with a leading dimension.
+        Return a list with one matrix; if `momentum` has a leading dimension, with a matrix for each of its indices.
         """
         matrices = momentum.reshape(-1, *momentum.shape[-2:]).to(self.dtype)
         return [orthogonalized(matrix, self.config.muon_steps) for matrix in matrices]

@@ -254,7 +254,7 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return those inner optimizers (for dense parameters, for experts) that have parameters on this rank."""
+    """Return those inner optimizers of `optimizer` (for dense parameters, for experts) that have parameters here."""
     inners = optimizer.chained_optimizers
     held = (inner for inner in inners if inner.optimizer is not None)  # None for dense if only experts are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
@@ -282,7 +282,7 @@ class ParameterGather:
                     module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
-        """Start to gather the first layers' weights after an optimizer step. Each layer starts the next gather."""
+        """After an optimizer step, start to gather the first layers' weights; each layer starts the next one."""
         self.is_pending = True
         for chunk in self.wrapped:
             chunk.enable_forward_pre_hook()

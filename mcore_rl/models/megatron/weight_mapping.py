@@ -208,7 +208,7 @@ class Interleaved(Kind):
         return rows
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Return a rank's shard. Whole groups are read; if the shard has only some rows of a group, these are kept."""
+        """Return the shard of rank `rank`. Whole groups are read, even if the shard has only some rows of a group."""
         rows_per_group = sum(self.sizes)
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
@@ -378,7 +378,7 @@ class Mapping:
 
 
 def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
-    """Return the shapes of all Hugging Face tensors of the mappings, by name; parts without a name are left out."""
+    """Return the shapes of the Hugging Face tensors in `mappings`, by name; parts without a name are left out."""
     shapes: dict[str, Shape] = {}
     for part in (part for mapping in mappings for part in mapping.parts if part.name):
         rows, *rest = part.shape

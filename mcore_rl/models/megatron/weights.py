@@ -80,7 +80,7 @@ def _gathered_parts(
     first_only: bool,
     adapters: Dictionary[str, Any],
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield each part of the tensors that `gather_tensors` yields, as a pair of the part and its values."""
+    """Gather the parameters of the mappings `wanted`; yield the parts of Hugging Face tensors, with their values."""
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()

@@ -177,7 +177,7 @@ class PolicyCheckpoint:
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:
-        """Return the state that a checkpoint stores of this policy, under `name`: model, optimizer and schedule."""
+        """Return this policy's model, optimizer and schedule; in a checkpoint their keys have the prefix `name`."""
         self.policy.finish_param_gather()
         return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 

@@ -88,9 +88,9 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
-        """Inside the context, keep the optimizer's state on the device.
+        """Inside the context, keep the optimizer's state on the device even if `offloads_optimizer` is set.
 
-        The state stays on the host if `offload_training_state` has moved it there.
+        Exception: if `offload_training_state` has moved the state to the host, it stays there.
         """
         self.between_steps.restore()
         try:
@@ -285,12 +285,12 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Number of steps that the learning-rate schedule of each trained model has counted, this model's first."""
+        """For each trained model, this one first, the number of steps that its learning-rate schedule has counted."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Advance the learning-rate schedule by `steps`. `steps` includes steps that were skipped as unnecessary."""
+        """Advance the learning-rate schedule by `steps` optimizer steps; steps that were left out count as well."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(
@@ -616,7 +616,7 @@ class MicrobatchResult:
 
 @dataclass(frozen=True)
 class MicrobatchResults:
-    """Results of all microbatches of a batch on all replicas; the same on every rank."""
+    """Results of all microbatches of one batch, gathered from all replicas; every rank has the same results."""
 
     parts: tuple[MicrobatchResult, ...] = ()
 

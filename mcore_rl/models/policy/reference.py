@@ -97,7 +97,7 @@ class ReferenceWeights:
 
 @torch.no_grad()
 def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
-    """Exchange the values of two tensors; this temporarily needs a copy of `tensor` on the device."""
+    """Exchange the values of `tensor` and `kept`; this temporarily needs a copy of `tensor` on the device."""
     current = tensor.clone()
     tensor.copy_(kept, non_blocking=True)
     kept.copy_(current, non_blocking=True)
@@ -171,9 +171,9 @@ class ReferenceLogprobs(Protocol):
 
 
 class SwappedReference:
-    """A source that computes the log-probabilities with the policy's model.
+    """A source that computes the reference log-probabilities with the policy's model.
 
-    Meanwhile, the model has the reference's weights.
+    During the computation, the model has the reference's weights.
     """
 
     def __init__(self, policy: MegatronPolicy) -> None:
@@ -185,7 +185,7 @@ class SwappedReference:
 
 
 class SecondModel:
-    """A source that computes the log-probabilities with a second model. That model stays in memory."""
+    """A source that computes the reference log-probabilities with a second model, which stays in memory."""
 
     def __init__(self, model: ScoringModel) -> None:
         self.model = model

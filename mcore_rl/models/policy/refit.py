@@ -157,7 +157,7 @@ Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 
 
 def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Return the place of each tensor in a buffer of concatenated tensors, and the buffer's number of bytes."""
+    """Concatenate the tensors of `info`: return each tensor's first byte, shape and dtype, and the number of bytes."""
     places, size = {}, 0
     for name, (shape, dtype) in info:
         places[name] = (size, shape, dtype)
@@ -188,7 +188,7 @@ class Bucket:
         return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """Copy `tensor` into the bucket, if there is room; `number` is the tensor's number in the refit info."""
+        """Copy `tensor`, number `number` of the refit info, into the bucket; `has_room` must have returned True."""
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
         _put(self.buffer, self.filled, tensor)

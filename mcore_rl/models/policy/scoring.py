@@ -237,6 +237,7 @@ class ScoringModel:
         Args:
             lengths: number of tokens in each row.
             tokens_of: function that returns the tokens of the given rows.
+            known: numbers of the rows whose tokens this replica has; None if every replica has all tokens.
 
         Returns:
             For each replica, the indices of its rows.
@@ -296,7 +297,7 @@ class ScoringModel:
         )["logprobs"]
 
     def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
-        """Return `logprobs` and `score_norms` [B, S] of each token that is not padding.
+        """Return `logprobs` and `score_norms`, [B, S] each: the log-probability and the score norm of each token.
 
         The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It follows
         from two probabilities of the token: π, and its probability if all logits are doubled, which is π² / Σ π².
@@ -511,10 +512,10 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, by microbatch, the teacher's hidden states for the counted tokens, and its LM head.
+        """Return, by microbatch, the teacher's hidden states of the tokens that carry loss, and its LM head (`head`).
 
-        Their product is the teacher's logits of these tokens. The hidden states are [counted tokens, hidden size]; they
-        stay in memory. The head is `head`. The result is {} on all pipeline stages but the last.
+        The product of both is the teacher's logits of these tokens. The hidden states, [tokens that carry loss,
+        hidden size], stay in memory. The result is {} on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.
@@ -533,10 +534,10 @@ class TeacherModel(ScoringModel):
         return found
 
     def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Compute `counted_logits` of the student's microbatches if this model has its own layout.
+        """Compute `counted_logits` of the student's `microbatches` if this model has its own layout.
 
         Only as many microbatches run at a time as this model has pipeline stages: the hidden states of all tokens stay
-        in memory until the hidden states of the counted tokens are selected.
+        in memory until those of the tokens that carry loss are selected.
         """
         found: dict[Hashable, HiddenAndHead] = {}
         for start in range(0, len(microbatches), self.topology.pipeline.size):  # all replicas have equally many

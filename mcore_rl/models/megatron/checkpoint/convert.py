@@ -223,7 +223,8 @@ def _name(dtype: torch.dtype) -> str:
 class StoredPart:
     """A part of a parameter; a checkpoint stores this part as a separate tensor.
 
-    place: Megatron's entry for the part.
+    mapping: mapping of the parameter.
+    place: Megatron's `ShardedTensor` of the part: its name in the checkpoint, and its offset in the stored tensor.
     first: number of the part's first element in the parameter.
     """
 
@@ -238,7 +239,7 @@ class StoredPart:
 
 
 def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
-    """Yield, for each parameter, its mapping and its stored parts in order. `model` must be one unsharded chunk."""
+    """Yield, for each parameter, its mapping and its stored parts in order; `model` must be one unsharded chunk."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
     for name, mapping, tensor in chunk_mappings(model, chunk):
@@ -252,7 +253,7 @@ def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]
 def _read_parts(
     items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: ModelShard
 ) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield the planned `items` with their values from `source`; each value is read when it is needed."""
+    """Yield the write items in `items` with values that are read from `source`, each when it is needed."""
     places = {
         (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
     }
@@ -265,7 +266,7 @@ def _read_parts(
 
 
 def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's weights: the names and values of Hugging Face tensors. Each is read when it is needed."""
+    """Yield a checkpoint's weights as Hugging Face tensors with their names; each is read when it is needed."""
     parts = _loaded_parts(RegionReader(iteration, index), list(_stored_parts(model)), model.vocab_size, progress)
     yield from assemble(parts, model.family.shapes())
 

@@ -28,16 +28,16 @@ class OwnedPart(NamedTuple):
     main: Tensor
 
     def tensors(self, inner: Any) -> dict[str, Tensor]:
-        """Return the fp32 elements and their moments, by their names in a checkpoint.
+        """Return the fp32 elements of this part and their moments, by their names in a checkpoint.
 
-        The tensors are not copies; they are the optimizer's own memory.
+        The tensors are not copies; they are the memory of the optimizer `inner`.
         """
         state = {name: values for name, values in inner.optimizer.state[self.main].items() if name != "step"}
         return {"param": self.main, **state}  # "step" is common to all parameters
 
 
 def owned_parts(inner: Any) -> Iterator[OwnedPart]:
-    """Yield, for each parameter, the part that a distributed optimizer updates on this rank.
+    """Yield, for each parameter, the part that the distributed optimizer `inner` updates on this rank.
 
     The optimizer's public interface returns whole parameters, gathered over data-parallel ranks. Its function for a
     single parameter returns elements of another parameter if a group contains both float32 and bfloat16 weights.

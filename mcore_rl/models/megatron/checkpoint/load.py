@@ -289,7 +289,7 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return the byte at which a shard's elements begin in `shard`.
+    """Return the number of the byte of `shard` at which its elements begin.
 
     Return None if the elements are not stored contiguously, in row-major order and uncompressed.
     """
@@ -325,17 +325,17 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
 def _rows(
     sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
-    """Divide a region of a row-major tensor into regions of subtensors whose rows fit into a block.
+    """Divide a region of a row-major tensor into smaller regions, each in a subtensor whose rows fit into a block.
 
     Args:
         sizes: shape of the tensor.
         first: number of the tensor's first element in the stored shard.
-        offsets: place of the region in the tensor.
+        offsets: first index of the region in each dimension of the tensor.
         values: memory for the region.
 
     Yields:
-        The number of the first row's first element, the shape of a row, the region's place in each row, and the memory
-        for the region.
+        For each smaller region: the number, in the stored shard, of the first element of its first row; the shape of a
+        row; the region's offsets in a row; and the memory for the region.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)

@@ -90,11 +90,11 @@ class HostStaging:
 
     @property
     def descriptor(self) -> int:
-        """File descriptor of the block, for the writing process."""
+        """File descriptor of the block of shared memory, for the writing process."""
         return int(self._file.fileno())
 
     def reserve(self, size: int) -> None:
-        """Start to enlarge the block to at least `size` bytes; its contents are kept."""
+        """Start to enlarge the block of shared memory to at least `size` bytes; its contents are kept."""
         if size > self._size:
             if self._is_locked:
                 platform.synchronize()
@@ -110,11 +110,11 @@ class HostStaging:
         self._block = block
 
     def clear(self) -> None:
-        """Mark the whole block as free, for the next save."""
+        """Mark the whole block of shared memory as free, for the next save."""
         self._end = 0
 
     def add(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Start to copy tensors into the block; return the byte of the block at which each begins.
+        """Start to copy `tensors` into the block of shared memory; return the byte at which each tensor begins there.
 
         Tensors on the device may be changed at once, because later work of the device runs after the copies. Tensors on
         the host must stay unchanged until `settle` has returned.
@@ -152,7 +152,7 @@ class HostStaging:
             raise
 
     def read(self, place: int, like: Tensor) -> Tensor:
-        """Return the tensor that begins at byte `place` of the block; it has the shape and dtype of `like`."""
+        """Return the tensor at byte `place` of the block of shared memory; it has the shape and dtype of `like`."""
         return self._block[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
     @property
@@ -218,7 +218,7 @@ class PlannedShards:
 
         Args:
             state: shards that all ranks of `group` have. The plan divides them over these ranks.
-            own: shards that only this rank has, with their planned places.
+            own: shards that only this rank has, with their places in the checkpoint.
             directory: directory of the checkpoint.
         """
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
@@ -235,7 +235,7 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner. To its plan it adds the shards `own`, whose places are already known.
+    """Megatron's planner for a checkpoint, which also plans the shards `own`. Their places are already known.
 
     PyTorch checks that the shards of all ranks together make whole tensors.
 

@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Return the sharded state dict of the reference weights: that of the model, with other names and values.
+    """Return the sharded state dict of the reference weights: `model_state` with the reference's names and values.
 
     Args:
         model_state: sharded state dict of the model.
@@ -74,7 +74,7 @@ def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any])
 
 
 def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
-    """Yield the tensors of a sharded state dict as regions. Reading a region fills the tensor's own memory."""
+    """Yield the tensors of the sharded state dict `described` as regions; reading a region fills the tensor itself."""
     for entry in nested_values(described):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             memory = entry.data.untyped_storage().data_ptr()
@@ -107,15 +107,15 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Yield rectangles of `part`. They cover those of the parameter's elements start … end − 1 that are in the part.
+    """Divide those of a parameter's elements start … end − 1 that are in its part `part` into rectangles.
 
     Args:
         first: number of the part's first element in the parameter.
         values: the elements start … end − 1.
 
     Yields:
-        The rectangle's place in the stored tensor, its values, the stored tensor's shape, and whether another shape is
-        allowed.
+        The offsets of the rectangle in the tensor that the checkpoint stores, the rectangle's values, the shape of the
+        stored tensor, and whether this tensor may be smaller.
     """
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
