@@ -119,7 +119,7 @@ class LossOptions:
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
-        """Return the options in the dictionary `cfg`. It may contain aliases and the trainer's own keys.
+        """Return the options in the dictionary `cfg`; the keys in `aliases` and `ignored` are accepted too.
 
         Raises:
             ContractError: a key is missing or unknown, keys contradict each other, or a value has a wrong type.

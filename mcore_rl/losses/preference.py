@@ -489,7 +489,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def _parts(
         self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor, weights: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return a metric for each preference loss, not multiplied by the loss's weight; {} for a single loss."""
+        """Return each preference loss, without its weight, as a metric; {} if there is only one preference loss."""
         if len(self.kinds) == 1:
             return {}
         _, pairs = self._pairs(logprobs, data)
@@ -573,7 +573,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return chosen - rejected
 
     def _log_ratios(self, logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return each row's weighted sum of log-probabilities (nats), minus the reference's if there is a reference."""
+        """Return, for each row, the weighted sum over its tokens of logprob − reference logprob (if used), in nats."""
         if self.needs_reference:
             logprobs = logprobs - self._reference(data, logprobs)
         return masked_sum(logprobs, self._token_weights(mask), dim=-1)
@@ -588,7 +588,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return mask if alpha is None else mask * shared_length_weights(mask, alpha)
 
     def _row_sums(self, logprobs: Tensor, mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return each row's weighted sum of log-probabilities, or weighted mean if the loss averages over tokens."""
+        """Return, for each row, the weighted sum (or mean, if `averages` is set) of its tokens' log-probabilities."""
         sums = masked_sum(logprobs, self._token_weights(mask), dim=-1)
         return _divided(sums, mask) if self.averages else sums
 

@@ -606,7 +606,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """Return the rows of a tile's keys, [count, heads or groups, keys, d]; `x` contains all keys, or all values."""
+    """Select a tile's keys (or values) from all keys (or values) `x`; return [count, heads or groups, keys, d]."""
     ranges = [rows.of(x) for rows in tile.keys]
     keys = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=2)
     repeats = query.shape[1] // x.shape[1]

@@ -437,7 +437,7 @@ def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
 
 
 def _turned_in_place(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """Compute the same as `_turned`, for devices without compiled kernels: with small temporary tensors."""
+    """Rotate `x` as in `rotate`, with small temporary tensors, for devices without compiled kernels."""
     cos, sin = ((wave * factor).to(x.dtype) for wave in (angles.cos(), angles.sin()))
     result = x.clone(memory_format=torch.contiguous_format)
     turned, source = result[..., : angles.shape[-1]].mul_(cos), x[..., : angles.shape[-1]]

@@ -266,7 +266,7 @@ class QueryKeyValue(Interleaved):
         return rows[:, self._order(part).argsort()] if self.neighbours and part < 2 else rows
 
     def _order(self, part: int) -> Tensor:
-        """Return the row numbers within a group of the Hugging Face tensor, in the order of the parameter.
+        """For each row of a group in the parameter's order, return its number in the Hugging Face tensor's group.
 
         Args:
             part: 0 for the queries, 1 for the key.

@@ -656,7 +656,7 @@ def all_gather_results(
     outputs: Sequence[dict[str, Any]],
     names_of_all: InternedObjects,
 ) -> MicrobatchResults:
-    """Gather the results of all data-parallel ranks' microbatches, without filler microbatches.
+    """Gather the results of all data-parallel ranks' microbatches, without fillers (see `Microbatch`).
 
     The host waits for the device once.
 
@@ -714,10 +714,10 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
 def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
     """Return a table on the device with one row for each microbatch.
 
-    The columns are: whether the microbatch counts (0 for a filler), its loss, its number of rows, its number of valid
-    samples, the value of each metric in `names`, and for each metric whether the microbatch has this metric. All
-    numbers that are on the host are copied to the device together. The host does not wait for numbers that are on the
-    device.
+    The columns are: whether the microbatch counts (`Microbatch.counts`), its loss, its number of rows, its number of
+    valid samples, the value of each metric in `names`, and for each metric whether the microbatch has this metric.
+    All numbers that are on the host are copied to the device together. The host does not wait for numbers that are on
+    the device.
     """
     width, device = 4 + 2 * len(names), platform.device()
     if not outputs:

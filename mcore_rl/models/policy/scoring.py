@@ -388,8 +388,8 @@ class ScoringModel:
     ) -> dict[str, Tensor]:
         """Run the rows of `data` through the model in microbatches; return columns [B, …] of results, by name.
 
-        The columns are on the host, and the same on all ranks that have these rows. Entries after the end of a
-        microbatch's rows are 0.
+        The columns are on the host, and the same on all ranks that have these rows. If the rows of a microbatch are
+        shorter than the columns, the remaining entries are 0.
 
         Args:
             purpose: the method that calls this one; error messages start with it.

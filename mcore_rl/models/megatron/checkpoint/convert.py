@@ -210,7 +210,7 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return name suffixes: a checkpoint's parameter with such a suffix is float32 at any precision of the model."""
+    """Return the name endings of those parameters that are float32 in a checkpoint at any precision of the model."""
     in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
     return tuple({f".{name}" for name in in_layer})
 

@@ -518,7 +518,7 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
 
 
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
-    """Fill the memory of `regions`, on each rank with its own. An error of one rank is raised on all ranks. Collective.
+    """Read `regions` (each rank its own) into their memory. An error of one rank is raised on all ranks. Collective.
 
     Raises:
         UserError: the checkpoint lacks a tensor or has it in another shape, or one of its files is damaged.
