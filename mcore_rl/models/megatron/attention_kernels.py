@@ -223,7 +223,7 @@ class AttentionPattern:
 
     All layers and passes use the same object.
 
-    query_lengths: number of queries in each of the rank's chunks.
+    query_lengths: number of queries in each of the rank's zigzag chunks.
     key_lengths: for each chunk, the number of keys that it sees. The last of these keys belong to the chunk's own
         tokens.
     is_apart: whether the keys must be selected from the gathered rows by `index`. If False, the gathered rows, in rank
