@@ -1,5 +1,7 @@
 """Tests of decode steps: cache blocks, delayed checks for finished sequences, and memory that is released meanwhile."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.models.generation.decoder import Blocks, Decoder
+from mcore_rl.models.generation.decoder import Blocks, Decoder, SequenceCache
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.processes import run_processes
 
@@ -90,11 +92,24 @@ class RecordedGraph:
 
 
 def in_recorded_graphs(config, params, slots, prompts):
-    """Return what steps of fixed sizes generate, the distance to the trainer, and how many of them were replayed."""
+    """Return what steps of fixed sizes generate, the distance to the trainer, how many of them were replayed, and how
+    many caches are left."""
+    from mcore_rl.models.generation import megatron_generation
+
     use_small_blocks(lag=1)
+    caches = []
+
+    def cache_of(decoder):
+        cache = SequenceCache(decoder)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    megatron_generation.SequenceCache = cache_of
+    gc.disable()
     platform.GraphPool = lambda: SimpleNamespace(replayed=RecordedGraph)
     Decoder.can_replay = True
-    return *generate(config, params, slots=slots, prompts=prompts), RecordedGraph.replays
+    out, apart = generate(config, params, slots=slots, prompts=prompts)
+    return out, apart, RecordedGraph.replays, sum(cache() is not None for cache in caches)
 
 
 SAMPLED = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, seed=3, stop_token_ids=tuple(range(1, 8)))
@@ -136,7 +151,8 @@ def test_replayed_steps_generate_the_same(family, slots, options, model_path):
     """Sequences of many lengths end and begin; unused rows, a growing cache, and recorded tensors change nothing."""
     config, params, prompts = config_of(model_path(family)), replace(SAMPLED, **options), groups_of(2, rows=13)
     (expected, _), *_ = run_processes(generate, config, params, False, slots, prompts, world_size=1)
-    out, apart, replays = run_processes(in_recorded_graphs, config, params, slots, prompts, world_size=1)[0]
+    out, apart, replays, left = run_processes(in_recorded_graphs, config, params, slots, prompts, world_size=1)[0]
+    assert not left, "the cache's memory is free when generation ends"
     assert replays > 5, "steps are replayed"
     assert sequences(out) == sequences(expected)
     assert (out["logprobs"] - expected["logprobs"]).abs().max() < 1e-5

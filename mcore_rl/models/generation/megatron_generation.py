@@ -231,7 +231,8 @@ class ContinuousBatch:
         """The replayed steps, by their sizes."""
         self.addresses: tuple[int, ...] = ()
         """Addresses of the cache's tensors that the replayed steps use."""
-        self.next_of: Callable[[Tensor], Drawn] = self._next
+        self.current: ReplayedStep | None = None
+        """The replayed step for the running sequences."""
 
     def run(self) -> list[Response]:
         """Generate all sequences and return their responses. The host copies the tokens from the device once."""
@@ -242,6 +243,7 @@ class ContinuousBatch:
                 if any(s.is_over for s in self.going):
                     self._arrange(self.going, self.state)
         self._look(lag=0)
+        self.replayed, self.current = {}, None  # a replayed step refers to this object, which keeps the cache's memory
         return self._responses()
 
     # ------------------------------------------------------------ steps
@@ -252,7 +254,7 @@ class ContinuousBatch:
             self._make_room()
         self.steps_ahead -= 1
         draws = self.history[-1]
-        self.state, logprobs, kept = self.next_of(self.state)
+        self.state, logprobs, kept = (self.current or self._next)(self.state)
         if self.decoder.routers:
             draws.experts.append(self.decoder.routed.short())
         self._add(self.going, self.state[0], logprobs, kept, draws)
@@ -300,8 +302,8 @@ class ContinuousBatch:
         sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
         if sizes not in self.replayed:
             self.replayed[sizes] = ReplayedStep(self._next, self.cache, self.graphs)
-        self.next_of = self.replayed[sizes]
-        self.replayed[sizes].use_inputs()
+        self.current = self.replayed[sizes]
+        self.current.use_inputs()
 
     def _add(
         self,
