@@ -97,9 +97,9 @@ def gdpo_advantages(
     large differences. The weighted sum is whitened over all samples.
 
     Args:
-        rewards: rewards by name; NaN where a reward does not apply to a sample, whose advantage by this reward is then
-            0.
-        weights: weight of each name.
+        rewards: each named reward of each sample; NaN where a reward does not apply to a sample. Such a reward adds 0
+            to the weighted sum of the sample.
+        weights: weight of each named reward.
         judged: see `group_advantages`.
     """
     judged = torch.ones_like(rewards[0], dtype=torch.bool) if judged is None else judged
@@ -153,12 +153,12 @@ def optimal_token_baseline_advantages(
 
 
 def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
-    """Return each token's reward [B, S]: `token_rewards` of `data`, with shaping and penalty.
+    """Return each token's reward [B, S]: the column `token_rewards` of `data`, plus `beyond`, minus `penalty`.
 
     Args:
-        beyond: [B], the amount that shaping has added to each sample's reward; the last response token gets this
-            amount.
-        penalty: [B, S], subtracted from each token's reward (nats).
+        beyond: [B], the amount that reward shaping has added to each sample's reward; it is added to the sample's last
+            response token.
+        penalty: [B, S], penalty of each token (nats); None for no penalty.
     """
     earned = data["token_rewards"].clone()
     earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
@@ -318,7 +318,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """Return a column [own, 1] with the values of the samples in `share`, or of all samples if `share` is None."""
+    """Return, as a column [own, 1], the values `of_samples` of the samples in `share`; of all samples if it is None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

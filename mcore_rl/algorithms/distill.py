@@ -107,7 +107,7 @@ class DistillationObjective(Objective):
         return {"teacher_topk_logits": scored["values"], "teacher_topk_indices": scored["indices"]}
 
     def _scored(self, name: str, teacher: ScoringModel, rows: LocalBatch[Any]) -> Columns:
-        """Return the teacher's top-k logits as `values` and their tokens as `indices`, [B, S, k] each.
+        """Return the top-k logits of the teacher `name` as `values` and their tokens as `indices`, [B, S, k] each.
 
         For form=sampled, return only `values` [B, S], the teacher's log-probabilities of the rows' tokens.
         """
@@ -151,9 +151,10 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows `own` as the teacher reads them, and for each row the shift of its response.
+        """Return some rows of the batch as the teacher reads them, and for each row the shift of its response.
 
         The teacher's prompts replace the student's. The shift is the number of positions by which the response moves.
+        `own` are the indices of the rows in `batch.rows`; `share` says which rows of the global batch they are.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

@@ -657,7 +657,7 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of the rows whose numbers are in `asked`; `row_of` maps numbers to indices in `batch`."""
+    """Return the tokens of the rows `asked` of the global batch; `row_of` maps their numbers to rows of `batch`."""
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 

@@ -110,7 +110,7 @@ class Critic:
         return flops
 
     def introduce(self, updates: int, say: PrintLine) -> None:
-        """Print a description of the critic. Print a warning if settings of its optimizer do not fit `updates`."""
+        """Print a description of the critic, and a warning if its optimizer does not fit a run of `updates` updates."""
         say(f"critic: {self.model.describe()}")
         warn_about_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
 

@@ -70,7 +70,7 @@ class Objective:
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns computed by models that are not trained. Validation computes these columns once."""
+        """Return the columns computed by models that are not trained; validation reuses them while they stay valid."""
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:

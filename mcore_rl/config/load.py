@@ -27,8 +27,8 @@ BASE = "base"
 """Key by which a file names the file that it includes."""
 
 OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
-"""Table of the keys of other programs (from scripts/make_config_reference.py). Columns: program, algorithm or nothing,
-key there, key here or nothing, and the reason if there is no key here."""
+"""Table that translates keys of other programs; scripts/make_config_reference.py writes it. Columns: program, algorithm
+(or empty), key in that program, key in this package (or empty), and the reason if this package has no such key."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
@@ -38,9 +38,9 @@ contains the secrets."""
 
 @dataclass(frozen=True)
 class Unset:
-    """Placeholder of a value: the value names an environment variable which is not set.
+    """Stands in place of a value that names an environment variable which is not set.
 
-    Another value may still replace the placeholder.
+    It is an error only if no file or override replaces the value.
     """
 
     message: str
@@ -88,7 +88,7 @@ def parse_value(text: str, name: str = "") -> Any:
 def expand_variables(value: Any, name: str, where: str = "") -> Any:
     """Return `value` with environment variables replaced in all texts.
 
-    Errors name the value by `where` and the key `name`.
+    `name` is the configuration key of `value`. Errors begin with `where`, followed by this key.
     """
     if isinstance(value, dict):
         return {

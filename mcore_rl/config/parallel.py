@@ -29,8 +29,8 @@ class PipelineConfig(Section):
     pipeline_model_parallel_size: PositiveInt = 1
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default is that
-    of the layout string, or 1."""
+    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default is the
+    number in pipeline_model_parallel_layout, or 1."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first stage, which also has the embedding; the default is an even share."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
@@ -222,8 +222,9 @@ def _without_repetitions(text: str) -> str:
 
 
 def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
-    """Return the number of layers of each stage: `first` and `last` if given, an even share of the rest for the other
-    stages; None if an even share is impossible."""
+    """Divide `places` layers among the stages; return the number of layers of each stage, or None if impossible.
+
+    The first stage gets `first` layers and the last gets `last`, if given. All other stages get equally many."""
     counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
     open_stages = counts.count(None)
     left = places - sum(count or 0 for count in counts)

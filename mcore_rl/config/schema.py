@@ -228,7 +228,7 @@ def _joined(text: str) -> str:
 
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
-"""Schema of a value that an environment variable replaces."""
+"""JSON schema of a text with `${…}`, which may stand in place of a number, for example."""
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:

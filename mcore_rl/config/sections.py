@@ -147,7 +147,7 @@ class DataConfig(Section):
     max_sequence_length: PositiveInt = 1024
     """Maximum number of tokens of a sequence, prompt and response together."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Drop longer records, or truncate them at the end."""
+    """Drop records longer than max_sequence_length, or truncate them at the end."""
     chat_template: str | None = None
     """A Jinja template that replaces the tokenizer's chat template, or the path of a file that contains one. It is
     exported with the model."""
@@ -254,7 +254,7 @@ class CheckpointConfig(Section):
     """When checkpoints are written, which ones are kept, and what a run resumes."""
 
     save_interval: PositiveInt | None = None
-    """Steps between checkpoints. The end of the run always saves one."""
+    """Steps between checkpoints. A checkpoint is always saved at the end of the run."""
     save_minutes: PositiveFloat | None = 30.0
     """Also save a checkpoint when the last one is older than this many minutes. It is removed once a later checkpoint
     exists, unless `keep_last` keeps it."""
@@ -341,7 +341,7 @@ class BatchConfig(Section):
     share_prefixes: bool = False
     """Store the common prefix of a pair or group, its prompt, only once in a pack."""
     min_shared_tokens: PositiveInt = 32
-    """Common prefixes with fewer tokens are repeated instead."""
+    """share_prefixes: a common prefix with fewer tokens is stored in each sequence instead."""
 
     @model_validator(mode="after")
     def _used(self) -> BatchConfig:
@@ -446,7 +446,7 @@ class TrainerConfig(Section):
     max_epochs: PositiveInt | None = None
     """Maximum number of passes over the data; the default is 1 if max_steps is not given either."""
     validation_interval: PositiveInt | None = None
-    """Steps between validations; the default is none."""
+    """Steps between validations; by default, the run does not validate at intervals."""
     validate_at_start: bool = False
     """Also validate before the first step, as step 0."""
     validate_at_end: bool = False
@@ -610,7 +610,7 @@ class TrainingConfig(Section):
 
     @property
     def rows_per_unit(self) -> int:
-        """Number of sequences that must share a microbatch."""
+        """Number of neighbouring sequences that must be in the same microbatch: 2 for preference pairs, otherwise 1."""
         return 1
 
     @property

@@ -288,7 +288,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Return `unit_sizes` without shared prefixes. This is faster: no object is created for each sequence."""
+        """Return the result of `unit_sizes` without shared prefixes, but faster: no object is created per sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]

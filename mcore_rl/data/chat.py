@@ -116,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool without keys that have null values in its function; inside of `parameters`, null is a value."""
+    """Return the description of a tool without the null values of its object `function`; deeper nulls are kept."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
@@ -182,10 +182,10 @@ def chat_day(tokenizer: Any) -> date | None:
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return an argument `chat_template`: with it, the template uses the date of `set_chat_day`; {} if no date is set.
+    """Return arguments of `apply_chat_template` that make the template use the date of `set_chat_day`, if one is set.
 
-    The template gets a macro `strftime_now`, because transformers does not accept a function. The macro works even if
-    the template computes the format.
+    The argument `chat_template` is the template for `tools`, with a macro `strftime_now` before it, because
+    transformers does not accept a function. The macro works even if the template computes the format.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}

@@ -184,7 +184,7 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 
     Args:
         name: name of the kind of records.
-        functions, options: further arguments of `TokenizationSpec`. They come after `name`.
+        functions, options: further arguments of `TokenizationSpec`, by position (after `name`) and by name.
     """
     common = {
         "max_length": data.max_sequence_length,

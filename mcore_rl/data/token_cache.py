@@ -46,7 +46,7 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The cache in `directory`. `remake` describes the tokenizer."""
+    """The cache in `directory`, for the tokenizer that `load_tokenizer` creates from the arguments `remake`."""
 
     directory: Path
     remake: TokenizerSpec

@@ -216,9 +216,9 @@ class TokenizationSpec:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Names of the source's columns, by the names that this package uses."""
     max_records: int | None = None
-    """Number of first records to read; None for all."""
+    """Read only this many records, from the start of the source; None for all."""
     seen_in: Callable[[SequenceGroup, dict[str, Any]], Sequence[str]] | None = None
-    """Function (unit, record) → names of counters to increment."""
+    """Function (unit, record) → names of those counters of `TokenizedChunk.counts` to increment for the record."""
 
     def chunk(self, tokenizer: Any, records: Records) -> TokenizedChunk:
         """Tokenize consecutive records.
