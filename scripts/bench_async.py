@@ -117,7 +117,7 @@ def make_engine(latency):
 
 
 class RandomRewards:
-    """An environment with random rewards."""
+    """An environment whose reward is the sum of a response's random token ids, modulo 7."""
 
     def submit(self, sample):
         from mcore_rl.environments.interfaces import Step
@@ -128,7 +128,7 @@ class RandomRewards:
 
 
 class PromptList:
-    """A dataset of these prompts."""
+    """A prompt dataset in memory, without files."""
 
     def __init__(self, prompts):
         self.prompts = prompts

@@ -53,7 +53,7 @@ SAMPLERS: dict[str, dict[str, tuple[dict[str, Any], int, bool]]] = {
         "one process, replayed experts": ({}, 1, True),
     },
 }
-"""Layout, number of processes, and whether the trainer uses the sampler's experts."""
+"""For each case of each family: layout, number of processes, and whether the trainer uses the sampler's experts."""
 PROMPTS, NEW_TOKENS, SAMPLER_LIMIT = 32, 64, 1.0
 TRL_MODES = {"float32": "float32", "autocast": "float32", "bfloat16 weights": "bfloat16"}
 """Precision of the weights by mode of TRL."""
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compared(family: str, inputs: Sequence[Path]) -> list[Row]:
-    """Return the rows of a model: each layout and TRL, compared with one process."""
+    """Return a model family's rows: the distances of each layout and of TRL, compared with those of one process."""
     exact, one = (train(inputs, dtype, {}, 1) for dtype in ("float32", "bfloat16"))
     found = {name: (train(inputs, "bfloat16", layout, 2), exact) for name, layout in LAYOUTS[family].items()}
     if family == "llama":
@@ -157,7 +157,7 @@ def make_mixture(directory: Path, seed: int) -> None:
 
 
 def train(inputs: Sequence[Path], dtype: str, layout: dict[str, Any], processes: int) -> dict[str, list[Curve]]:
-    """Return the curves of all inputs, by algorithm."""
+    """Train on all inputs (directories of model and data); return a curve for each input, by algorithm."""
     from bench_bf16 import curve_of  # processes import it by this name
 
     from mcore_rl.testing.processes import run_cases
@@ -168,7 +168,7 @@ def train(inputs: Sequence[Path], dtype: str, layout: dict[str, Any], processes:
 
 
 def curve_of(algorithm: str, directory: Path, dtype: str, layout: dict[str, Any]) -> Curve:
-    """Train in this process, which may be one of several ranks."""
+    """Train in this process, which may be one of several ranks; return loss and gradient norm of each step."""
     import contextlib
     import os
     from importlib import import_module
@@ -203,8 +203,8 @@ SAMPLER_KINDS = ("divergence", "largest difference")
 
 
 def sampler_rows(family: str, inputs: Sequence[Path]) -> list[Row]:
-    """Return the rows of a model. They compare the sampler with the trainer in each layout. The column of one process
-    compares the trainer in bfloat16 with float32."""
+    """Return a model family's rows: how far the sampler is from the trainer in each layout. They are compared with the
+    distance of the trainer in bfloat16 from the trainer in float32, in one process."""
     from bench_bf16 import sampled, scored  # processes import them by these names
 
     from mcore_rl.testing.processes import run_cases

@@ -27,8 +27,8 @@ from mcore_rl.data.token_store import SampleOrder, TokenizedChunk, collect
 
 MAX_RESIDENT_GIB, MAX_SECONDS = 1.0, 10.0
 MAX_SLOWDOWN = 5.0
-"""Bound on the slowdown: a position is encrypted at most 4 times on average, and once if the size is just below a power
-of 4."""
+"""Bound on the time of an order of records, relative to a hundredth of the records. A position is enciphered at most 4
+times on average, and once if the number of records is just below a power of 4."""
 BATCH = 512
 
 RANK = """

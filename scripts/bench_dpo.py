@@ -42,7 +42,7 @@ MODES = ("swapped", "precomputed")
 BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
 FLOOR = 3.0
 OF_PRODUCTS = {"torch": (0.55, 0.45), "oneDNN": (None, None)}
-"""Bound and floor of the part that is reached of the rate of each library's matrix products."""
+"""By library: bound and floor of the rate of training, as a fraction of the rate of the library's matrix products."""
 
 
 def main() -> int:
@@ -140,7 +140,7 @@ def make_records(path: Path, count: int) -> None:
 
 
 def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[dict[str, float]], float]:
-    """Return the metrics of each step after the warm-up steps, and megabytes."""
+    """Return the metrics of each step after the warm-up steps, and the peak memory in megabytes."""
     output = directory / "ours"
     reference = {"swapped": "swap", "precomputed": "precompute"}[mode]
     command = [

@@ -42,9 +42,10 @@ Slope = tuple[float, float | None, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """
-    sizes: sizes that are measured.
-    measure: (model, size) → seconds and megabytes.
+    """Time and memory as functions of one size.
+
+    sizes: values of the size at which both are measured.
+    measure: function (model, size) → seconds and megabytes.
     seconds, megabytes: expected slope and its bounds; None if the slope is not checked.
     """
 

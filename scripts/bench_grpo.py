@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def measure(steps: int, rounds: int) -> tuple[Figures, Figures]:
-    """Return median sampled tokens per second, and megabytes, by shape."""
+    """Return median sampled tokens per second, and peak megabytes, by case (see `SHAPES`) and processes."""
     python = python_with_trl()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -76,7 +76,7 @@ def compare(
     at_most: float | None = None,
     floor: float | None = None,
 ) -> Row:
-    """Return the ratio of median seconds; repetitions are interleaved so that a slow moment affects both equally."""
+    """Return a row with the median seconds of `ours` and `peer`, which take turns, and with their ratio."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repetitions + 1):
         for function, times in zip((ours, peer), seconds, strict=True):
@@ -115,7 +115,7 @@ class Case:
         self.backward(linear_logprobs(self.hidden[rows], self.weight, self.targets[rows])[0])
 
     def keeping(self, count: int) -> Callable[[], None]:
-        """Return the same over `count` kept tokens of each position."""
+        """Return a function that runs forward and backward with a softmax over `count` kept tokens of each position."""
         ids, kept = self.kept(count)
         return lambda: self.backward(self.of_kept(ids, kept))
 
@@ -140,7 +140,7 @@ class Case:
 
 
 class Packs:
-    """A pack's logits, and its loss through the wrapper."""
+    """The logits of a pack, and a loss that `SequencePackingLossWrapper` computes from them."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ class Packs:
 
 
 def peak_megabytes(tokens: int, sizes: argparse.Namespace, kept: int | None = None) -> float:
-    """Return the peak of a forward and backward pass, over `kept` tokens of each position or the whole vocabulary."""
+    """Return the peak memory of forward and backward, over `kept` tokens of each position or all tokens if None."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_peak, (tokens, sizes.hidden, sizes.vocabulary, kept))

@@ -28,11 +28,13 @@ LETTER = 6.5  # average width of a letter of a name
 
 @dataclass(frozen=True)
 class Row:
-    """
+    """A row of a benchmark's table.
+
     ours, peer: values in the unit of the table.
     ratio: value that is checked.
     at_least, at_most: bounds of the ratio; None without a bound.
-    floor: the worst ratio with which the benchmark succeeds, and its inverse with two bounds; None for the bounds.
+    floor: the worst ratio with which the benchmark succeeds; None if it must meet the bounds. With both bounds, the
+        ratio must be between `floor` and 1 / `floor`.
 
     `figure` returns a row without a comparison: ratio is then the figure itself, in the unit of the row.
     """
@@ -70,7 +72,7 @@ class Row:
 
     @property
     def fails(self) -> bool:
-        """Whether the benchmark fails: below the floor, or below the bound if there is no floor."""
+        """Whether the benchmark fails: the ratio is worse than the floor or, without a floor, misses a bound."""
         if self.floor is None:
             return self.is_missed
         if self.at_least is not None and self.at_most is not None:
@@ -191,7 +193,7 @@ def picture(title: str, run: dict[str, str], columns: Sequence[str], rows: Seque
 
 
 def kept(path: Path) -> tuple[str, dict[str, str], list[str], list[Row]]:
-    """Return title, run, columns and rows from a table's JSON."""
+    """Read a table's JSON file; return its title, its run (see `this_run`), the columns' titles, and the rows."""
     table = json.loads(path.read_text())
     return table["title"], table["run"], table["columns"], [Row(**row) for row in table["rows"]]
 

@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Published:
     """A measured step of supervised training.
 
-    layout: sizes of TP, PP, virtual chunks and EP; `context` is that of CP.
+    layout, context: sizes of TP, PP, virtual chunks and EP; size of CP.
     packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
     parts: the lengths of a pack's sequences, as divisors of `tokens`.
     trained: fraction of the tokens that the loss counts.
@@ -184,8 +184,8 @@ def main() -> int:
 def reports_of(published: Published, workers: int) -> list[RankReport]:
     """Return the reports of a rank of the first and one of the last stage, with the package's own layers.
 
-    All packs are alike, and all that is counted is linear in their number once a pipeline is full. Of many packs, as
-    many as a pipeline has stages are simulated, and twice as many.
+    All packs are alike. From as many packs as pipeline stages on, all counts grow linearly with the number of packs. If
+    there are many, two smaller numbers are simulated (stages, and 2 · stages), and the counts are extrapolated.
     """
     tp, stages, _, _ = published.layout
     replicas = published.gpus // (tp * stages * published.context)
@@ -213,7 +213,7 @@ LINEAR_IN_PACKS = (
 
 
 def with_packs(packs: int, few: RankReport, more: RankReport) -> RankReport:
-    """Return the report of a rank with this number of packs, on the line through two reports."""
+    """Extrapolate a rank's reports with `few` and with `more` packs linearly to this number of packs."""
     part = (packs - few.packs) / (more.packs - few.packs)
     values = {}
     for name in LINEAR_IN_PACKS:

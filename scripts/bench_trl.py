@@ -52,8 +52,8 @@ def make_model(directory: Path, end_probability: float | None = None) -> None:
 
 
 def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of a benchmark, and the hidden ones with which it starts itself as TRL's
-    side."""
+    """Return a parser with the options of a benchmark. With its hidden options, the benchmark starts itself as the
+    program that trains with TRL."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help=f"of each program, beside {warm_up} to warm up")
     parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
@@ -63,7 +63,7 @@ def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.Arg
 
 
 Figures = dict[tuple[str, int], float]
-"""Figures by case and number of processes of this package, 0 for TRL."""
+"""Figures by (case, number of processes); 0 processes stand for TRL."""
 
 
 def taking_turns(

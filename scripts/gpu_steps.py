@@ -31,7 +31,7 @@ RESPONSE_PART = 1 / 3
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of step.
+    """A training step to simulate or measure.
 
     tokens: number of tokens of a pack, which sequences of several lengths fill.
     layers: number of layers, fewer than the shape has if the optimizer state would not fit; by default, and with

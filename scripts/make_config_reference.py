@@ -59,15 +59,15 @@ def added(base: type[TrainingConfig], config: type[TrainingConfig]) -> list[Sect
 
 
 def beside(base: SectionReference | None, section: SectionReference) -> SectionReference:
-    """Return a section without the keys that `base` has with the same description."""
+    """Return `section` without those keys that `base` has with the same description."""
     if base is None:
         return section
     return replace(section, meaning="", keys=tuple(key for key in section.keys if key not in base.keys))
 
 
 def other_names() -> str:
-    """Return a line for each key or pattern of keys in docs/coming_from.md: program, algorithm or "", its key, and the
-    key here. If there is none, the last two columns are "" and the reason."""
+    """Return a line for each key or pattern of keys in docs/coming_from.md: program, algorithm or "", key of the
+    program, and this package's key and "". If this package has no such key, the last two are "" and the reason."""
     lines = []
     for program, kind, keys, here, note in other_keys((ROOT / "docs" / "coming_from.md").read_text()):
         reason = "" if here else re.sub(r"\[(.*?)\]\(.*?\)|`", r"\1", note)

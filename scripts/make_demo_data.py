@@ -62,7 +62,7 @@ def preference_record(pair):
 
 
 def unpaired_record(pair, index):
-    """Return an unpaired record: the chosen response of every other pair, the rejected response of the others."""
+    """Return an unpaired record: the pair's chosen response if `index` is even, otherwise the rejected one."""
     label = index % 2 == 0
     return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 

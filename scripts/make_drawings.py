@@ -18,7 +18,7 @@ PADDING, MASKED, TEXT = "#d9d9d9", "#f2f2f2", "#222222"
 
 
 class Drawing:
-    """Rows of cells with labels."""
+    """An SVG drawing of rows of coloured cells; a row may have a label, and a cell a mark."""
 
     def __init__(self, title: str) -> None:
         self.parts = [text(LEFT, 24, title, weight="bold")]

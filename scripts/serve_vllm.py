@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def servers_on(gpus: int, tensor_parallel_size: int) -> int:
-    """Return the number of servers that fill the GPUs."""
+    """Return the number of servers that use all GPUs; raise UserError if they cannot be divided."""
     if gpus % tensor_parallel_size:
         raise UserError(
             f"generation.vllm.tensor_parallel_size={tensor_parallel_size}: must divide the number of GPUs of the "

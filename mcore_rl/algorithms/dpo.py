@@ -89,7 +89,7 @@ class DPOObjective(Objective):
             )
 
     def _check_is_of_this_run(self) -> None:
-        """Raise UserError if the stored log-probabilities are not those of the run's initial weights."""
+        """Raise UserError if the reference's stored log-probabilities are not those of the run's initial weights."""
         started_from = self.policy.checkpoint.started_from
         stored = isinstance(self.reference, StoredLogprobs) and self.config.dpo.reference_model is None
         if stored and started_from is not None:
@@ -106,7 +106,8 @@ def build_reference(
     """Return the source of the reference's log-probabilities; None if the loss needs no reference.
 
     Args:
-        stored: compute the log-probabilities of all data sets now, and store them on disk.
+        stored: compute the log-probabilities of all data sets now, and store them on disk. If False, the returned
+            source computes them for each batch.
     """
     if not config.dpo.needs_reference:
         return None

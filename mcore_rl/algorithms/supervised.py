@@ -181,7 +181,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         return self.local_batch(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
 
     def _validation_counts(self, name: str, dataset: Dataset) -> tuple[Tensor, Tensor]:
-        """Return `global_valid_counts` of a whole validation set; they are computed only once."""
+        """Return the numbers of unmasked sequences and tokens of a whole validation set; computed only once per set."""
         if name not in self._counts:
             starts = range(0, len(dataset), VALIDATION_RECORDS)
             counts = [global_valid_counts(self._validation_part(dataset, start).rows) for start in starts]

@@ -93,9 +93,9 @@ def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | N
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
 """Pattern of the folders in the Hugging Face cache. A folder's name contains the model's name."""
 COMMON_KEYS = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
-"""Settings of every algorithm that the model card shows."""
+"""Keys of settings that the model card shows, for every algorithm."""
 NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
-"""Suffixes of metrics that are not shown because they do not describe the model."""
+"""Suffixes of metrics that the model card does not show, because they do not describe the model."""
 
 
 def model_card(config: TrainingConfig) -> str:

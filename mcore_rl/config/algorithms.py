@@ -202,7 +202,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
 
 STUDENT = "policy"
-"""The teacher that is the student itself."""
+"""Name that `distillation.teacher` contains in place of a directory if the student itself is the teacher."""
 
 
 class DistillationConfig(TrainingConfig):

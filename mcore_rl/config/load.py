@@ -374,7 +374,7 @@ def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
 
 
 def _shared_parts(name: str, other: str) -> int:
-    """Return the number of equal parts at the ends of two keys."""
+    """Return how many of the last parts of two dotted keys are equal: 2 for `a.b.c` and `x.b.c`."""
     pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -29,8 +29,8 @@ class PipelineConfig(Section):
     pipeline_model_parallel_size: PositiveInt = 1
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default is the
-    number in pipeline_model_parallel_layout, or 1."""
+    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default follows
+    from pipeline_model_parallel_layout, or is 1."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first stage, which also has the embedding; the default is an even share."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None

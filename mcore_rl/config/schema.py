@@ -118,7 +118,7 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 
 
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
-    """Return one section for all forms of a section. The key `name` chooses the form.
+    """Join the classes `forms`, from which the section's key `name` chooses one, into a single section.
 
     If only some forms have a key, the key's description begins with the names of these forms.
     """
@@ -141,7 +141,7 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that only some forms of a section have.
+    """Return a key that only some of a section's forms have (see `_joined_forms`).
 
     `defaults` contains one text for each form that has the key: the default, then the form's name in parentheses.
     """

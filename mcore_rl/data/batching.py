@@ -22,7 +22,7 @@ from mcore_rl.distributed.topology import ParallelDimension
 
 
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return a batch with a right-padded row for each sequence of `units`; the rows of a unit are adjacent.
+    """Return a batch with a right-padded row for each sequence of `units`; a unit is, for example, a pair.
 
     The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
     """
@@ -160,7 +160,7 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return a unit with all `rows` of a group; if this unit does not fit a pack, return the units of each half."""
+        """Return one unit of all `rows`, which may share prefixes; if it does not fit a pack, units of each half."""
         # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -462,7 +462,7 @@ def assign_records(
 
 
 def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
-    """Gather the unit sizes of all replicas. The rows of each unit must be neighbours in the global batch."""
+    """Gather all replicas' unit sizes; `own`: this replica's. A unit's rows must be neighbours in the global batch."""
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
     (most,) = BatchShare((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)

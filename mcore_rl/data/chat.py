@@ -331,7 +331,9 @@ def _by_marks(
 
 @dataclass(frozen=True)
 class _Marked:
-    """Finds message `index` in `text`, the rendered conversation, by rendering the conversation again with marks."""
+    """Finds a message in a rendered conversation, by rendering the conversation again with marks in the messages.
+
+    `text` is the rendered conversation, and `index` the number of the message in `messages`, from 0."""
 
     tokenizer: Any
     messages: Messages

@@ -202,7 +202,7 @@ class TokenizationSpec:
     """Settings for the tokenization of records. The functions must be picklable, because other processes get them."""
 
     name: str
-    """Name of the kind of records; it must include all options of `unit_of` and the other functions."""
+    """Name of the kind of records, with all options of the functions below: the token cache compares only the name."""
     unit_of: Callable[[Any, dict[str, Any]], SequenceGroup]
     """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int

@@ -68,7 +68,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return dict(self.data)
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
-        """Return a batch of the same rows with these entries."""
+        """Return a batch of the same kind with these entries instead of its own; the rows stay the same."""
         return type(self)(entries)
 
     # ------------------------------------------------------------ rows
@@ -422,7 +422,7 @@ class BatchShare:
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """Return the maxima over the replicas: of the number of packs, and of the width of the widest pack."""
+        """Return the maxima of `packs` (number of packs) and `width` (width of the widest pack) over the replicas."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 

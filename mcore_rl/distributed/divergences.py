@@ -37,7 +37,7 @@ class FinalHiddenStates:
     counted.
 
     microbatch: the microbatch, so that callers can use it as a key of their own data.
-    logits: n hidden states of this context-parallel rank, and the LM head's rows of this tensor-parallel rank.
+    logits: the n hidden states on this context-parallel rank, and this tensor-parallel rank's rows of the LM head.
     inputs: for each of the n hidden states, the index of its input token in the flattened rows [N·S].
     vocab_size: size of the vocabulary without its padding.
     temperature: divides all logits, in addition to the temperature of a loss.

@@ -354,7 +354,7 @@ def unpack_next_token_values(
 # to 7 % faster and takes 100 MB more (docs/benchmarks.md).
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
-"""Largest tiles of kept tokens. A tile has every column that any of its rows keeps: few rows need few columns."""
+"""Largest (rows, columns) of a tile of kept tokens. It has all columns that its rows keep: few rows, few columns."""
 
 
 def gather_hidden_states(

@@ -36,7 +36,8 @@ class Topology:
     data: ParallelDimension = ParallelDimension()
     sequence_parallel: bool = False
     expert: ParallelDimension = ParallelDimension()
-    """Ranks over which a layer's experts are distributed; also ranks of data, context or tensor parallelism."""
+    """Ranks over which a layer's experts are distributed. Other weights use these ranks for data, context or tensor
+    parallelism."""
     expert_tensor: ParallelDimension = ParallelDimension()
     """Ranks over which the weights of each expert are sharded."""
     expert_data: ParallelDimension = ParallelDimension()

@@ -49,7 +49,7 @@ ALWAYS = (
 )
 """Names or patterns of environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-"""Variables of proxies, also in small letters. A proxy with a password is passed only if a judge is a URL."""
+"""Variables of proxies, also in lower case. A proxy's URL with a password is passed only to HTTP judges."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
 

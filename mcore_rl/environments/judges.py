@@ -23,7 +23,7 @@ from mcore_rl.config.load import expand_headers
 from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Pause in seconds before the second attempt; it doubles before each further attempt."""
+"""Pause in seconds before an HTTP request is repeated; it doubles with each further attempt."""
 
 
 class HTTPJudge:

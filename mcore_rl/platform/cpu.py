@@ -73,7 +73,7 @@ def _on(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., T
 
 
 def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `all_gather` so that it accepts parts of unequal sizes, which gloo rejects."""
+    """Wrap `all_gather` so that the ranks' tensors may have unequal sizes, which gloo rejects."""
 
     @functools.wraps(all_gather)
     def wrapper(outputs: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of `reduce_scatter` that accepts parts of unequal sizes, which gloo rejects.
+    """Return a replacement of `reduce_scatter` in which ranks may receive unequal sizes, which gloo rejects.
 
     The replacement can only sum, because Megatron uses no other operation.
     """
@@ -202,7 +202,8 @@ another shape.
 """
 
 FEW = 32
-"""Generation multiplies one token of each running sequence; there a padded token costs as much as a real one."""
+"""Largest number of tokens that is padded only a little: generation multiplies so few, one token of each sequence, and
+a padded token then costs as much as a real one."""
 
 _kernels: list[torch.library.Library] = []
 

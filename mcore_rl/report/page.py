@@ -28,7 +28,7 @@ from mcore_rl.utils.console import size_text
 SUSPICIOUS_MISMATCH = 1.05
 """Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
 NEAR = 0.8
-"""A finding is reported if the mismatch exceeds 1, its value without mismatch, by more than NEAR · (bound − 1)."""
+"""If a bound is configured, values of `token_mult_prob_error` above 1 + NEAR · (bound − 1) are reported."""
 
 
 def findings(run: Run) -> Iterator[str]:
@@ -298,8 +298,8 @@ GROUPS = {
         "memory": r".*(memory|_gib|_bytes).*",
     },
 }
-"""Metrics by section and chart. Names are complete, without `validation_` and `SET/`. Each other metric has a chart in
-`Other`."""
+"""Patterns of the metrics in each chart of each section. A pattern matches a metric's whole name without `validation_`
+and `SET/`. The charts of all other metrics are in the section `Other`."""
 
 CHOSEN, REJECTED = "rewards_chosen_mean", "rewards_rejected_mean"
 

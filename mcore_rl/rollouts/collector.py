@@ -105,7 +105,7 @@ class RolloutCollector:
         return self.worker.run(*self._prompts(position, num_prompts))
 
     def _prompts(self, position: int, count: int) -> tuple[PromptRequests, range]:
-        """Return a pair (index, prompt) for each response to the `count` prompts from `position` on, and its sample id.
+        """Return, for each response to `count` prompts from `position` on, a pair (index, prompt), and the sample ids.
 
         A prompt is repeated for each of its responses.
         """

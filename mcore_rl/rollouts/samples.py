@@ -232,11 +232,11 @@ class SummaryExchange:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """Gather the summaries of all replicas' rollouts; return them in the order of their places. Collective.
+        """Gather the summaries of all replicas' rollouts, in the order in which `own` numbers them. Collective.
 
         Args:
-            own: summaries of this replica's rollouts, by place in the result. Only the summaries of the replica's first
-                rank are used.
+            own: summaries of this replica's rollouts, by their index in the result. Only the summaries of the replica's
+                first rank are used.
             total: number of rollouts of all replicas.
         """
         if not self.topology.leads_replica:

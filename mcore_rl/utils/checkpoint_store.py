@@ -121,8 +121,8 @@ class CheckpointStore:
     def candidates(self) -> tuple[list[Path], list[str]]:
         """Return the checkpoints from which a run can resume, and descriptions of damaged ones.
 
-        The tracker's checkpoint comes first, then the others, newest first. This finds only damage that is visible
-        without reading every byte; `digest_problems` reads every byte.
+        The checkpoint that the tracker file names comes first, then the others, newest first. Only damage is found that
+        is visible without reading every byte; `digest_problems` reads every byte.
 
         Raises:
             UserError: there are checkpoints, but all are damaged.
