@@ -289,7 +289,7 @@ def advantages_of(
     Args:
         rewards: rewards of all samples.
         share: the samples for which advantages are computed; by default, all samples. `token_mask`, `penalty` and the
-            columns of `more` have only these samples. If `share` is given, the call is collective.
+            tensors [B, S] in `more` have only these samples. If `share` is given, the call is collective.
         judged: see `group_advantages`.
     """
     name, epsilon = config.advantage_estimator, config.advantage_epsilon

@@ -182,7 +182,7 @@ def _printed(config: TrainingConfig) -> str:
 
 
 def _announce(config: TrainingConfig, source: str) -> None:
-    """Print the number of processes and the values that differ from their defaults."""
+    """Print `source` (the file of the configuration), the number of processes, and the values that are not defaults."""
     if rank() == 0:
         processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
         console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)

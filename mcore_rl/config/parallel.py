@@ -261,12 +261,12 @@ class LayoutConfig(PipelineConfig):
 
     @property
     def expert_tensor_size(self) -> int:
-        """Processes that share the weights of each expert."""
+        """Number of processes over which the weights of each expert are sharded."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one replica of the model."""
+        """Number of processes that together hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property

@@ -335,7 +335,7 @@ class RolloutOptions(Section):
 
     @property
     def reads_score_norms(self) -> bool:
-        """Whether advantages are computed from the reward and the norm of the score of each token."""
+        """Whether advantages are computed from each token's reward and ‖∂ log π / ∂ logits‖²."""
         return False
 
     @model_validator(mode="after")

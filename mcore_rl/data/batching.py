@@ -221,7 +221,7 @@ class MicrobatchPlanner:
         """Plan this replica's packs, without regard to other replicas.
 
         Returns:
-            The units in each pack, all units, and the width of the widest pack.
+            The units (rows that stay together) in each pack, all units, and the width of the widest pack.
         """
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
@@ -230,7 +230,7 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each of the `boxes` (lists of units); an empty box becomes a filler.
+        """Return a microbatch for each of the `boxes`, which are lists of units; an empty box becomes a filler.
 
         A filler contains the smallest unit, masked.
 
@@ -266,7 +266,7 @@ class MicrobatchPlanner:
         return Microbatch(rows, selected, layout, self.packing, counts)
 
     def _width(self, units: list[PackUnit]) -> int:
-        """Return the number of padded tokens in a microbatch with these units; 0 if there are none (a filler)."""
+        """Return the number of tokens, with padding, of a microbatch of these `units`; 0 without units."""
         if self.packing:
             return sum(unit.tree.padded_size(self.multiple) for unit in units)
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
@@ -275,7 +275,7 @@ class MicrobatchPlanner:
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
     ) -> list[PackUnitSize]:
-        """Return the size of each unit into which b rows of a global batch are divided.
+        """Divide b rows of a global batch into units, which stay in one pack each; return the units' sizes.
 
         Args:
             lengths: [b] lengths of the rows.

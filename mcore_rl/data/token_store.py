@@ -190,7 +190,7 @@ DROPPED_WITH = "dropped with tokens: "
 
 
 def dropped_with(length: int) -> str:
-    """Return the key in `counts` for the number of dropped records whose longest sequence has `length` tokens."""
+    """Return the name of the counter of dropped records whose longest sequence has `length` tokens."""
     return f"{DROPPED_WITH}{length}"
 
 

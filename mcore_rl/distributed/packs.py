@@ -496,7 +496,7 @@ class LossPositions:
         return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
-        """Return the hidden states that predict the tokens. For a dummy position: zeros, even if `hidden` has NaN."""
+        """Return the hidden states that predict the counted tokens; for a dummy, zeros even if `hidden` has NaN."""
         picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 

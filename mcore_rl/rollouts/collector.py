@@ -99,15 +99,15 @@ class RolloutCollector:
                 self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
 
     def _generate(self, position: int, num_prompts: int) -> RolloutBatch:
-        """Return the rollouts of `num_prompts` prompts from `position` on. They may have been started before."""
+        """Return the rollouts of `num_prompts` prompts, from `position` in the run's order on; they may run already."""
         if (begun := self._ahead.pop(position, None)) is not None:
             return self.worker.collect(begun)
         return self.worker.run(*self._prompts(position, num_prompts))
 
     def _prompts(self, position: int, count: int) -> tuple[PromptRequests, range]:
-        """Return, for each response to `count` prompts from `position` on, a pair (index, prompt), and the sample ids.
+        """Return a pair (index, prompt) for each response, and the responses' sample ids.
 
-        A prompt is repeated for each of its responses.
+        The responses are those to `count` prompts, from `position` in the run's order on.
         """
         size = self.config.rollouts.num_generations_per_prompt
         indices = self.inputs.train.order(self.config.seed).indices(position, count)

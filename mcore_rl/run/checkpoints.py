@@ -243,16 +243,16 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Remember the passing checkpoints (see `save`). The checkpoint `resumed` lists their `steps`.
+        """Remember the passing checkpoints, which a later one replaces (see `save`); `resumed` lists their `steps`.
 
-        Passing checkpoints before `resumed` are removed now; the earlier launch may have ended before it removed them.
+        Those before `resumed` are removed now, because the earlier launch may have ended before it removed them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]
             self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
-        """Remove the passing checkpoints (see `save`) other than `newest`, unless checkpoint.keep_last is set."""
+        """Remove the passing checkpoints (see `save`) except `newest`, unless checkpoint.keep_last is set."""
         earlier = [path for path in self._passing if path != newest]
         self._passing = [path for path in self._passing if path == newest]
         if self.policy.is_writer and self.config.checkpoint.keep_last is None:

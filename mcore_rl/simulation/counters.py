@@ -138,7 +138,7 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """Replaces torch's module tracker. Operations are counted in total ("Global"), and for the current part.
+    """Replaces torch's module tracker: its counter counts for "Global", and for the current phase and part.
 
     torch's tracker would install hooks on the inputs and outputs of every module. These hooks keep recomputed
     activations alive until the counting ends, and so use memory that a real run does not use.

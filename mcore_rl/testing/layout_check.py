@@ -236,7 +236,7 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
     family.shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
     model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
-    model = model_class.from_config(family.hf, dtype=torch.float32)  # without other parts
+    model = model_class.from_config(family.hf, dtype=torch.float32)  # only the text model
     with torch.no_grad():
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
