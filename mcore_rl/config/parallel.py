@@ -87,7 +87,7 @@ class PipelineConfig(Section):
 
     @property
     def is_uneven(self) -> bool:
-        """True if the split of layers is given explicitly."""
+        """True if the configuration gives the layers of pipeline stages explicitly."""
         return self._ends or self._accounts or self.pipeline_model_parallel_layout is not None
 
     @property
@@ -458,8 +458,7 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
 
 
 def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
-    """Return the configuration's own pipeline split of a model with `layers` layers; None if the split
-    is even.
+    """Return a layout with the configured pipeline split of a model's `layers` layers; None if the split is even.
 
     Raises:
         UserError: the configured split is not for `layers` layers.

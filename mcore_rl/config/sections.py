@@ -439,7 +439,7 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Length of training; the limit that is reached first ends it."""
+    """When training ends (at the limit that is reached first), validates and prints metrics."""
 
     max_steps: PositiveInt | None = None
     """Maximum number of steps."""

@@ -265,7 +265,7 @@ class Teaching:
         return self.have_names or self.template is not None
 
     def unit_of(self, tokenizer: Any, record: dict[str, Any], max_length: int, truncates: bool) -> SequenceGroup:
-        """Return the tokens of an SFT record as a unit of one sequence.
+        """Return the tokens of an SFT record, as a tuple of one sequence; check the prompt for the teachers.
 
         Raises:
             ValueError: the column `teacher` is invalid, or the prompt for the teachers is invalid or too long.

@@ -397,7 +397,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """Return the object for a batch of `total` rows, all of which every rank has."""
+        """Return the share of a rank that has all `total` rows of a batch, as all other ranks do."""
         return cls(range(total), total)
 
     @classmethod

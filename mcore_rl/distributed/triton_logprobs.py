@@ -60,9 +60,9 @@ def gradient_kernel(
     products, out, local, of_targets, of_lse, of_entropy, lses, entropies, columns, first_column, K,
     inverse_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a part of a row (see `logprob_gradient`). It is exactly 0 if the loss does not use the row.
+    """Write a part of a row's gradient (see `logprob_gradient`) to `out`, which may be `products`.
 
-    `out` may be `products`.
+    The gradient is exactly 0 if the loss does not use the row.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

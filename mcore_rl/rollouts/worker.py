@@ -246,7 +246,7 @@ class RolloutWorker:
         """Judge the last responses and add the observations; return the conversations that continue.
 
         With a collective environment, all ranks judge together. Otherwise each replica judges its own samples in the
-        background, and the other ranks may wait for any length of time.
+        background; the other ranks wait, even longer than the time limit of a collective.
         """
         if self.judges_together:
             steps = self.environment.step([conversation.sample for conversation in conversations])

@@ -64,7 +64,7 @@ class StopSignals:
         threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
 
     def _receive_all(self, arrivals: int) -> None:
-        """Receive signals as soon as they arrive. A Python handler would run only after the current collective."""
+        """Receive signals from the pipe `arrivals`. A Python handler would run only after the current collective."""
         while True:
             for number in os.read(arrivals, 64):
                 if number in SIGNALS:

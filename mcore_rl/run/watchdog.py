@@ -70,7 +70,7 @@ class Watchdog:
         return self.directory
 
     def close(self) -> None:
-        """Remove this rank's file after a successful run."""
+        """Remove the file of this rank's report, after a successful run."""
         self._stopped.set()
         self._thread.join(STORE_SECONDS)
         faulthandler.enable()

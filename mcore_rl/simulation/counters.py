@@ -506,7 +506,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Replace collectives of objects by functions that return this rank's value for all ranks. Make new groups fake."""
+    """Let collectives of objects return this rank's value for all ranks, and give new groups torch's backend `fake`."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:

@@ -160,7 +160,7 @@ def _prepare(parent: int) -> None:
 
 
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function` in a process that is forked from this thread's server; return its result.
+    """Call `function` in a process forked from this thread's server (see `_start_server`); return the result.
 
     A simulation changes its process. If a simulation is killed, other simulations must go on.
 

@@ -475,7 +475,7 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(BatchShare):
-    """`BatchShare` of a simulated replica. It can also compute the plans of the other replicas.
+    """`BatchShare` of a simulated replica. It also computes how the other replicas divide their rows into packs.
 
     batch: the global batch.
     division: row numbers of each replica.
