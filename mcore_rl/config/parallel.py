@@ -87,7 +87,7 @@ class PipelineConfig(Section):
 
     @property
     def is_uneven(self) -> bool:
-        """True if the configuration gives the layers of pipeline stages explicitly."""
+        """True if a key of the configuration changes the even split of layers over the pipeline stages."""
         return self._ends or self._accounts or self.pipeline_model_parallel_layout is not None
 
     @property
