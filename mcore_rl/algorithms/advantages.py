@@ -318,7 +318,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """Return, as a column [own, 1], the values `of_samples` of the samples in `share`; of all samples if it is None."""
+    """Return the values `of_samples` of the samples in `share` (None: of all samples), as a column [own, 1]."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

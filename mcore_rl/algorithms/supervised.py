@@ -70,7 +70,7 @@ class Objective:
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns computed by models that are not trained; validation reuses them while they stay valid."""
+        """Return the columns that frozen models compute; validation keeps them until the reference changes."""
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:

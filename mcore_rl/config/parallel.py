@@ -224,7 +224,8 @@ def _without_repetitions(text: str) -> str:
 def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
     """Divide `places` layers among the stages; return the number of layers of each stage, or None if impossible.
 
-    The first stage gets `first` layers and the last gets `last`, if given. All other stages get equally many."""
+    The first stage gets `first` layers and the last gets `last`, if given. All other stages get equally many.
+    """
     counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
     open_stages = counts.count(None)
     left = places - sum(count or 0 for count in counts)

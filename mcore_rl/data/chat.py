@@ -333,7 +333,8 @@ def _by_marks(
 class _Marked:
     """Finds a message in a rendered conversation, by rendering the conversation again with marks in the messages.
 
-    `text` is the rendered conversation, and `index` the number of the message in `messages`, from 0."""
+    `text` is the rendered conversation, and `index` the number of the message in `messages`, from 0.
+    """
 
     tokenizer: Any
     messages: Messages

@@ -49,7 +49,7 @@ ALWAYS = (
 )
 """Names or patterns of environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-"""Variables of proxies, also in lower case. A proxy's URL with a password is passed only to HTTP judges."""
+"""Variables of proxies, also in lower case. A value with a password is passed only if there is an HTTP judge."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
 
