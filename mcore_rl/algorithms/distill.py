@@ -57,7 +57,8 @@ class DistillationObjective(Objective):
     The divergence is computed on the records' responses, or on the student's own answers to the records' prompts.
 
     Args:
-        loaded: the loaded teachers, by name. A teacher that is the student itself, with another prompt, is not loaded.
+        loaded: the teachers that are separate models, by name. A teacher that is missing here is the student itself,
+            which then reads another prompt.
     """
 
     def __init__(
@@ -88,11 +89,10 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' top-k logits and tokens.
+        """Return the teachers' top-k logits, and the tokens that have them, at each position of the batch.
 
-        For form=sampled, return the teachers' log-probabilities of the rows' tokens.
-
-        Top-k tokens take k times the memory of the rows' tokens, so they are not stored, but computed in each step.
+        For form=sampled, return the log-probabilities that the teachers give to the tokens of the batch. The result is
+        {} if the whole vocabulary is compared: then the loss itself runs the teacher.
         """
         rows = batch.rows
         only = next(iter(self.teachers.items()))
@@ -109,7 +109,7 @@ class DistillationObjective(Objective):
     def _scored(self, name: str, teacher: ScoringModel, rows: LocalBatch[Any]) -> Columns:
         """Return the top-k logits of the teacher `name` as `values` and their tokens as `indices`, [B, S, k] each.
 
-        For form=sampled, return only `values` [B, S], the teacher's log-probabilities of the rows' tokens.
+        For form=sampled, return only `values` [B, S]: the teacher's log-probability of each token in `rows`.
         """
         teacher.check_tokens(rows, f"{TEACHER}.{name}" if name else TEACHER)
         options = self.options
@@ -121,7 +121,7 @@ class DistillationObjective(Objective):
         return {"values": best["topk_logits"], "indices": best["topk_indices"]}
 
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
-        """Compute `current_columns` for records that name their teachers, or for teachers that read another prompt."""
+        """Compute `current_columns` if records choose among several teachers, or a teacher reads another prompt."""
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
         have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
         chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
@@ -151,10 +151,13 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return some rows of the batch as the teacher reads them, and for each row the shift of its response.
+        """Return the rows that a teacher reads, and for each row the number of positions by which its response moves.
 
-        The teacher's prompts replace the student's. The shift is the number of positions by which the response moves.
-        `own` are the indices of the rows in `batch.rows`; `share` says which rows of the global batch they are.
+        In these rows, the teacher's prompt replaces the student's prompt, if `teacher_prompt` is set.
+
+        Args:
+            own: indices of the rows of `batch` that the teacher scores.
+            share: the places of these rows among the rows that the teacher scores on all replicas.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

@@ -49,7 +49,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 
 
 class DPOObjective(Objective):
-    """The loss of DPO or a variant; if the loss needs a reference, the rows get the reference's log-probabilities."""
+    """The loss of DPO or a variant, and the column of reference log-probabilities if the loss needs a reference."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
         super().__init__(build_dpo_loss(config.dpo))
@@ -63,9 +63,9 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return additional columns of the batch for losses that sort values of all pairs; {} for other losses.
+        """Return the columns for losses that sort the pairs of the whole global batch; {} for all other losses.
 
-        To compute the columns (see `DPOLossFn.batch_columns`), an additional pass scores the batch.
+        `DPOLossFn.batch_columns` describes the columns. They need an additional forward pass of the policy.
         """
         assert isinstance(self.loss_fn, DPOLossFn)
         if not self.loss_fn.needs_batch:

@@ -412,7 +412,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return EstimatorInputs()
 
     def _replayed_experts(self) -> tuple[int, int] | None:
-        """Return the numbers of MoE layers and of experts per token, or None without `moe_router_replay`."""
+        """Return the number of MoE layers and the number of experts per token; None without `moe_router_replay`."""
         if not self.config.model.moe_router_replay:
             return None
         family = self.policy.model.family
@@ -480,7 +480,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
-        """Raise TrainingError if too few samples could be judged in too many consecutive steps."""
+        """Raise TrainingError if too many samples could not be judged in each of the last `max_failed_steps` steps.
+
+        If the run has fewer steps, the error is raised if this happens in all of them.
+        """
         errors = [outcome.error for outcome in generated if outcome.error is not None]
         judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction
         if not _too_many_failed(len(errors), len(generated), fraction):
@@ -657,13 +660,13 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of the rows `asked` of the global batch; `row_of` maps their numbers to rows of `batch`."""
+    """Return tokens of the global batch's rows with the numbers `asked`; row n is row `row_of[n]` of `batch`."""
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add to `data` the columns that the loss's likelihood terms read: rewards, and the global batch's token counts.
+    """Add the columns for the loss's optional NLL terms to `data`: rewards, and token counts of the global batch.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.

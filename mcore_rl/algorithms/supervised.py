@@ -40,8 +40,8 @@ class TrainingBatch:
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
     dataset, indices: the dataset, and for each record its index in the dataset.
-    previous: for each record, the dataset index of the record before it in the global batch; the last record counts as
-        the one before the first. None if the global batch has only one record.
+    previous: for each record, the dataset index of the record before it in the global batch; for the first record,
+        that of the last. None if the global batch has only one record.
     samples: for each record, its number among all samples of the run. This number seeds the student's response. None in
         validation.
     """
@@ -70,15 +70,21 @@ class Objective:
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns that frozen models compute; validation keeps them until the reference changes."""
+        """Return the columns that frozen models compute, such as the reference.
+
+        For a validation set, they are computed once and reused until the reference is updated.
+        """
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return those columns that depend on the policy's current weights, and those that are too large to be kept."""
+        """Return the columns that are computed again in each step and validation.
+
+        They depend on the policy's current weights, or are too large to be stored.
+        """
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of the first step. It runs on the initial weights.
+        """Check the metrics of the first step, which are computed with the initial weights.
 
         Raises:
             TrainingError: the metrics show that policy and reference differ.

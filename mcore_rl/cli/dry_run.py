@@ -149,7 +149,10 @@ def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield lines about the packs of the first step, as if prefixes were not shared."""
+    """Yield lines about the packs of the first step.
+
+    Each sequence counts with all of its tokens, even if the run computes common prefixes only once.
+    """
     replicas = config.parallel.data_parallel_size(world_size)
     batching = microbatch_planner(config, config.rows_per_unit, replicas)
     plan = batching.plan(list(sequences.lengths))

@@ -164,9 +164,9 @@ def _threads_spin() -> Iterator[None]:
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with the number of processes added to a `--dry-run` that has none.
+    """Return the arguments with `--dry-run=N` for a `--dry-run` that a configuration file or an override follows.
 
-    If a configuration or an override follows `--dry-run`, argparse would take that argument for the number.
+    N is the number of processes. Without it, argparse would take the following argument for this number.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):

@@ -299,8 +299,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _explain(config_type: type[Section], error: ValidationError) -> str:
     """Return a description of all problems in one line; for an unknown key, it suggests the nearest known key.
 
-    If a value may have several forms, pydantic tries each of them. Only the problems of the form that matched the
-    longest part of the key are described.
+    If a key accepts several types of values, pydantic reports problems with each type. Only the problem that lies
+    deepest in the value is described.
     """
     furthest: dict[tuple[str, ...], tuple[list[str], Any]] = {}
     for problem in error.errors():
@@ -347,10 +347,10 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """For a key of another program, return text about this package's key for it, or about why there is no such key.
+    """For a key of another trainer (such as TRL), return a text: which key is used here, or why there is none.
 
-    The table of other programs is searched for the whole key, or else for the last parts of the key. Return None if
-    nothing is found, or if the best matches stand for different keys of this package."""
+    The key is searched in the table of other trainers' keys: first the whole key, then its last parts. The result is
+    None if nothing is found, or if the best matches lead to different keys."""
     algorithm = getattr(config_type, "algorithm", "")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for line in OTHER_NAMES.read_text().splitlines():

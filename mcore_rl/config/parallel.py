@@ -179,8 +179,9 @@ class PipelineConfig(Section):
 
 
 def layers_of_layout(layout: str) -> list[int]:
-    """Return the layers of each chunk of a layout string, in the order of the forward pass: `Et*3|(tt|)*2L` → 3, 2, 2,
-    0.
+    """Return the number of layers of each chunk of a layout string, in the order of the forward pass.
+
+    For example, `Et*3|(tt|)*2L` has the chunks Ettt, tt, tt and L; the result is 3, 2, 2, 0.
 
     Raises:
         ValueError: the string cannot be read, does not have one E (at its start) and one L (at its end), or has an
@@ -332,7 +333,10 @@ class ParallelConfig(LayoutConfig):
 
     @property
     def meeting_seconds(self) -> float:
-        """Interval in seconds at which waiting ranks communicate, well below the time limit of collectives."""
+        """Interval in seconds at which ranks that wait for other ranks communicate.
+
+        It is well below the time limit of collectives, so a long wait does not end the run.
+        """
         return min(5.0, self.timeout_seconds / 4)
 
 

@@ -85,10 +85,7 @@ class JudgeOptions(Section):
 
     @property
     def valued_columns(self) -> tuple[str, ...]:
-        """Columns that must not be null in a prompt's record.
-
-        Otherwise the text of null would be compared with responses.
-        """
+        """Columns that must not be null in a prompt's record: `answer`, if the judge compares responses with it."""
         return ("answer",) if self.compares else ()
 
     @property
@@ -315,16 +312,19 @@ class RolloutOptions(Section):
 
     @property
     def sampled_at_most(self) -> int | None:
-        """Maximum number of tokens that the sampling mask keeps at a position; None if the run keeps no mask."""
+        """Maximum number of tokens in the sampling mask at a position; None if no mask is stored.
+
+        The mask contains the tokens that top-k, top-p and min-p left to sample from.
+        """
         if not self.filters_tokens or self.keep_sampling_mask is False:
             return None
         return min(self.max_kept_tokens, self.top_k or self.max_kept_tokens)
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Samples whose rewards must differ so that an update learns: those of a "group" (prompt) or of the "batch".
+        """Where rewards must differ so that an update can learn: within a "group" (a prompt), or within the "batch".
 
-        None if an update also learns from equal rewards.
+        None if an update can learn even from equal rewards.
         """
         return None
 
@@ -496,8 +496,8 @@ class RLConfig(TrainingConfig):
     def samples_exactly(self, replays: bool = False) -> bool:
         """Return whether the sampler's log-probabilities equal the policy's.
 
-        They do if the policy itself samples in its training precision (fp32), from the tokens over which the loss
-        normalises.
+        They do if the policy itself generates in fp32, and sampler and loss normalise over the same tokens: either no
+        tokens are filtered, or the sampling mask is stored.
 
         Args:
             replays: whether the run trains on recorded rollouts.

@@ -118,9 +118,10 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 
 
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
-    """Join the classes `forms`, from which the section's key `name` chooses one, into a single section.
+    """Describe a section whose keys depend on its key `name`; `forms` has one class for each value of that key.
 
-    If only some forms have a key, the key's description begins with the names of these forms.
+    The result has the keys of all forms. The description of a key that not all forms share begins with the names of
+    the forms that have it.
     """
     base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -141,9 +142,9 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that only some of a section's forms have (see `_joined_forms`).
+    """Return a key that not all forms of a section share (see `_joined_forms`).
 
-    `defaults` contains one text for each form that has the key: the default, then the form's name in parentheses.
+    `defaults` has a text `DEFAULT (FORM)` for each form with this key.
     """
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)

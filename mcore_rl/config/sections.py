@@ -90,7 +90,7 @@ class ModelConfig(Section):
     """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
-        """Return this section with each `auto` replaced. A simulation always gets local layers.
+        """Return this section with each `auto` replaced. A simulation always gets transformer_impl=local.
 
         Args:
             on_gpu: whether the run is on GPUs.
@@ -118,8 +118,9 @@ class ModelConfig(Section):
 
     @property
     def begins_with_dropout(self) -> bool:
-        """True if the first step trains with dropout that scoring does not have. New adapters compute zeros, so their
-        dropout has no effect before the first update."""
+        """True if dropout changes the outputs of the first step, because existing adapters are loaded.
+
+        New adapters compute zeros, so their dropout has no effect before the first update."""
         return self.lora is not None and self.lora.path is not None and self.lora.dropout > 0
 
     @model_validator(mode="after")
@@ -439,7 +440,7 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """When training ends (at the limit that is reached first), validates and prints metrics."""
+    """When training ends, when it validates, and when it prints metrics. The limit that is reached first ends it."""
 
     max_steps: PositiveInt | None = None
     """Maximum number of steps."""
