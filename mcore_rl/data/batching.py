@@ -22,7 +22,7 @@ from mcore_rl.distributed.topology import ParallelDimension
 
 
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return a batch with a right-padded row for each sequence of `units`; a unit is, for example, a pair.
+    """Return a batch with a right-padded row for each sequence of the records `units` (a pair has two sequences).
 
     The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
     """
@@ -160,7 +160,7 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return one unit of all `rows`, which may share prefixes; if it does not fit a pack, units of each half."""
+        """Return one unit with all `rows` if it fits a pack; otherwise, treat each half of the rows in the same way."""
         # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -221,7 +221,8 @@ class MicrobatchPlanner:
         """Plan this replica's packs, without regard to other replicas.
 
         Returns:
-            The units (rows that stay together) in each pack, all units, and the width of the widest pack.
+            A list of units for each pack (a unit is rows that stay together), a list of all units, and the width of
+            the widest pack.
         """
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
@@ -408,15 +409,15 @@ def divide(
 ) -> list[list[int]]:
     """Divide a global batch among the replicas, with even work; return each replica's row numbers, ascending.
 
-    Collective over the replicas. With shared prefixes, each replica computes the unit sizes of those rows whose tokens
-    it has; then all sizes are gathered.
+    Collective over the replicas. With shared prefixes, each replica divides a part of the rows into units: neighbouring
+    rows that stay in one pack. Then the sizes of all units are gathered.
 
     Args:
         lengths: lengths of all rows.
         tokens_of: function of b row numbers; returns the tokens of these rows, [b, S], right-padded. Called only if
             prefixes are shared.
-        known: numbers of the rows whose tokens this replica has; every row must be known to exactly one replica. None:
-            every replica has all tokens.
+        known: numbers of the rows whose tokens this replica has; exactly one replica must have the tokens of each row.
+            None: every replica has all tokens.
     """
     if not batching.rows_per_group:
         return batching.divide(batching.unit_sizes(lengths, torch.empty(0), range(len(lengths))))
@@ -462,7 +463,10 @@ def assign_records(
 
 
 def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
-    """Gather all replicas' unit sizes; `own`: this replica's. A unit's rows must be neighbours in the global batch."""
+    """Gather the sizes of the units of all replicas; `own` are the sizes of this replica's units.
+
+    The rows of a unit must be neighbours in the global batch.
+    """
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
     (most,) = BatchShare((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)

@@ -184,8 +184,8 @@ def chat_day(tokenizer: Any) -> date | None:
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
     """Return arguments of `apply_chat_template` that make the template use the date of `set_chat_day`, if one is set.
 
-    The argument `chat_template` is the template for `tools`, with a macro `strftime_now` before it, because
-    transformers does not accept a function. The macro works even if the template computes the format.
+    The argument `chat_template` is the usual template (the one for `tools`) after the definition of a macro
+    `strftime_now`. It is a macro because transformers does not accept a function.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
@@ -306,7 +306,7 @@ def _by_marks(
 ) -> tuple[list[int], list[bool], bool]:
     """Return token ids, the mask of `wanted` responses, and whether an end token follows the last response.
 
-    Each response is found by rendering the conversation again with a mark in place of the response's content.
+    To find a response, the conversation is rendered again with an unused character in place of the response's content.
     """
     if not tokenizer.is_fast:
         raise ValueError(

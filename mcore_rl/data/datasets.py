@@ -184,7 +184,7 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 
     Args:
         name: name of the kind of records.
-        functions, options: further arguments of `TokenizationSpec`, by position (after `name`) and by name.
+        functions, options: further positional arguments (after `name`) and keyword arguments of `TokenizationSpec`.
     """
     common = {
         "max_length": data.max_sequence_length,
@@ -285,10 +285,10 @@ class Teaching:
         return unit
 
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return what to store with a record about its teachers.
+        """Return the data about a record's teachers that is stored with the record.
 
-        `teachers` is the weight of each of the record's teachers, by name; present if the teachers have names. `prompt`
-        is the prompt that the teachers read, followed by its tools; present if teachers read another prompt.
+        `teachers`, only if teachers have names: the weight of each of the record's teachers, by name.
+        `prompt`, only if teachers read another prompt than the student: this prompt, and its tools.
         """
         own: dict[str, Any] = {}
         if self.have_names:

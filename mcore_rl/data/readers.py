@@ -63,7 +63,7 @@ FOREIGN_COLUMNS = {
 class Records:
     """Consecutive records of a source: rows of a table, or lines that are not parsed yet.
 
-    place: what `numbers` counts: "line", or "record" of a table or a list.
+    place: word before a record's number in errors: "line", or "record" for tables and lists.
     numbers: position of each record in the source, from 1.
     """
 

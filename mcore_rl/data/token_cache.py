@@ -46,7 +46,10 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The cache in `directory`, for the tokenizer that `load_tokenizer` creates from the arguments `remake`."""
+    """The cache in the directory `directory`, for one tokenizer.
+
+    remake: the arguments with which `load_tokenizer` creates this tokenizer.
+    """
 
     directory: Path
     remake: TokenizerSpec
@@ -113,8 +116,7 @@ class TokenCache:
         """Wait until another process of this node has created the store `path`.
 
         Raises:
-            UserError: for some time, no process has held the lock of the store, so the process that created the store
-                has ended.
+            UserError: the store is missing, and no process works on it: for some time, none has held its lock.
         """
         lost_since = None
         while not path.is_dir():
@@ -181,7 +183,7 @@ class TokenCache:
 
 
 def _states(source: str) -> list[Any]:
-    """Return a value that changes with every write to the source's files; [] for a hub dataset, which has a version."""
+    """Return a value that changes with every write to the local files of a source; [] for a dataset on the hub."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
     return [_state_of(file) for file in found if os.path.exists(file)]
 

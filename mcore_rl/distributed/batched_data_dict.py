@@ -397,7 +397,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """Return the share of a rank that has all `total` rows of a batch, as all other ranks do."""
+        """Return the share of this rank if every rank has all `total` rows of the batch."""
         return cls(range(total), total)
 
     @classmethod

@@ -178,8 +178,8 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
     """Gather the rows of all ranks along `dimensions`; ranks may have different numbers of rows. No gradient.
 
-    The rows are in rank order; the ranks of the last dimension are the outermost. The result is on the device of `x`.
-    Collective.
+    The rows are in rank order; with several dimensions, the rank in the last one changes slowest. The result is on the
+    device of `x`. Collective.
     """
     rows = x
     for dimension in dimensions:

@@ -31,13 +31,14 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class FinalHiddenStates:
-    """The hidden states of a microbatch that predict the tokens which the loss counts, and the LM head.
+    """The LM head, and those hidden states of a microbatch that predict the tokens with loss.
 
     The methods return values [N, S − 1, …] of whole rows, the same on every rank, with 0 for tokens that are not
     counted.
 
     microbatch: the microbatch, so that callers can use it as a key of their own data.
-    logits: the n hidden states on this context-parallel rank, and this tensor-parallel rank's rows of the LM head.
+    logits: logits as a product that is not computed yet: the n hidden states on this context-parallel rank × this
+        tensor-parallel rank's rows of the LM head.
     inputs: for each of the n hidden states, the index of its input token in the flattened rows [N·S].
     vocab_size: size of the vocabulary without its padding.
     temperature: divides all logits, in addition to the temperature of a loss.
@@ -195,7 +196,10 @@ class _LinearDivergences(torch.autograd.Function):
         """Return the gradient with respect to z = hidden · weightᵀ / temperature:
 
         q − p for the forward KL, q·(log q/p − KL(q ‖ p)) for the reverse KL,
-        (1 − β)·q·(log q/m − KL(q ‖ m)) for the Jensen–Shannon divergence."""
+        (1 − β)·q·(log q/m − KL(q ‖ m)) for the Jensen–Shannon divergence.
+
+        p is the teacher's distribution, q the student's, and m = β·p + (1 − β)·q.
+        """
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
         student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))

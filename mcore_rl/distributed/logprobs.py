@@ -77,8 +77,8 @@ def combine_over_vocabulary(
 def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
     """Return the entropy log Σ z − Σ z·log z / Σ z of the weights z = exp(x − peak); 0 if `total` is 0.
 
-    log Σ exp x − E[x] is the same number, but it would have the rounding errors of the logits x: for logits of 20, ten
-    times the rounding errors of an entropy of 1.
+    log Σ exp x − E[x] is the same number in exact arithmetic. But its rounding errors would grow with the size of the
+    logits x, not only with the size of the entropy.
 
     Args:
         total: Σ z.
