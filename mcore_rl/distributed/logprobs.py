@@ -396,8 +396,8 @@ def linear_logprobs(
         with_entropy: also return the entropy [T] of each distribution.
         normalize: if False, return the targets' logits divided by the temperature; the logits of other tokens
             have a gradient of exactly 0.
-        kept: tiles of this shard with the tokens that the sampler kept (`kept_tiles` of these targets). The softmax is
-            over these tokens; no other rows of the weight are read.
+        kept: for a softmax only over the tokens that top-k, top-p and min-p left at each position: the tiles of this
+            shard that contain these tokens (see `kept_tiles`). None for a softmax over the whole vocabulary.
 
     Returns:
         Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 hidden states).
@@ -517,7 +517,7 @@ class TokenGradients(NamedTuple):
     lse, entropy: log Σ exp and entropy over the whole vocabulary, [T].
     local: the targets' columns in this shard, [T, K]; outside of 0 … Vp − 1 if another shard has the target.
     of_targets: gradients of the targets' logits, [T, K].
-    of_lse: gradient of −log Z, [T].
+    of_lse: gradient with respect to −`lse`, [T]; each log-probability is a logit minus `lse`.
     of_entropy: gradient of the entropy, [T], or None.
     """
 
@@ -538,7 +538,7 @@ class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
     columns: columns of the product, which are rows of the weight; no column occurs twice.
-    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile, or are outside of the tile.
+    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile (outside: not in this tile).
     kept: indices, in the flattened tile, of the logits that belong to the softmax; None if all logits do.
     """
 
@@ -582,7 +582,7 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 def adds_widened(device: torch.device) -> bool:
     """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place.
 
-    It tries an addition on a GPU. It returns False on the CPU, and WIDENING_PRODUCTS for a simulated device.
+    On a GPU, an addition is tried. On the CPU, the result is False; for a simulated GPU, True since PyTorch 2.8.
     """
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
@@ -599,7 +599,7 @@ class Tiles:
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 
-    kept: tiles with the kept tokens, if the softmax is over these tokens; None if it is over the whole vocabulary.
+    kept: the result of `kept_tiles` for a softmax over the tokens that the sampler could draw; None for all tokens.
     """
 
     def __init__(
@@ -788,9 +788,9 @@ class HeadGradients:
     def _stand_in(self) -> Tensor:
         """Return a gradient that takes no memory, for a weight whose real gradient is already in its `main_grad`.
 
-        Autograd needs a gradient to call Megatron's hook. The hook discards it, so the weight itself is returned. If
-        the weight is also the embedding (`zero_out_wgrad`), Megatron adds the gradients of both uses, so zeros are
-        returned. Without a hook, zeros are returned too, because other code could add to the gradient.
+        Autograd calls Megatron's hook only if there is a gradient. The hook does not read its values, so the weight
+        itself is returned. Zeros are returned where the values would be added to another gradient: if the weight is
+        also the embedding (`zero_out_wgrad`), and possibly if the weight has no hook.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

@@ -172,8 +172,9 @@ class PackLayout:
         """Return which keys the queries of context-parallel rank `cp_rank` attend to; computed once for all layers.
 
         Returns:
-            The number of queries in each chunk of this rank. The number of keys that each chunk attends to; the last of
-            these are the keys of the chunk's own tokens. The pack positions of these keys, chunk after chunk.
+            Three values: for each chunk of this rank, the number of its queries; for each chunk, the number of keys
+            that it attends to; and the pack positions of these keys, chunk after chunk. The last keys of a chunk are
+            those of its own tokens.
         """
         made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
         if cp_rank not in made:
@@ -459,8 +460,8 @@ class LossPositions:
 
     layout: layout of the pack.
     index, counted: [N, S − 1]; the pack position of each row's tokens 1 … S − 1, and whether the loss counts the token.
-    tokens: [n] pack positions of the counted tokens that this rank predicts.
-    predictors: [n]; for each of these tokens, the index in this rank's hidden states of the position that predicts it.
+    tokens: [n], pack positions of the counted tokens that this rank predicts.
+    predictors: [n], indices in this rank's hidden states; the hidden state with the i-th index predicts `tokens[i]`.
     is_dummy: whether the only position is a dummy.
     """
 
@@ -496,7 +497,7 @@ class LossPositions:
         return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
-        """Return the hidden states that predict the counted tokens; for a dummy, zeros even if `hidden` has NaN."""
+        """Return the hidden states that predict the counted tokens; one row of zeros if this rank predicts none."""
         picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 

@@ -79,9 +79,10 @@ class KeptTokens:
 def kept_tiles(
     kept: KeptTokens, targets: Int[Tensor, " positions"], first_column: int, columns: int, shape: tuple[int, int]
 ) -> Iterator[Tile]:
-    """Yield tiles that cover the kept tokens in this rank's shard of the vocabulary. The tiles are on the host.
+    """Yield tiles of logits that cover the kept tokens in this rank's shard of the vocabulary, on the host.
 
     Args:
+        kept: the tokens that top-k, top-p and min-p left at each position.
         targets: the sampled token of each position.
         first_column, columns: first token id of the shard, and number of its token ids.
         shape: maximum numbers of rows and columns of a tile.

@@ -298,12 +298,18 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """Return whether a policy may call `from_hidden_states`: the loss's own class sets `takes_hidden_states = True`."""
+    """Return whether a policy may call `from_hidden_states` of `loss_fn` instead of calling `loss_fn` with logits.
+
+    It may if the class of `loss_fn` itself sets `takes_hidden_states = True`; the value of a base class is ignored.
+    """
     return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the loss's own class, not a base class, says that the loss reads only tokens of `tokens_read`."""
+    """Return whether the loss is known to read only the tokens in its mask `tokens_read`.
+
+    It is if the class of `loss_fn` itself sets `reads_counted_tokens_only = True`; a base class's value is ignored.
+    """
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 

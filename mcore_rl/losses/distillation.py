@@ -184,8 +184,8 @@ class DistillationLossFn(_Distillation):
         Args:
             student_logprobs: may be logits if both distributions are renormalised over the k tokens. In this case, the
                 logits of all other tokens have a gradient of exactly 0.
-            entropy: entropy of the student's distribution over the whole vocabulary; None if the loss does not need it.
-                Without it, both distributions are renormalised, except for kl_type=reverse_unnormalized.
+            entropy: entropy of the student's distribution over the whole vocabulary. None for losses that do not need
+                it: those that renormalise both distributions over the k tokens, and kl_type=reverse_unnormalized.
         """
         teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs)
         if self.options.kl_type != "reverse_unnormalized":

@@ -65,7 +65,7 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """Return a dataclass field with the default `default`. YAML may omit it; a dictionary must contain it (NeMo RL)."""
+    """Return a dataclass field for an option that YAML may omit, but a dictionary must contain, as in NeMo RL."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 

@@ -94,8 +94,8 @@ class PolicyTerms:
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
-    clipped_low, clipped_high: whether the lower or the upper bound clips the token; if None, whether `clipped_ratio`
-        is above or below `ratio`.
+    clipped_low, clipped_high: True for the tokens that the lower or the upper bound clips. None: these are the tokens
+        whose `clipped_ratio` is above `ratio` (low) or below it (high).
     metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
@@ -243,7 +243,7 @@ else:
 def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return eˣ with x clamped to at most 20 nats (gradient 0 above); 0 if x is NaN or eˣ is not finite in this dtype.
 
-    The product of two such results and a probability ratio is therefore finite too.
+    Because of the bound of 20 nats, a product of three such values is finite too (in fp32).
     """
     fits = x <= math.log(torch.finfo(x.dtype).max)
     return torch.where(fits, torch.exp(torch.where(fits, x, 0).clamp(max=LOG_RATIO_LIMIT)), 0)
@@ -307,8 +307,8 @@ def calculate_kl(
     k3: eˣ − x − 1. Its mean is the KL, and it is never negative.
 
     Args:
-        clamp: largest |x|, against overflow: values of e²⁰ would be meaningless. None computes the formula without a
-            bound, as NeMo RL's documented version does.
+        clamp: x is clamped to ±`clamp`, so that eˣ does not overflow. None for no bound, as in NeMo RL's documented
+            version.
         output_clamp: largest absolute value of the estimate; None for no bound.
     """
     x = logprobs_reference - logprobs
@@ -339,9 +339,9 @@ def kl_weights(
     value: the weight has no gradient, so only the estimate's formula is differentiated. The mean gradient over samples
         of π is 0 for k1, which therefore does not regularise; ∇KL(π ‖ π_ref) for k2; and ∇KL(π_ref ‖ π) for k3. The
         GRPO paper (arXiv:2402.03300), TRL and NeMo RL's documented version use k3 in this way.
-    unbiased: the weight has a gradient, as exp(current − detached current) has, so that the probability of sampling the
-        token is differentiated too. The mean gradient is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477), and
-        ∇E[k2] for k2. NeMo RL's present version does this.
+    unbiased: the weight has a gradient, so that the probability of sampling the token is differentiated too. (The
+        weight 1 is computed as exp(current − current), with the second term detached.) The mean gradient is
+        ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477), and ∇E[k2] for k2. NeMo RL's present version does this.
     """
     if generation_logprobs is None:
         if gradient == "value":

@@ -153,8 +153,8 @@ def aot(pairs: Pairs) -> Tensor:
 def aot_unpaired(pairs: Pairs) -> Tensor:
     """Return −log σ(β·(chosen reward − rejected reward)): both rewards have the same rank in the global batch.
 
-    The rejected reward of the same rank may belong to a pair of another microbatch, so it has no gradient here.
-    Therefore a second term, whose value is 0, gives the rejected rewards of this microbatch their gradient.
+    The rejected reward of the same rank may belong to a pair of another microbatch, so it is a constant here. The
+    gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)
