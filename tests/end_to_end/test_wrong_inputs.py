@@ -493,7 +493,10 @@ OPTIONS = [
         "--response-part 0.0: must be a fraction of a sequence, above 0 and at most 1",
     ),
     (["--lengths", "9", "--response-part", "nan"], "--response-part nan: must be a fraction of a sequence, above 0"),
-    (["--hardware", "tpu"], "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; or write FILE:NAME"),
+    (
+        ["--hardware", "tpu"],
+        "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; a kind of your own file is written FILE:NAME",
+    ),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
     (["--search", "--ranks", "first"], "--ranks: needs a single layout; leave out --search"),
     (["--search", "--load-from", "2"], "--load-from: needs a single layout; leave out --search"),
