@@ -238,10 +238,11 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """For each loss that sorts values, return [2n]: for each row, the value with which the loss compares the row.
+    """For aot and aot_unpaired (if in `kinds`), return the values [2n] with which the rows' values are compared.
 
-    aot compares a pair's policy margin with the reference margin of the same rank; aot_unpaired compares a chosen
-    reward with the rejected reward of the same rank, and vice versa. Equal values are ranked in the order of the pairs.
+    Both losses compare values that have the same rank in the global batch. aot compares a pair's policy margin with a
+    reference margin. aot_unpaired compares a chosen reward with a rejected reward, and vice versa. Equal values are
+    ranked in the order of the pairs.
 
     Args:
         kinds: losses and their weights.
@@ -424,10 +425,11 @@ class BradleyTerryLoss(PreferenceLoss):
 class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
     """Direct preference optimization (arXiv:2305.18290) and variants, with an optional SFT term on the chosen rows.
 
-    The loss is w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
-    their mean with `preference_average_log_probs`. It is normalised by global_valid_seqs / 2. The values of
-    `DPOOptions` are also attributes of the loss. Losses without a reference ignore `reference_policy_logprobs`.
-    Losses that sort quantities of the whole batch read the columns that `batch_columns` returns.
+    The loss is w_p · L_pref(r) + w_s · NLL(chosen): the preference loss of the rewards r, plus the SFT term. A row's
+    reward is r = Σ (logprob − reference logprob) over its tokens, or their mean with `preference_average_log_probs`.
+    The loss is divided by global_valid_seqs / 2, the number of pairs. The values of `DPOOptions` are also attributes of
+    the loss. Losses without a reference ignore `reference_policy_logprobs`. aot and aot_unpaired also need the columns
+    that `batch_columns` returns.
     """
 
     reads_counted_tokens_only = True
@@ -545,7 +547,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return weighted_sum(self.kinds, Pairs(chosen, rejected, chosen - rejected - margin, beta, self.options))
 
     def _pairs(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> tuple[Float[Tensor, " rows"], Pairs]:
-        """Return the rewards of all rows, and the `Pairs` that the losses on pairs read."""
+        """Return the rewards of all rows, and the quantities of all pairs that the preference losses need."""
         mask, options = token_mask_of(data, logprobs), self.options
         log_ratios = self._log_ratios(logprobs, data, mask)
         rewards = scores = _divided(log_ratios, mask) if self.averages else log_ratios
@@ -573,7 +575,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return chosen - rejected
 
     def _log_ratios(self, logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor) -> Float[Tensor, " rows"]:
-        """Return, for each row, the weighted sum over its tokens of logprob − reference logprob (if used), in nats."""
+        """Return each row's Σ weight · (logprob − reference logprob); without a reference, Σ weight · logprob."""
         if self.needs_reference:
             logprobs = logprobs - self._reference(data, logprobs)
         return masked_sum(logprobs, self._token_weights(mask), dim=-1)
@@ -596,10 +598,10 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def batch_columns(
         self, next_token_logprobs: Float[Tensor, "batch predicted"], data: BatchedDataDict[Any]
     ) -> dict[str, Tensor]:
-        """Return additional columns of the batch, name → [B], for losses that sort values of all pairs. Collective.
+        """Return the additional columns of the batch, name → [B], that aot and aot_unpaired need. Collective.
 
-        The column `LOSS_partner` contains, for each row, the value with which this loss compares the row: the value
-        that has the same rank. The result is {} if no loss sorts.
+        The columns are `aot_partner` and `aot_unpaired_partner`: for each row, the value with which the loss compares
+        the row's value (`batch_partners`). It may come from any pair of the global batch. Other losses need no columns.
 
         Args:
             next_token_logprobs: log-probabilities of this replica's rows under the policy's current weights.
@@ -620,8 +622,8 @@ class WeightedDPOLossFn(DPOLossFn):
 
     This is WPO (arXiv:2406.11827, eq. 2). Each token has a weight p / Σ p²: p is the token's probability, and the sum
     is over the vocabulary. A response's weight is the geometric mean of its tokens' weights; a pair's weight is the
-    product of its two responses' weights. Σ p² needs no sum over the vocabulary: if all logits are doubled, the token's
-    probability is p² / Σ p². A policy calls `from_hidden_states`.
+    product of its two responses' weights. No sum over the vocabulary is computed: with all logits doubled, the token's
+    probability is q = p² / Σ p², so its weight is q / p. A policy calls `from_hidden_states`.
     """
 
     takes_hidden_states = True

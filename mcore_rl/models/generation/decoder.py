@@ -201,8 +201,8 @@ class KeyValueLayerCache(LayerCache):
     """Cache of one layer's keys and values.
 
     storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-    gathered: workspaces, one for each shape of a block. The blocks of some of the sequences are copied there before
-        attention. All layers share the workspaces.
+    gathered: for each shape of a block, a workspace: a tensor to which the blocks of a part of the sequences are copied
+        before attention. All layers share the workspaces.
 
     Args:
         sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
@@ -357,8 +357,8 @@ class SequenceCache:
             held: for each sequence, the blocks that store its keys and values.
             slots: for each sequence, the slot that stores its recurrent states.
             lengths: length of each sequence in the next step, including that step's token.
-            fixed_width: if set, all steps have the same sizes: `lengths` are the lengths up to which the sequences may
-                grow, and the block table has this many columns.
+            fixed_width: number of columns of the block table, if the sizes must be the same in all steps. `lengths` are
+                then the largest lengths that the sequences may reach.
         """
         self._fit()
         width = fixed_width or max(map(len, held))
@@ -386,10 +386,10 @@ class SequenceCache:
         return x
 
     def ranges(self) -> list[tuple[slice, int]]:
-        """Divide the running sequences into parts; return the range of each part, and its longest sequence's length.
+        """Divide the running sequences into parts; return each part's slice of their list, and its greatest length.
 
-        A range is a slice of the list of sequences. The gathered keys and values of a part are padded to its longest
-        sequence. If sequences of very different lengths were one part, they would need more memory than the cache.
+        Attention copies the keys and values of one part at a time into a workspace, padded to the part's longest
+        sequence. A part has as many sequences as fit into a workspace of limited size.
         """
         ranges: list[tuple[slice, int]] = []
         token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)

@@ -238,7 +238,8 @@ class ResponseTensors:
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
     """Gather responses from all ranks along `dimensions`; return them in rank order. Collective.
 
-    In this order, the rank along the last of `dimensions` changes most slowly.
+    The responses of the ranks along the first dimension follow each other; the rank along the last dimension changes
+    most slowly.
     """
     tensors = ResponseTensors.of(own)
     parts = tensors.sizes, tensors.tokens, tensors.kept

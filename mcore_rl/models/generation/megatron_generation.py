@@ -149,12 +149,13 @@ Drawn = tuple[Tensor, Tensor, Tensor | None]
 
 
 class ReplayedStep:
-    """A decoding step of fixed sizes, whose kernels a GPU replays as one CUDA graph, always on the same tensors.
+    """A decoding step of fixed sizes that a GPU replays as one CUDA graph. The graph always uses the same tensors.
 
     For small models the host needs longer to launch a step's kernels one by one than the GPU needs to run them.
 
     Args:
-        next_of: function that computes the step from the state [3, rows]; it reads and writes `cache`.
+        next_of: function that computes the step. Its argument [3, rows] contains, for each sequence, the last token,
+            the token's position, and the seed of the random numbers. The function reads and writes `cache`.
         graphs: memory pool in which the graph is created.
     """
 
@@ -170,7 +171,7 @@ class ReplayedStep:
         self.cache.table, self.cache.slots_of_rows = self.table, self.slots
 
     def __call__(self, state: Tensor) -> Drawn:
-        """Run the step for the n sequences in the columns of `state` [3, n]; further rows of the step are unused."""
+        """Run the step for n sequences, the columns of `state` [3, n]; n may be less than the step's fixed size."""
         count = state.shape[1]
         self.state.copy_(F.pad(state, (0, len(self.table) - count)))
         state, logprobs, kept = self._run()
@@ -178,7 +179,10 @@ class ReplayedStep:
 
 
 def fixed_size(size: int) -> int:
-    """Round `size` up, by at most an eighth, to one of eight numbers between two powers of two."""
+    """Round `size` up to a multiple of 2^k / 8, where 2^k is the largest power of two up to `size`.
+
+    Only a few different sizes remain, and none grows by more than an eighth. Sizes below 16 do not change.
+    """
     step = max(1, 2 ** (size.bit_length() - 1) // 8)
     return -(-size // step) * step
 
@@ -287,7 +291,8 @@ class ContinuousBatch:
     def _fix_sizes(self) -> None:
         """Arrange the cache for steps of fixed sizes, and choose the replayed step that has these sizes.
 
-        The unused rows of a step write to a spare block and a spare slot. Their length is that of the last sequence.
+        A step may have more rows than there are running sequences. The additional rows are as long as the shortest
+        sequence, and write to a spare block and a spare slot.
         """
         width = fixed_size(max(len(s.blocks) for s in self.going))
         unused = fixed_size(len(self.going)) - len(self.going)

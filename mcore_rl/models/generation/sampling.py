@@ -106,8 +106,8 @@ def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"
 def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     """Return a uniform number in [0, 1) for each position: a hash of seed, sample and position, the same on any device.
 
-    The hash is SplitMix64 (doi:10.1145/2714064.2660195). SplitMix64 uses uint64. Products and sums of int64 have the
-    same bits; only right shifts differ, hence `_shifted`.
+    The hash is SplitMix64 (doi:10.1145/2714064.2660195). It is defined for uint64 and computed here in int64. Products
+    and sums have the same bits in both; right shifts differ, so `_shifted` takes their place.
 
     Args:
         states: result of `random_states`.

@@ -1,4 +1,7 @@
-"""The modules that import Megatron-Core. On import, Megatron-Core binds to the device functions that it finds."""
+"""The modules that import Megatron-Core. Call `initialize_platform` before importing any of them.
+
+The reason: when Megatron-Core is imported, it takes the device's functions as they are then, and keeps them.
+"""
 
 from importlib import import_module
 

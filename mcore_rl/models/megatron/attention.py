@@ -173,9 +173,9 @@ class GroupedQueryAttention(KeyValueMixer):
     output_gate: whether each query head has a gate. The sigmoid of the gate multiplies the head's output.
     post_norm_name: Hugging Face name of the norm after the output projection; "" if there is none.
     rope_factor: factor by which cos and sin of the rotary embedding are multiplied.
-    neighbours: number of elements, from the start of each query and key head, that the Hugging Face model rotates in
-        pairs of neighbours. In Megatron the two elements of a pair are half of this number apart, so the weight's rows
-        are reordered.
+    neighbours: number n of elements, from the start of each query and key head, that the Hugging Face model rotates as
+        pairs of neighbours: elements 0 and 1, 2 and 3, and so on. Megatron rotates elements i and i + n / 2 as a pair,
+        so the weight's rows are reordered. 0 if the Hugging Face model does not rotate neighbours.
     has_sinks: whether each query head has a sink: the score of an additional key. The value of this key is 0.
     query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """

@@ -51,8 +51,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tile:
-    """Ranges of queries with ranges of keys. Each query sees all keys of the tile, unless `causal` or `window` is set.
+    """Ranges of queries, and for each of these ranges the keys that its queries see.
 
+    queries: the ranges of queries. keys: each element contains one range of keys for each range of queries. Queries see
+        all keys that belong to their range, unless `causal` or `window` is set.
     causal: if True, there are as many keys as queries, and query i sees only the first i + 1 keys.
     window: if set, the last query sees the last `window` keys. For each earlier query the window is one key further
         back.
@@ -89,10 +91,12 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The zigzag chunk `number` of the segment `segment`, or of each of `count` segments from `segment` on.
+    """A zigzag chunk of one segment, or the same chunk of several successive segments that are equally long.
 
-    Several segments are taken together only if they are equally long and none of them continues another segment.
-    queries: numbers of the chunks' rows among the rank's own rows.
+    segment: the first of these segments. count: number of segments. Several segments are taken together only if none
+        of them continues another segment.
+    number: number of the chunk in its segment.
+    queries: numbers of the chunks' rows, counted in this rank's rows.
     """
 
     pack: _Pack
@@ -102,7 +106,7 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the rows of chunk `number` of the same segments, as row numbers among the rows of all ranks."""
+        """Return the keys of chunk `number` of the same segments: their numbers, counted in the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
@@ -226,8 +230,8 @@ class AttentionPattern:
     query_lengths: number of queries in each of the rank's zigzag chunks.
     key_lengths: for each chunk, the number of keys that it sees. The last of these keys belong to the chunk's own
         tokens.
-    is_apart: whether the keys must be selected from the gathered rows by `index`. If False, the gathered rows, in rank
-        order, are exactly the keys that the chunks see, chunk after chunk.
+    is_apart: whether the keys that the chunks see must be selected from the gathered rows by `index`. False without
+        context parallelism and shared prefixes: the chunks then see all rows, in their order.
     """
 
     def __init__(self, layout: PackLayout, cp_rank: int) -> None:
@@ -304,11 +308,10 @@ class AttentionPattern:
 def visible_keys(
     layout: PackLayout, cp_rank: int, *others: Tensor, sends_index: bool = True
 ) -> tuple[AttentionPattern, list[Tensor]]:
-    """Return a pack's attention pattern for the kernel of `platform.device()`, and copies of `others` on that device.
-
-    All tensors are copied to the device together.
+    """Return a pack's attention pattern, and copies of `others` on the device.
 
     Args:
+        others: further tensors. They are copied to the device together with the pattern's tensors.
         sends_index: whether the pattern's index tensors, which the local attention needs, are copied as well.
     """
     visible, device = AttentionPattern(layout, cp_rank), platform.device()
@@ -326,8 +329,8 @@ class Kernel:
     attend: function of queries [Q, heads, d], keys and values [K, groups, d], the attention pattern, the scale of
         scores (1/√d if None), the window and the sinks [heads]. It returns [Q, heads, d]. A sink is the score of an
         additional key. The value of this key is 0.
-    reads_in_place: whether `attend` takes the keys and values of all ranks' rows, in rank order. Otherwise it takes the
-        rows that each chunk of queries sees, chunk after chunk.
+    reads_in_place: which keys and values `attend` takes. If True, those of all ranks' rows, in rank order. If False,
+        those that the chunks of queries see, chunk after chunk.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None, Tensor | None], Tensor]
