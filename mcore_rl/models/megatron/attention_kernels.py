@@ -163,8 +163,8 @@ class _Pack:
     def descendants(self) -> Iterator[tuple[int, Rows]]:
         """Yield each segment that has descendants on this rank, with the rows of all its descendants.
 
-        The descendants of a segment are the segments that continue it, and their descendants. Rows are numbered among
-        this rank's rows. They are a single range, because the tree of segments is stored depth first.
+        The descendants of a segment are the segments that continue it, and their descendants. Their rows, counted in
+        this rank's rows, are a single range, because the tree of segments is stored depth first.
         """
         parents = self.tree.parents if self.tree is not None else ()
         for segment in range(len(parents)):
@@ -243,7 +243,7 @@ class AttentionPattern:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, on the host, the tensors that a kernel needs unless it reads in place (`Kernel.reads_in_place`).
+        """Return the pattern's tensors for the kernel, on the host. Kernels with `reads_in_place` do not need them.
 
         Returns:
             Cumulative lengths of the chunks' queries and of their keys (int32), and `index` (int64). `index` is empty
@@ -254,7 +254,7 @@ class AttentionPattern:
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Keep the arguments, copies on the device of the tensors that `on_host` returns, for the kernel."""
+        """Store, for the kernel, the tensors that `on_host` returns after they have been copied to the device."""
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:
@@ -293,8 +293,8 @@ class AttentionPattern:
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Return a mask [queries, keys] that is added to scores, with dtype and device of `like`.
 
-        The last query sees the last `window` keys. The query i places before it sees as many keys, i places earlier.
-        If `window` is None, the last query sees all keys, and the query i places before it all but the last i.
+        The last query sees the last `window` keys. For each earlier query the window is one key further back. If
+        `window` is None, the last query sees all keys, the query before it all but the last key, and so on.
         """
         key = (queries, keys, window, like.dtype, like.device)
         if key not in self._masks:

@@ -62,8 +62,8 @@ class ChunkPlan:
     before: [width − 1, T], for each position, the positions of the previous width − 1 tokens of its sequence, the
         nearest first; −1 where there is none.
     last: [segments], position of the last token of each segment that has tokens.
-    order: [segments], index that brings the segments' final states into the order of the pack. Before, these states are
-        in the order in which the steps complete the segments.
+    order: [segments], index that sorts the segments' final states into the order of the pack. The steps compute these
+        states in the order in which the segments end.
     """
 
     steps: tuple[Step, ...]
@@ -245,7 +245,7 @@ def _scan(
 
     Args:
         new: [chunks, …, CHUNK, value_dim], values that the chunk's tokens would write if S were 0.
-        reads: [chunks, …, CHUNK, key_dim], factors of S in the correction of `new`.
+        reads: [chunks, …, CHUNK, key_dim], vectors by which the tokens read S; reads · S is subtracted from `new`.
         key: [chunks, …, CHUNK, key_dim], keys by which the values are written.
         whole: [chunks, …, 1, 1], decay of the state over the whole chunk.
 

@@ -161,7 +161,7 @@ class LogprobHead:
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
     def _tiles(self, kept: KeptTokens, positions: LossPositions, targets: Tensor) -> list[Tile]:
-        """Return, on the host, tiles for `linear_logprobs` of the tokens that the sampler kept at `positions`."""
+        """Return tiles of the logits, on the host, that cover the tokens which the sampler kept at `positions`."""
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.vocab_size)

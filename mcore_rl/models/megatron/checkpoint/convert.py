@@ -51,7 +51,7 @@ def describe(iteration: Path) -> Iterator[str]:
     """Yield lines about a checkpoint: integrity, state, tensors (shape, precision, shards), size and configuration.
 
     Raises:
-        UserError: the checkpoint names code to run.
+        UserError: the checkpoint contains references to functions, which loading would call.
     """
     index = check_trusted(iteration)
     common = torch.load(iteration / "common.pt", weights_only=True)
@@ -149,7 +149,8 @@ def megatron_to_hf(
         chat_template: chat template to write in place of the source's.
 
     Raises:
-        UserError: the checkpoint has another architecture, or names code to run.
+        UserError: the checkpoint has another architecture, or contains references to functions, which loading would
+            call.
     """
     index = check_trusted(iteration)
     hf_config = load_hf_config(source)
@@ -253,7 +254,7 @@ def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]
 def _read_parts(
     items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: ModelShard
 ) -> Iterator[tuple[WriteItem, Tensor]]:
-    """Yield the write items in `items` with values that are read from `source`, each when it is needed."""
+    """Yield each write item in `items` with its values. They are read from `source` just before they are yielded."""
     places = {
         (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
     }

@@ -84,10 +84,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(iteration: Path) -> Metadata:
-    """Return the index of a checkpoint; code that the file may name is not run.
+    """Return the index of a checkpoint. If the file contains references to functions, they are not called.
 
     Raises:
-        UserError: the file is not an index, or names a class that an index does not contain.
+        UserError: the file is not an index, or refers to a class or function that an index does not need.
     """
     try:
         with open(iteration / ".metadata", "rb") as file:
@@ -105,8 +105,8 @@ def check_trusted(iteration: Path) -> Metadata:
     """Check that loading a checkpoint runs no code and reads no file outside its directory; return its index.
 
     Raises:
-        UserError: the checkpoint names code to run, or a file outside its directory. The message contains the file and
-            the name.
+        UserError: the checkpoint refers to functions, which loading would call, or to a file outside its directory. The
+            message contains the reference and where it was found.
     """
     index = read_index(iteration)
     for storage in index.storage_data.values():
@@ -289,7 +289,7 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return the number of the byte of `shard` at which its elements begin.
+    """Return where the elements begin in the file object `shard`, as a number of bytes from its start.
 
     Return None if the elements are not stored contiguously, in row-major order and uncompressed.
     """
@@ -325,7 +325,9 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
 def _rows(
     sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
-    """Divide a region of a row-major tensor into smaller regions, each in a subtensor whose rows fit into a block.
+    """Divide a region of a row-major tensor into smaller regions, each consisting of rows that fit into a block.
+
+    If a row does not fit, or the region has a single row, each row is divided in the same way, as a smaller tensor.
 
     Args:
         sizes: shape of the tensor.
@@ -402,8 +404,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     """Restore the whole training state under this run's parallel layout. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit the model, names code to run, or lacks some state and `allow_partial` is
-            not set.
+        UserError: the checkpoint does not fit the model, refers to functions, which loading would call, or lacks some
+            state and `allow_partial` is not set.
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
@@ -510,7 +512,7 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
         name: name of a model that is trained together with the policy; "" for the policy itself.
 
     Raises:
-        UserError: the checkpoint does not fit the model, or names code to run.
+        UserError: the checkpoint does not fit the model, or refers to functions, which loading would call.
     """
     index, weights = check_trusted(iteration), model_state(model, name)
     _read_regions(iteration, index, tensor_regions(weights))

@@ -235,12 +235,12 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner for a checkpoint, which also plans the shards `own`. Their places are already known.
+    """Megatron's planner for a checkpoint, which also adds the shards `own` to the plan.
 
     PyTorch checks that the shards of all ranks together make whole tensors.
 
     Args:
-        own: shards that only this rank has, with their places in the checkpoint.
+        own: shards that only this rank has: for each, the write item (its place in the checkpoint) and the values.
     """
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
@@ -532,7 +532,7 @@ class PendingSave:
             time.sleep(POLL_SECONDS)
 
     def _discard(self, error: str | None) -> None:
-        """Remove the partial checkpoint and raise SaveError on every rank. No process may write any more."""
+        """Remove the partial checkpoint and raise SaveError on every rank. Call it after the writing has been ended."""
         try:
             raise_on_all_ranks(error)
         finally:

@@ -107,11 +107,12 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Divide those of a parameter's elements start … end − 1 that are in its part `part` into rectangles.
+    """Divide a range of a parameter's elements into rectangles, as far as the range lies in the part `part`.
 
     Args:
         first: number of the part's first element in the parameter.
-        values: the elements start … end − 1.
+        values: the elements of the range.
+        start, end: the range is start … end − 1, in row-major order.
 
     Yields:
         The offsets of the rectangle in the tensor that the checkpoint stores, the rectangle's values, the shape of the

@@ -74,9 +74,9 @@ class Mixture(Family):
 
     count_field: configuration field for the number of experts in a layer. width_field: configuration field for the size
         of an expert's hidden layer.
-    mlp_name: Hugging Face name of the module that contains a layer's experts. The following names are names in this
-        module. expert_names: an expert's gate, up and down projections. shared_name: the shared expert.
-        selection_bias_name: the bias for the choice of experts.
+    mlp_name: Hugging Face name of the module that contains a layer's experts. shared_name, selection_bias_name: names,
+        in this module, of the shared expert and of the bias for the choice of experts.
+    expert_names: names, in an expert's module, of its gate, up and down projections.
     """
 
     count_field: ClassVar[str] = "num_experts"
