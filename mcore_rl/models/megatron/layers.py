@@ -220,8 +220,8 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 class _Normed(torch.autograd.Function):
     """The function weight · x / rms(x), which saves less for the backward pass than autograd would.
 
-    It saves only x, the weight and one factor per row; autograd would also save results in fp32. The result is rounded
-    to the precision of x: after the product with the weight if the weight is fp32, otherwise before.
+    It saves only x, the weight and one factor per row; autograd would also save results in fp32. If the weight is fp32,
+    the whole product is computed in fp32 and then rounded to the precision of x. Otherwise x / rms(x) is rounded first.
     """
 
     @staticmethod

@@ -53,7 +53,7 @@ def is_expert_target(target: str) -> bool:
 def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
     """Return the name of the module that PEFT creates to adapt `target`, a parameter of all experts of a layer.
 
-    If both parameters of the experts have adapters, PEFT's module of one wraps PEFT's module of the other.
+    If both parameters of the experts have adapters, PEFT's module for `GATE_UP` is inside its module for `DOWN`.
 
     Args:
         layer: name of the layer's module in the Hugging Face model, with a trailing dot.
@@ -184,7 +184,7 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """The adapted modules and the adapted parameters of experts: the last part of each name."""
+        """Names of the adapted modules and of the experts' adapted parameters: `q_proj`, `experts.down_proj`, …"""
         modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
         if self.target_parameters:
             modules.discard("experts")

@@ -51,7 +51,8 @@ class Adapter(torch.nn.Module):
         a: [n · rank, columns], the A matrices of the layer's n adapted projections, below each other.
         b: [rows, rank], the B matrices of all projections of the layer, below each other.
         owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
-        sequence_parallel: whether the tokens of the layer's unsharded input or output are divided over the ranks.
+        sequence_parallel: whether sequence parallelism divides tokens over the ranks: those of the input (column-
+            parallel layer) or of the output (row-parallel layer).
         fork: whether tensor-parallel ranks see different inputs. If so, each rank needs its own random dropout.
     """
 
@@ -74,7 +75,8 @@ class Adapter(torch.nn.Module):
     def spread(self) -> Tensor:
         """Return B as one matrix for all n projections, [rows, n · rank].
 
-        Each projection has `rank` columns. A row of B is in the columns of its projection and 0 in all others.
+        Each projection has `rank` columns. Each row of B is placed in the columns of its projection; the other columns
+        of the row are 0.
         """
         owned: Any = self.owned
         return (self.lora_B[:, None] * owned).flatten(1)

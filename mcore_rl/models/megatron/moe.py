@@ -345,9 +345,9 @@ class ExpertsMixin:
     load: statistics of the current training step; None outside a step.
 
     Args:
-        has_biases: whether the experts' linear layers have biases. Megatron's own option applies to all linear layers,
-            and Megatron rejects it for tensor-parallel experts. Therefore only the experts' copy of the configuration
-            has this option. The fused dropout is switched off in this copy; experts have no dropout.
+        has_biases: whether the experts' linear layers have biases. If so, the experts get their own copy of the
+            configuration, in which Megatron's option for biases is on and fused dropout is off. In the model's
+            configuration the option would apply to all linear layers, and be rejected for tensor-parallel experts.
     """
 
     load: RouterStatistics | None = None

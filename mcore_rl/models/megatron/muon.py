@@ -170,9 +170,9 @@ class Muon:
             yield own, own.mapping.kind.read(own.mapping.parts, source, ranks.rank, ranks.size)
 
     def _of_part(self, momentum: Tensor) -> list[Tensor]:
-        """Orthogonalize `momentum`, the momentum of one tensor (or of some of its rows) of the model directory.
+        """Orthogonalize `momentum`, which belongs to one tensor of the model directory, or to some of its rows.
 
-        Return a list with one matrix; if `momentum` has a leading dimension, with a matrix for each of its indices.
+        Return a list of matrices: one if `momentum` is 2-D; one for each index of the first dimension if it is 3-D.
         """
         matrices = momentum.reshape(-1, *momentum.shape[-2:]).to(self.dtype)
         return [orthogonalized(matrix, self.config.muon_steps) for matrix in matrices]
@@ -185,7 +185,7 @@ def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
 
 
 class _Parts:
-    """The update of a parameter, in the form of the model directory's tensors. Each rank reads its shard from them."""
+    """The update of a parameter, divided into the tensors of the model directory. Each rank reads its shard of it."""
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:
         pieces = flat.split([math.prod(part.shape) for part in mapping.parts])

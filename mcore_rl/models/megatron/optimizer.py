@@ -145,8 +145,8 @@ class AdamWInBfloat16:
     It runs before Megatron's optimizer, which finds no gradients for the parameters that were updated here.
 
     Args:
-        optimizer: Megatron's optimizer. This object updates the parameters for which `optimizer` has no state yet. The
-            parameters that Muon updates have a state if `Muon` is created first.
+        optimizer: Megatron's optimizer. This object takes over all of its parameters that have no state yet. Create
+            `Muon` before: it gives a state to the parameters that Muon updates.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:

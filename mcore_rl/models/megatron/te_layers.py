@@ -36,12 +36,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def te_config(config: TransformerConfig) -> TransformerConfig:
     """Return the configuration for Transformer Engine's modules. It differs from `config` in two respects.
 
-    The modules create their weights directly on the run's device, or on the meta device inside of
+    First, the modules create their weights directly on the run's device, or on the meta device inside of
     `with torch.device("meta")`. If `use_cpu_initialization` were kept, Megatron's wrappers would instead create each
     whole weight on the host, and copy a shard of it.
 
-    The product that computes a weight gradient adds it to the fp32 buffer. Only these modules get this option, because
-    Megatron's own linear layers, such as the LM head, would need a kernel of apex for it.
+    Second, a weight's gradient is added to DDP's fp32 buffer by the kernel that computes it. Megatron's own linear
+    layers, such as the LM head, do not get this option, because they would need a kernel of apex.
     """
     built = copy.copy(config)
     built.use_cpu_initialization, built.init_model_with_meta_device = False, torch.empty(0).is_meta

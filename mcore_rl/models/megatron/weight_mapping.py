@@ -37,10 +37,10 @@ class Part:
 
 
 class Kind(ABC):
-    """How a parameter consists of Hugging Face tensors (`Part`), and how it is sharded over tensor-parallel ranks.
+    """How a parameter is composed of Hugging Face tensors (`Part`), and sharded over tensor-parallel ranks.
 
     partition_dim: the dimension of the parameter that is sharded; None if every rank has the whole parameter.
-    is_transposed: whether rows of the parts are inputs and columns are outputs. In the parameter it is the reverse.
+    is_transposed: whether the parts are [in, out], the transpose of the parameter, which is [out, in].
     """
 
     partition_dim: int | None = 0
@@ -266,7 +266,7 @@ class QueryKeyValue(Interleaved):
         return rows[:, self._order(part).argsort()] if self.neighbours and part < 2 else rows
 
     def _order(self, part: int) -> Tensor:
-        """For each row of a group in the parameter's order, return its number in the Hugging Face tensor's group.
+        """Return the Hugging Face numbers of one group's rows, counted in the group, in the parameter's order.
 
         Args:
             part: 0 for the queries, 1 for the key.
