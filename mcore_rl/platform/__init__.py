@@ -94,9 +94,9 @@ def resolve(config: ConfigT) -> ConfigT:
 
 
 def fuses_weight_gradients() -> bool:
-    """Return whether Megatron's linear layers can fuse the product for a weight gradient with its sum in fp32.
+    """Return whether Megatron's linear layers can add a weight gradient to its fp32 buffer in a single kernel.
 
-    The fused product, which adds directly to the fp32 buffer, needs a kernel of apex.
+    The kernel, which multiplies the matrices and adds the product to the buffer, is part of apex.
     """
     return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
@@ -335,7 +335,8 @@ def initialize_platform(simulate: bool = False) -> None:
     calls do nothing.
 
     Raises:
-        RuntimeError: `megatron.core` has already been imported, and has bound some of the functions to replace.
+        RuntimeError: there is no GPU, and `megatron.core` has already been imported: it could still use functions of
+            `torch.cuda` that would now be replaced.
     """
     global _installed, _simulates
     if _installed:

@@ -232,7 +232,7 @@ def kernel_of_torch() -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the result of `F.linear` of float32 tensors, computed with oneDNN. No gradient; any number of tokens."""
+    """Return the result of `F.linear` of float32 tensors, computed with oneDNN and without gradients."""
     y = _rows_times(x.flatten(0, -2), weight, bias)
     return y.unflatten(0, x.shape[:-1])
 
@@ -245,7 +245,7 @@ def uses_onednn(x: Tensor, y: Tensor) -> bool:
 
 
 def product_of_torch(x: Tensor, y: Tensor) -> Tensor:
-    """Return x · y, computed by torch's own kernel, which keeps no code for the shapes of `x` and `y`."""
+    """Return x · y, computed by torch's own kernel. Unlike oneDNN, it keeps no generated code for each shape."""
     return torch.mm(x, y, out=x.new_empty(0))  # this overload has torch's kernel
 
 
@@ -269,7 +269,7 @@ def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _sum_over_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Return xᵀ · y, computed in blocks of rows; the rows of `x` and `y` are the same tokens."""
+    """Return xᵀ · y, computed in blocks of rows and summed. Row i of both `x` and `y` belongs to token i."""
     if x.shape[1] > y.shape[1]:  # oneDNN copies the left factor, because it is transposed: let it be the smaller one
         return _sum_over_rows(y, x).t().contiguous()
     parts = (_onednn(_filled(x[rows], size).t(), _filled(y[rows], size).t()) for rows, size in _blocks(len(x)))

@@ -434,7 +434,7 @@ def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _phases(run: Run) -> list[str]:
-    """Return the names of those metrics of the run that are seconds of a step or of its phases."""
+    """Return the names of the run's metrics that are durations, in seconds, of a step or of a phase of it."""
     return [name for name in run.metrics if name.endswith("_seconds") and not name.startswith("validation_")]
 
 

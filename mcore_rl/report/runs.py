@@ -105,7 +105,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """Lines with the phase of each rank that has written a report of its stacks (see `run.watchdog`)."""
+        """For each rank that has written its Python stacks to a file, the file's first line, which tells the phase."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 

@@ -33,8 +33,8 @@ class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
     With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. These rollouts continue during
-    training. A step waits for the rollouts of its own prompts, whichever rollouts finish first. The step's rollouts
-    started at most N steps earlier, so the weights that generated their tokens are at most N versions old.
+    training. Each step uses the rollouts of its own prompts, even if rollouts for later steps finish earlier. They
+    started at most N steps before, so the weights that generated their tokens are at most N versions old.
 
     Args:
         steps: number of steps of the run.
@@ -65,7 +65,7 @@ class RolloutCollector:
         With dynamic sampling, groups whose rewards are all equal are replaced.
 
         Args:
-            position: position of the step's first prompt in the order of the run.
+            position: position of the step's first prompt, in the order in which the run uses its prompts.
         """
         options = self.config.rollouts
         if self.recorded is not None:
@@ -99,15 +99,18 @@ class RolloutCollector:
                 self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
 
     def _generate(self, position: int, num_prompts: int) -> RolloutBatch:
-        """Return the rollouts of `num_prompts` prompts, from `position` in the run's order on; they may run already."""
+        """Return the rollouts of `num_prompts` prompts from `position` on; generate them if they were not started yet.
+
+        `position` is counted in the order in which the run uses its prompts.
+        """
         if (begun := self._ahead.pop(position, None)) is not None:
             return self.worker.collect(begun)
         return self.worker.run(*self._prompts(position, num_prompts))
 
     def _prompts(self, position: int, count: int) -> tuple[PromptRequests, range]:
-        """Return a pair (index, prompt) for each response, and the responses' sample ids.
+        """Return a pair (index, prompt) for each response to be generated, and the responses' sample ids.
 
-        The responses are those to `count` prompts, from `position` in the run's order on.
+        The prompts are the `count` prompts from `position` on, in the order in which the run uses its prompts.
         """
         size = self.config.rollouts.num_generations_per_prompt
         indices = self.inputs.train.order(self.config.seed).indices(position, count)
@@ -264,8 +267,8 @@ class RolloutStatistics:
 
         Metrics of rewards are over the judged samples. The mean of a named reward is over those judged samples to which
         the reward applies. `reward_positive_fraction` is the fraction of judged samples with a positive reward: the
-        accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the mean, over all sampled tokens, of the number of
-        tokens that the sampler could have chosen. It exists only if the sampler returns these sets of tokens.
+        accuracy, if rewards are 0 and 1. `kept_tokens_mean` tells from how many tokens the sampler chose (those that
+        top-k, top-p and min-p left), as the mean over all sampled tokens. It exists only if the sampler returns these.
 
         Args:
             if_none_judged: value of the metrics of rewards if no sample could be judged.
@@ -294,7 +297,7 @@ class RolloutStatistics:
 
 
 class StatisticsBySource:
-    """Computes `RolloutStatistics` of all samples; also those of each source of prompts, with metrics named `SOURCE/…`.
+    """Computes `RolloutStatistics` of all samples, and of the samples of each source of prompts (`SOURCE/METRIC`).
 
     Args:
         source_of: function that returns the source of a prompt, given its index; None for a prompt without source.

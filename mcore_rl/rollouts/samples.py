@@ -47,7 +47,7 @@ def packed(
     """Return the values of all columns, without padding, as bytes: a row of bytes for each token, sample after sample.
 
     Args:
-        rows: right-padded columns; not read if there are no rows.
+        rows: right-padded columns; may be empty if `lengths` is empty.
 
     Raises:
         ContractError: the values of a column do not have the column's dtype or shape.

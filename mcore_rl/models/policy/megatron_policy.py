@@ -285,12 +285,12 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """For each trained model, this one first, the number of steps that its learning-rate schedule has counted."""
+        """Steps that the learning-rate schedule has counted: of this model, and of the second trained model, if any."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Advance the learning-rate schedule by `steps` optimizer steps; steps that were left out count as well."""
+        """Advance the learning-rate schedule by `steps`. This is also called for optimizer steps that were left out."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(

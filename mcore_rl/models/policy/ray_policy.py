@@ -233,9 +233,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Start `init_collective` on all ranks and return `ray.ObjectRef`s. Pass them to `wait`.
+        """Start `MegatronPolicy.init_collective` on all ranks; return `ray.ObjectRef`s, to be passed to `wait`.
 
-        Meanwhile the engine's processes must join the group.
+        It creates a process group with the inference engine's processes. These must join it at the same time.
         """
         return self._refs("init_collective", ip, port, world_size)
 

@@ -78,7 +78,7 @@ class ReferenceWeights:
         return f"{self._what}, {size_text(sum(kept.nbytes for kept in self.kept))} a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """Return a map from `id(tensor)` of each of the model's tensors to its value in the reference."""
+        """Return the reference's values of the model's tensors; the key is the model's tensor's `id`."""
         return {id(tensor): kept for tensor, kept in zip(self.tensors, self.kept, strict=True)}
 
     @contextmanager
@@ -163,8 +163,7 @@ class ReferenceLogprobs(Protocol):
         """Return the log-probability of each token of `rows`, [B, S]; column t belongs to token t.
 
         Args:
-            rows: rows made of records of a dataset.
-            units: the dataset.
+            rows: batch with the sequences of some records of the dataset `units`.
             indices: indices of these records in the dataset.
         """
         ...

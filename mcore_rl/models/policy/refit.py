@@ -3,8 +3,8 @@
 A bucket contains several tensors, up to a number of bytes. There are two ways of transfer:
 
 - By collective. The policy's first rank and the engine's processes share a process group. For each bucket three tensors
-  are broadcast: a header (number of tensors, number of bytes), the tensors' numbers in the refit info, and the
-  tensors' concatenated bytes.
+  are broadcast: a header (number of tensors, number of bytes), the tensors' indices in the result of the policy's
+  `prepare_refit_info`, and the tensors' concatenated bytes.
 - By shared memory (IPC). Each bucket is one block of shared memory on every GPU of the policy, or on the host if there
   is no GPU.
 
@@ -75,8 +75,8 @@ class RefitGroup:
     The group is independent of PyTorch's default group. Its methods are collective over all processes of the group.
 
     Args:
-        on_host: send tensors of the host's memory with gloo. This is needed if the policy and the engine use the same
-            GPU, because NCCL does not connect two processes on one GPU.
+        on_host: use gloo, with tensors in host memory, even if there is a GPU. This is needed if the policy and the
+            engine use the same GPU, because NCCL does not connect two processes on one GPU.
 
     Raises:
         RuntimeError: some processes did not join within the store's time limit. Every broadcast has the same limit.
@@ -157,7 +157,7 @@ Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 
 
 def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Concatenate the tensors of `info`: return each tensor's first byte, shape and dtype, and the number of bytes."""
+    """Return the (byte offset, shape, dtype) of each tensor of `info` in a block of them all, and the block's size."""
     places, size = {}, 0
     for name, (shape, dtype) in info:
         places[name] = (size, shape, dtype)
@@ -188,7 +188,10 @@ class Bucket:
         return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """Copy `tensor`, number `number` of the refit info, into the bucket; `has_room` must have returned True."""
+        """Copy `tensor` into the bucket. The caller must first check that the bucket `has_room` for it.
+
+        `number` is the tensor's index in the result of `prepare_refit_info`.
+        """
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
         _put(self.buffer, self.filled, tensor)

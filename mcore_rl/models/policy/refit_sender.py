@@ -105,9 +105,9 @@ class WeightSender:
             keys: names of tensors of the model, or of tensors of the adapters.
 
         Returns:
-            A map from a device to the handle of its block. The key is a GPU's UUID; or "cpu", with one block for all
-            processes. The first rank returns the handles of all devices. Any other rank returns only the handle of its
-            own block, or {} if this rank has no block.
+            A map from a device to the handle of its block. The device is named by the GPU's UUID, or "cpu". Ranks on
+            the same device share one block. The first rank returns the handles of all devices. Any other rank returns
+            the handle of the block that it has created, or {} if it has created none.
 
         Raises:
             ValueError: the model has no tensor with one of these names.

@@ -299,10 +299,9 @@ class ScoringModel:
     def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
         """Return `logprobs` and `score_norms`, [B, S] each: the log-probability and the score norm of each token.
 
-        The score norm of a token is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the vocabulary. It follows
-        from two probabilities of the token: π, and its probability if all logits are doubled, which is π² / Σ π².
-        Dividing π² by the second probability gives Σ π². This needs a second product with the LM head, but no second
-        pass through the model.
+        The score norm of a token with probability π is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the
+        vocabulary. To compute Σ π², all logits are doubled: the token's probability is then p = π² / Σ π², so that
+        Σ π² = π² / p. This needs a second product with the LM head, but no second pass through the model.
         """
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 
@@ -386,15 +385,15 @@ class ScoringModel:
         micro_batch_size: int | None = None,
         is_needed: bool = True,
     ) -> dict[str, Tensor]:
-        """Run the rows of `data` through the model in microbatches; return columns [B, …] of results, by name.
+        """Run the rows of `data` through the model in microbatches; return a dict of result tensors [B, …].
 
-        The columns are on the host, and the same on all ranks that have these rows. If the rows of a microbatch are
-        shorter than the columns, the remaining entries are 0.
+        The results are on the host, and the same on all ranks that have these rows. If the rows of a microbatch are
+        shorter than those of `data`, the remaining entries are 0.
 
         Args:
             purpose: the method that calls this one; error messages start with it.
-            zeros: function that returns, for given rows, the columns as zeros on the device.
-            compute: function that returns a microbatch's columns from the last stage's hidden states.
+            zeros: function that returns the dict for given rows, with zeros on the device, to be filled.
+            compute: function that returns the dict for one microbatch, given the last stage's hidden states.
             model_head: head that the model must have.
             is_needed: whether this process needs the results. If False, a model with its own layout sends it none.
 
@@ -470,7 +469,7 @@ COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask")
 
 
 def per_token(rows: BatchedDataDict[Any], *more: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return zeros on the device, one entry for each token of `rows`: [B, S, *more]."""
+    """Return a tensor of zeros on the device, [B, S, *more], where [B, S] is the shape of `rows["input_ids"]`."""
     return torch.zeros(*rows["input_ids"].shape, *more, dtype=dtype, device=platform.device())
 
 
@@ -493,11 +492,11 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """Rows of the teacher's LM head for this rank's shard of the student's vocabulary, [Vp, hidden].
+        """The part of the teacher's LM head for the tokens in this rank's shard of the student's LM head, [Vp, hidden].
 
-        If the shards of teacher and student are equally large, these rows are the teacher's own shard. Otherwise they
-        are a copy, with zeros in rows that have no token. The student's last stage needs these rows. Collective over
-        the ranks of the last stage; over all ranks if the teacher has its own layout.
+        If the shards of teacher and student are equally large, this is the teacher's shard itself. Otherwise it is a
+        copy, with zeros for tokens that the teacher's head does not have. The student's last stage needs this part.
+        Collective over the ranks of the last stage; over all ranks if the teacher has its own layout.
         """
         is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
         weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None
@@ -512,10 +511,10 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, by microbatch, the teacher's hidden states of the tokens that carry loss, and its LM head (`head`).
+        """Return, for each microbatch, what gives the teacher's logits of the tokens that carry loss.
 
-        The product of both is the teacher's logits of these tokens. The hidden states, [tokens that carry loss,
-        hidden size], stay in memory. The result is {} on all pipeline stages but the last.
+        These logits are the product of two factors, which are returned: the teacher's hidden states of these tokens,
+        [tokens that carry loss, hidden size], and `head`. The result is {} on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.
