@@ -104,10 +104,10 @@ def exchange_rows(
     """Send each row to the replica that wants it; return this replica's wanted rows on all of its ranks. Collective.
 
     Args:
-        own: right-padded columns of the rows that the first rank of this replica has. The columns are on the host.
-            Exactly one replica has each row.
-        held: numbers of the rows in `own`.
-        wanted: for each replica, the numbers of the rows that it receives, in the order of the result; the same on all
+        own: the rows that the first rank of this replica has, as right-padded columns on the host. Each row of the
+            global batch is on exactly one replica.
+        held: for each row in `own`, its index in the global batch.
+        wanted: for each replica, the indices of the rows that it receives, in the order of the result; the same on all
             ranks.
         lengths: number of tokens of each row of the global batch.
         columns: the columns to send.
@@ -124,7 +124,10 @@ def exchange_kept_tokens(
     outcomes: Sequence[RolloutSummary],
     topology: Topology,
 ) -> list[KeptTokens]:
-    """Send the sampler's kept tokens of each row to the replica that wants the row; see `exchange_rows`. Collective."""
+    """Send each row's kept tokens to the replica that wants the row; see `exchange_rows`. Collective.
+
+    The kept tokens are those that top-k, top-p and min-p left for each position.
+    """
     lengths = [outcome.num_tokens for outcome in outcomes]
     found = [KeptTokens.none(0) if kept is None else kept for kept in own]
     sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
@@ -191,7 +194,7 @@ class RolloutSummary:
     """The part of a rollout that every rank has: everything except its tokens and texts.
 
     A field with the same name as a field of `Rollout` has the same meaning. The exception is `kept_tokens`: here it is
-    the number of tokens that the sampler kept, summed over all positions. Lengths are numbers of tokens.
+    the number of tokens that top-k, top-p and min-p left, summed over all positions. Lengths are numbers of tokens.
     """
 
     prompt: int
@@ -232,11 +235,11 @@ class SummaryExchange:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """Gather the summaries of all replicas' rollouts, in the order in which `own` numbers them. Collective.
+        """Gather the summaries of all replicas' rollouts; every rank returns the list of them all. Collective.
 
         Args:
-            own: summaries of this replica's rollouts, by their index in the result. Only the summaries of the replica's
-                first rank are used.
+            own: summaries of this replica's rollouts. The key is the index of the summary in the returned list. Only
+                the first rank of a replica needs to pass them.
             total: number of rollouts of all replicas.
         """
         if not self.topology.leads_replica:
@@ -267,10 +270,10 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """Gather the rows of all ranks in a table [total, width], in fp64 on the host. Collective.
+    """Put the rows of all ranks into one table [total, width], in fp64 on the host. Every rank returns it. Collective.
 
     Args:
-        places: for each of this rank's rows, its place in the table.
+        places: for each of this rank's `rows`, its index in the table.
     """
     table = torch.zeros(total, width, dtype=torch.float64)
     if rows:
@@ -366,9 +369,9 @@ class Rollout:
         self.logprobs += logprobs
 
     def add_reward(self, step: Step) -> None:
-        """Add the rewards in `step`.
+        """Add the rewards in `step`, the judgement of the last response.
 
-        The last response's reward is added to its last token. Token rewards are added to their own tokens.
+        `step.reward` goes to the last token of this response, and `step.token_rewards` go to one token each.
         """
         length = self.response_lengths[-1]
         first = len(self.input_ids) - length
@@ -450,10 +453,10 @@ class RolloutBatch:
 
 
 def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
-    """Return descriptions of the columns with a value for each token, as `to_batch` makes them.
+    """Return descriptions of those columns of `to_batch` that have a value for each token.
 
     Args:
-        experts: numbers of MoE layers and of experts per token, if experts are replayed; otherwise None.
+        experts: (number of MoE layers, number of experts per token) if experts are replayed; otherwise None.
     """
     columns = [
         TokenColumn("input_ids", torch.long, padding=pad_token_id),
@@ -472,8 +475,8 @@ def to_batch(
     rollouts have experts, there is also a column routed_experts [B, S, layers, topk] int16; unknown experts are −1.
 
     Args:
-        experts: numbers of MoE layers and of experts per token, if experts are replayed; otherwise None. Rollouts
-            without a response need these numbers.
+        experts: (number of MoE layers, number of experts per token) if experts are replayed; otherwise None. The shape
+            is needed for rollouts whose request failed: their experts are unknown.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(

@@ -79,7 +79,7 @@ class Conversation:
         return observed
 
     def _observed(self, observation: str, tokenizer: Any) -> list[int]:
-        """Return the tokens between the last response and the next one.
+        """Return the tokens to insert after the last response, so that the policy can generate another response.
 
         After a plain-text prompt, these are only the tokens of `observation`; otherwise the chat template adds text.
         """

@@ -243,16 +243,17 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Remember the passing checkpoints, which a later one replaces (see `save`); `resumed` lists their `steps`.
+        """Take over the passing checkpoints of the earlier launch: those that are removed after a later save.
 
-        Those before `resumed` are removed now, because the earlier launch may have ended before it removed them.
+        The checkpoint `resumed` lists their `steps`. They are removed now, except `resumed` itself, because the earlier
+        launch may have ended before it removed them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]
             self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
-        """Remove the passing checkpoints (see `save`) except `newest`, unless checkpoint.keep_last is set."""
+        """Remove the passing checkpoints (argument `passing` of `save`) except `newest`; none if keep_last is set."""
         earlier = [path for path in self._passing if path != newest]
         self._passing = [path for path in self._passing if path == newest]
         if self.policy.is_writer and self.config.checkpoint.keep_last is None:

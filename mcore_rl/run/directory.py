@@ -63,7 +63,7 @@ class RunDirectory:
             return None
 
     def writes(self, path: Path, exports: bool = True) -> bool:
-        """Return whether a run writes `path` here, or a directory that contains `path`.
+        """Return whether `path` is a file or directory that a run writes in this directory, or lies inside of one.
 
         Args:
             exports: whether the run exports models.

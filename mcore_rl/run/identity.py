@@ -102,10 +102,11 @@ class RunIdentity:
         return cls(**json.loads(text))
 
     def require_same(self, earlier: RunIdentity, where: Path) -> None:
-        """Check that the run of a checkpoint, `earlier`, is this run.
+        """Check that a checkpoint was written by this run.
 
         Args:
-            where: the checkpoint, for the error.
+            earlier: the identity of the run that wrote the checkpoint.
+            where: the checkpoint's directory, for the error.
 
         Raises:
             UserError: `earlier` is another run; the message names the key that differs.

@@ -277,14 +277,14 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Call `part` for a step and return its metrics.
+        """Call `part` for a step and return its metrics; save what can be saved if it raises an error.
 
-        If `part` raises an error that ends the run, finish the pending checkpoint. After a TrainingError (judges or
-        servers do not work any more), also save the weights, unless `part` has made an update. The weights can be saved
-        even if they are offloaded for an engine.
+        If the error ends the run, finish the pending checkpoint. After a TrainingError (judges or servers do not work
+        any more), also save the current weights as the checkpoint of the step `trained`, unless `part` has already
+        changed the weights. Offloaded weights are first moved back to the device, if it has room for them.
 
         Args:
-            trained: the last completed step: `part` starts with the weights of that step.
+            trained: the last step that was completed before `part`.
         """
         updates, consumed = self.policy.updates_made, self.consumed_samples
         try:

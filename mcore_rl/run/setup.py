@@ -208,8 +208,8 @@ PACKAGE = Path(__file__).parents[1]
 class ProcessInputs:
     """Describes what a process has read, for comparison with process 0.
 
-    read: fingerprints by key: training data, validation sets in their order, chat template and options. On the first
-        process of a node, the result of `files_of` too.
+    read: fingerprints of training data, validation sets in their order, chat template and options, by key. The first
+        process of a node adds the result of `files_of`: digests of the other input files.
     identity: identity of the run as JSON; only on the first process of a node.
     software: versions of the software; only on the first process of a node.
     sees_output: whether the first process of a node finds the output directory of process 0.

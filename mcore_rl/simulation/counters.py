@@ -108,10 +108,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Return the number of operations of a grouped product.
+    """Return the number of operations of a grouped product, a matrix product of each expert with its own tokens.
 
-    Either each row of [T, in] is multiplied with one matrix of [experts, in, out]; or [out, T] is multiplied with
-    [T, in] separately for each expert's part of T.
+    Forward: each row of [T, in] is multiplied with its expert's matrix in [experts, in, out]. Gradient of the weights:
+    for each expert, its columns of [out, T] are multiplied with its rows of [T, in].
     """
     return 2 * math.prod(rows) * weights[-1]
 
@@ -138,8 +138,9 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """Replaces torch's module tracker: its counter counts for "Global", and for the current phase and part.
+    """Replaces the module tracker of torch's FLOP counter; it names the current phase and part instead of modules.
 
+    The counter adds each operation to these and to "Global", which stands for the whole step.
     torch's tracker would install hooks on the inputs and outputs of every module. These hooks keep recomputed
     activations alive until the counting ends, and so use memory that a real run does not use.
     """
@@ -425,8 +426,8 @@ class Operation(NamedTuple):
     """The operation of a function of torch.distributed, and the names of its arguments.
 
     whole: name of the argument that contains the parts of all ranks.
-    received: name of the argument that receives data; "" if the function works in place on computed values.
-    peer: name of the argument for the other rank of a message; "" for functions that are no messages.
+    received: name of the argument for a buffer that is filled with received data; "" if there is no such buffer.
+    peer: for functions that send or receive a message, name of the argument for the other rank; otherwise "".
     """
 
     name: str
@@ -458,8 +459,8 @@ def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
 
     Args:
         arguments: arguments of the call, by name.
-        peer: `Operation.peer` of the function. If the call names the other rank by its place in the group, the argument
-            is called `group_PEER`.
+        peer: `Operation.peer` of the function, "dst" or "src" for messages. If the call instead gives the other rank's
+            index in the group, as `group_dst` or `group_src`, this argument is used.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))

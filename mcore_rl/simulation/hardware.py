@@ -201,7 +201,10 @@ class Hardware(BaseModel):
         return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Return the seconds of a collective on weights or gradients, without one call (bucket) in each update."""
+        """Return the seconds that a collective on weights or gradients takes for all but one bucket of each update.
+
+        Each call of the collective transfers one bucket.
+        """
         chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
         buckets = sum(report.calls[transfer] for transfer in chosen)
         seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)

@@ -298,7 +298,7 @@ def simulated_process(
     """Context in which this process simulates a rank of a run. The process cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: device type whose sizes of logit tiles are used.
+        tiles_of: "cuda" or "cpu": simulate with the sizes of logit tiles that a run uses on this type of device.
         imbalance: see `simulate_rank`.
 
     Raises:

@@ -41,8 +41,8 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     """Return the ranks that `wanted` names.
 
     Args:
-        wanted: words and numbers of ranks, separated by commas. Each word stands for one rank of each of certain
-            pipeline stages. `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the
+        wanted: rank numbers or words, separated by commas. A word selects pipeline stages; one rank of each selected
+            stage is returned. `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the
             first and the last stage and, in an uneven pipeline, the first stage with each number of layers.
 
     Raises:
