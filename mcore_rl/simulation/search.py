@@ -83,8 +83,7 @@ class Assumptions:
     ) -> list[tuple[Any, ...]]:
         """Return the arguments of `simulate_rank` for each of the `ranks`.
 
-        An imbalance above the expert-parallel size is replaced by that size: the imbalance if one rank receives all
-        tokens.
+        The imbalance is limited to the expert-parallel size. It has this value if one rank receives all tokens.
         """
         imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
         return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]

@@ -66,7 +66,7 @@ RESULTS = "results"
 class Watch:
     """Counts memory, operations, transfers and host reads of a step, by phase.
 
-    layouts: layouts of the microbatches in the last pass through a model.
+    layouts: the `PackLayout` of each microbatch in the last pass through a model.
     swapped: bytes of weights that were transferred from or to the host.
 
     Args:
@@ -225,7 +225,8 @@ class RankReport:
     updates: number of updates in a step.
     packs: number of microbatches in an update.
     tokens: number of tokens in the packs, without and with padding.
-    work: work of this replica, and largest work of a replica; both are divided by the mean over all replicas.
+    work: two numbers: the work of this replica, and the work of the replica with the most; 1 is the mean of all
+        replicas.
     model_flops: operations of a step's training on all ranks, without recomputation and scoring.
     seconds: duration of the simulation itself.
     is_mixture: whether the model is a mixture of experts; if so, the simulation assumes that
@@ -377,7 +378,8 @@ def simulate_rank(
     """Simulate a step of a rank in this process. The process cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: device type whose sizes of logit tiles are used. With "cpu", tensors on the host are counted too.
+        tiles_of: "cuda" or "cpu": simulate with the sizes of logit tiles that a run uses on this type of device. With
+            "cpu", tensors on the host are counted too.
         imbalance: number of tokens that are routed to this rank's experts, divided by the mean of this number over the
             ranks of the expert-parallel group.
 
@@ -692,7 +694,10 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
-    """Yield the regions of tensors to load: of all trained models, and of a reference that changes (reference_sync)."""
+    """Yield what this rank loads from a checkpoint: its parts (regions) of all tensors that the checkpoint contains.
+
+    These are the tensors of all trained models, and of the reference if it changes (reference_sync).
+    """
     from mcore_rl.models.megatron.checkpoint.state import tensor_regions
 
     for number, model in enumerate(models.trained):
@@ -726,7 +731,10 @@ def _read(regions: list[Region], writers: int) -> int:
 
 
 def _index(regions: list[Region], writers: int) -> Any:
-    """Return the index of an invented checkpoint that contains the tensors of all these regions."""
+    """Return the index (torch's `Metadata`) of an invented checkpoint, written by `writers` ranks.
+
+    The checkpoint contains every tensor of which `regions` has a part.
+    """
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

@@ -61,10 +61,11 @@ class LayoutResult:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """Add invented columns to `data`. The loss compares them with the policy's log-probabilities `logprobs`.
+    """Add to `data` the values of other models that the loss needs, such as a reference's log-probabilities.
 
-    The log-probabilities of a reference or an earlier policy are `logprobs` with noise. Without noise, margins and KL
-    would be 0 except for rounding; accuracies would then be random, and KL terms would not be tested.
+    All are invented. The log-probabilities of a reference or an earlier policy are `logprobs`, which are those of the
+    policy, with noise. Without noise, margins and KL would be 0 except for rounding; accuracies would then be random,
+    and KL terms would not be tested.
     """
     generator = torch.Generator().manual_seed(0)
 

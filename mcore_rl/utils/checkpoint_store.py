@@ -121,8 +121,8 @@ class CheckpointStore:
     def candidates(self) -> tuple[list[Path], list[str]]:
         """Return the checkpoints from which a run can resume, and descriptions of damaged ones.
 
-        The checkpoint that the tracker file names comes first, then the others, newest first. Only damage is found that
-        is visible without reading every byte; `digest_problems` reads every byte.
+        The checkpoint that the tracker file names comes first, then the others, newest first. This does not read every
+        byte, so it does not find all damage; `digest_problems` reads every byte.
 
         Raises:
             UserError: there are checkpoints, but all are damaged.

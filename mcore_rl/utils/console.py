@@ -48,7 +48,10 @@ class Progress:
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """Note that `count` records, the fraction `part` of the work, are done; print it every 10 seconds."""
+        """Report that `count` records are done, which are the fraction `part` of the work.
+
+        A line is printed only if 10 seconds have passed since the start or the previous line.
+        """
         now = time.monotonic()
         if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
             self._told = now
@@ -68,7 +71,10 @@ class RunConsole(Console):
         super().print(*(printable(one, encoding) if isinstance(one, str) else one for one in objects), **options)
 
     def __exit__(self, *raised: Any) -> None:
-        """Write what was printed to standard output; rich calls this after every print and every drawing of a bar."""
+        """Write the buffered text to standard output; if that fails, warn and print nothing more.
+
+        rich enters and leaves the console as a context for every print and every drawing of a progress bar.
+        """
         try:
             super().__exit__(*raised)
         except OSError as error:

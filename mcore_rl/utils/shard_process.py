@@ -52,7 +52,7 @@ KILL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """A tensor of a job: torch's item of the save plan, and the tensor's place in the block of shared memory."""
+    """A tensor of a job: its entry in torch's save plan (a `WriteItem`), and its place in the shared memory."""
 
     item: Any
     offset: int
@@ -101,7 +101,7 @@ class ShardJob:
     """A rank's part of a save. The rank's writing process executes it.
 
     prefix: torch's prefix for the names of the rank's files.
-    objects: objects that are not tensors: torch's item of the save plan, and the object's bytes.
+    objects: for each object that is not a tensor, its entry in torch's save plan (a `WriteItem`), and its bytes.
     commit: on the first rank, what to do after all ranks have written; otherwise None.
     """
 
@@ -147,7 +147,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Stand-in for torch's save planner. It returns the value of each item; the writer needs nothing else."""
+    """Replaces torch's save planner. torch's file writer uses a planner only to get the value to write for an entry."""
 
     values: dict[Any, Any]
 
@@ -213,7 +213,7 @@ class ShardProcess:
         """Start the process, unless it is running; do not wait until its imports are done.
 
         Raises:
-            OSError: the system lacks the memory or the process id for it.
+            OSError: the system has not enough memory or process ids for another process.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -291,10 +291,10 @@ def start_early() -> None:
 
 
 def take() -> ShardProcess:
-    """Return the handle of the process that `start_early` started.
+    """Return the handle of a writing process that no other caller uses.
 
-    If an earlier call of `take` has returned this handle, or `start_early` was not called, return a new handle. Its
-    process starts with the first job that it gets.
+    The first call after `start_early` returns the process that it has started. Any other call returns a new handle,
+    whose process starts when it gets its first job.
     """
     global _spare
     taken, _spare = _spare, None
