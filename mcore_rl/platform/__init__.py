@@ -271,9 +271,10 @@ class GraphPool:
     def replayed(self, function: Callable[[], T]) -> Callable[[], T]:
         """Return a function that does what `function` does, but launches all kernels at once, as one CUDA graph.
 
-        `function` must always use the same tensors, and must not wait for the device. The next call of any function
-        of this pool overwrites the result. The first call runs `function` itself, which compiles kernels and allocates
-        workspaces; the second call records the graph. Without a GPU, `function` itself is returned.
+        `function` must always use the same tensors, and must not wait for the device. All functions of a pool share
+        memory, so the next call of any of them overwrites the result. The first call runs `function` itself, which
+        compiles kernels and allocates workspaces; the second call records the graph. Without a GPU, `function` itself
+        is returned.
         """
         return function if self._id is None else _Graph(function, self._id)
 

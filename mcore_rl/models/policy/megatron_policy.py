@@ -330,7 +330,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Make an optimizer step for each global batch in `data`.
 
         Args:
-            data: the same rows on every rank, or each replica's `LocalBatch` of one global batch.
+            data: all rows, the same on every rank; or a `LocalBatch`: this replica's rows of one global batch.
             eval_mode: compute only the metrics, without gradients and optimizer steps.
             gbs: number of rows in a global batch; if None, all rows of `data` are one global batch.
             mbs: number of rows per microbatch, or None for the configuration's value. If rows are packed, it has no
