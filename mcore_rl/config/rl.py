@@ -238,8 +238,8 @@ class GenerationConfig(Section):
     """During generation, keep the policy's tensors in host memory. megatron: all except the weights. vllm: all, because
     the servers use the GPUs that train; the servers sleep during scoring and training."""
     cuda_graphs: bool = True
-    """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. Mixtures, and models under tensor or
-    pipeline parallelism, run without it. vLLM has its own options for this (vllm.arguments)."""
+    """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. Mixtures, models under tensor or
+    pipeline parallelism, and `deterministic` runs do without it. vLLM has its own options for this (vllm.arguments)."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")

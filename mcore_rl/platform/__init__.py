@@ -266,9 +266,12 @@ class GraphPool:
     """Memory that CUDA graphs share. At most one of these graphs may run at a time."""
 
     def __init__(self) -> None:
-        self._id = torch.cuda.graph_pool_handle() if has_gpu() else None
+        self._id = None
+        if has_gpu():
+            release_cached_memory()  # while a graph is recorded, torch cannot free cached memory for its tensors
+            self._id = torch.cuda.graph_pool_handle()
 
-    def replayed(self, function: Callable[[], T]) -> Callable[[], T]:
+    def recorded(self, function: Callable[[], T]) -> Callable[[], T]:
         """Return a function that does what `function` does, but launches all kernels at once, as one CUDA graph.
 
         `function` must always use the same tensors, and must not wait for the device. All functions of a pool share
@@ -279,42 +282,46 @@ class GraphPool:
         return function if self._id is None else _Graph(function, self._id)
 
 
+@cache
+def _recording_stream() -> torch.cuda.Stream:
+    """Return the stream on which all graphs are recorded: graphs share memory only if they have the same stream."""
+    return torch.cuda.Stream()
+
+
 class _Graph(Generic[T]):
-    """A function whose kernels are replayed, see `GraphPool.replayed`."""
+    """A function whose kernels are replayed, see `GraphPool.recorded`."""
 
     def __init__(self, function: Callable[[], T], pool: Any) -> None:
         self._function, self._pool, self._was_run = function, pool, False
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: T
+        self._recorded: tuple[torch.cuda.CUDAGraph, T] | None = None
 
     def __call__(self) -> T:
         if not self._was_run:
             self._was_run = True
             return self._function()
-        if self._graph is None:
-            self._record()
-        assert self._graph is not None, "_record creates it"
-        self._graph.replay()
-        return self._result
+        self._recorded = self._recorded or self._record()
+        graph, result = self._recorded
+        graph.replay()
+        return result
 
-    def _record(self) -> None:
-        graph, before, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, before, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _recording_stream()
         stream.wait_stream(before)
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed here may have been used on other streams, which CUDA must not ask now
         try:
-            # "thread_local": threads that write a checkpoint may go on.
+            # "thread_local": other threads, such as NCCL's watchdog, may go on asking CUDA about their events.
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    self._result = self._function()
+                    result = self._function()
                 finally:
                     graph.capture_end()
         finally:
             if collects:
                 gc.enable()
         before.wait_stream(stream)
-        self._graph = graph
+        return graph, result
 
 
 def backend() -> str:

@@ -260,8 +260,8 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 def _rows_times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, computed in blocks of the rows of `x` (tokens)."""
     count, weight = len(x), _dense(weight)
-    if 0 < count <= max(BLOCKS) and (size := _block_size(count)) >= count:  # a single block needs no copy
-        return _onednn(_filled(x, size), weight, bias)[:count]
+    if 0 < count <= FEW or count in BLOCKS:  # a single block needs no copy
+        return _onednn(_filled(x, _block_size(count)), weight, bias)[:count]
     result = x.new_empty(count, len(weight))
     for rows, size in _blocks(count):
         result[rows] = _onednn(_filled(x[rows], size), weight, bias)[: rows.stop - rows.start]

@@ -106,7 +106,7 @@ def in_recorded_graphs(config, params, slots, prompts):
 
     megatron_generation.SequenceCache = cache_of
     gc.disable()
-    platform.GraphPool = lambda: SimpleNamespace(replayed=RecordedGraph)
+    platform.GraphPool = lambda: SimpleNamespace(recorded=RecordedGraph)
     Decoder.can_replay = True
     out, apart = generate(config, params, slots=slots, prompts=prompts)
     return out, apart, RecordedGraph.replays, sum(cache() is not None for cache in caches)

@@ -17,6 +17,8 @@ from programs import ROOT
 from small_models import make_model
 from transformers import AutoModelForCausalLM
 
+from mcore_rl import platform
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.layout_check import compare, compute_layout_result
 
@@ -354,6 +356,40 @@ def test_greedy_answers_are_those_of_transformers(kind, implementation, tmp_path
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert row[:length].tolist() == expected[0].tolist()
     assert difference < 1e-5
+
+
+def sample_in_small_blocks(config, replays, deterministic):
+    """Return what is sampled from a cache of small blocks, with or without CUDA graphs, and the distance to the
+    trainer."""
+    from generation_cases import NEW_TOKENS, generate, make_prompts
+
+    from mcore_rl.distributed import logprobs
+    from mcore_rl.models.generation import decoder, megatron_generation
+
+    decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = 4
+    megatron_generation.LOOK_AHEAD = 2
+    logprobs.CHUNK_BYTES["cuda"] = 2**16
+    if not replays:
+        decoder.Decoder.can_replay = False
+    if deterministic:
+        platform.make_deterministic()
+    params = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, top_k=20, seed=3, stop_token_ids=(1, 2, 3), max_kept_tokens=20)
+    prompts = BatchedDataDict({name: rows.repeat_interleave(2, 0) for name, rows in make_prompts().items()})
+    return generate(config, params, slots=21, prompts=prompts)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_cuda_graphs_and_deterministic_kernels_sample_the_same(kind, family, tmp_path):
+    from generation_cases import LIMIT, sequences
+
+    path = make_model(family, tmp_path / "model", initializer_range=0.1)
+    config = changed(make_config(path), data={"max_sequence_length": LIMIT})
+    ways = {"graphs": (True, False), "single launches": (False, False), "deterministic": (True, True)}
+    outs = {name: run_on(kind, sample_in_small_blocks, config, *way) for name, way in ways.items()}
+    expected, _ = outs["single launches"]
+    for name, (out, apart) in outs.items():
+        assert sequences(out) == sequences(expected), name
+        assert apart < 1e-4, name
 
 
 def save_and_go_on(config, directory):

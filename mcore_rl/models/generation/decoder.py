@@ -362,8 +362,8 @@ class SequenceCache:
         """
         self._fit()
         width = fixed_width or max(map(len, held))
-        # Rows are padded with block 0, whose values are finite and masked.
-        table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in held])
+        # Each row is padded with its own last block, whose values are finite and masked.
+        table = torch.tensor([[*blocks, *[blocks[-1]] * (width - len(blocks))] for blocks in held])
         self.table, self.slots_of_rows = platform.sent_together(
             (table, torch.tensor(slots, dtype=torch.long)), platform.device()
         )
@@ -401,11 +401,11 @@ class SequenceCache:
             first = rows.stop
         return ranges
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return the addresses of all storages and workspaces. They change when the cache grows."""
+    def addresses(self) -> tuple[tuple[int, int], ...]:
+        """Return the addresses and lengths of all storages and workspaces. They change when the cache grows."""
         states = [storage for layer in self.with_states for storage in (layer.convolution, layer.states)]
         keys = [storage for layer in self.with_keys for storage in (layer.storage, *layer.gathered.values())]
-        return tuple(storage.data_ptr() for storage in (*states, *keys))
+        return tuple((storage.data_ptr(), len(storage)) for storage in (*states, *keys))
 
     def _make_workspaces(self, ranges: Sequence[tuple[slice, int]]) -> None:
         largest = max((rows.stop - rows.start) * blocks_for(longest) for rows, longest in ranges)
@@ -498,7 +498,8 @@ class Decoder:
         In a mixture of experts, a step waits: the host reads how many tokens each expert gets.
         """
         alone = self.topology.tensor.size == self.topology.pipeline.size == 1
-        return platform.has_gpu() and alone and not isinstance(self.model.family, Mixture)
+        waits = isinstance(self.model.family, Mixture) or torch.are_deterministic_algorithms_enabled()
+        return platform.has_gpu() and alone and not waits
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -524,6 +525,7 @@ class Decoder:
                 module.in_generation = False
             for attention, original in zip(attentions, originals, strict=True):
                 attention.core_attention = original
+            self.__dict__.pop("attend", None)  # it refers to the cache, whose memory training needs
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the layers of all pipeline stages on T tokens; return the final hidden states [T, hidden].

@@ -39,6 +39,8 @@ from mcore_rl.models.generation.sampling import SamplingParams, random_states, s
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 
+MAX_GRAPHS = 64
+"""Number of recorded steps after which all of them are freed. Sequences of very different lengths need many."""
 LOOK_AHEAD = BLOCK_SIZE // 2
 """Number of steps for which blocks are allocated at once, so that the device rarely needs a new block table."""
 
@@ -161,8 +163,8 @@ class ReplayedStep:
 
     def __init__(self, next_of: Callable[[Tensor], Drawn], cache: SequenceCache, graphs: platform.GraphPool) -> None:
         self.cache, self.table, self.slots = cache, cache.table.clone(), cache.slots_of_rows.clone()
-        self.state = self.table.new_zeros(3, len(self.table))
-        self._run = graphs.replayed(lambda: next_of(self.state))
+        state = self.state = self.table.new_zeros(3, len(self.table))
+        self._run = graphs.recorded(lambda: next_of(state))
 
     def use_inputs(self) -> None:
         """Copy the cache's block table and slot numbers to the graph's tensors, and let the cache use these tensors."""
@@ -174,7 +176,11 @@ class ReplayedStep:
         """Run the step for n sequences, the columns of `state` [3, n]; n may be less than the step's fixed size."""
         count = state.shape[1]
         self.state.copy_(F.pad(state, (0, len(self.table) - count)))
-        state, logprobs, kept = self._run()
+        try:
+            state, logprobs, kept = self._run()
+        except RuntimeError as error:
+            error.add_note("generation.cuda_graphs=false generates without CUDA graphs")
+            raise
         return state[:, :count].clone(), logprobs[:count].clone(), None if kept is None else kept[:count].clone()
 
 
@@ -199,7 +205,7 @@ class ContinuousBatch:
         rows: maximum number of concurrent sequences.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         lag: number of steps by which the host is late in reading a step's data. It does not affect results.
-        replays: whether steps have one of a few fixed sizes, so that a GPU replays CUDA graphs.
+        uses_graphs: whether steps have fixed sizes, so that a GPU replays them as CUDA graphs.
     """
 
     def __init__(
@@ -211,7 +217,7 @@ class ContinuousBatch:
         rows: int,
         prefill_tokens: int,
         lag: int,
-        replays: bool,
+        uses_graphs: bool,
     ) -> None:
         self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
@@ -225,30 +231,31 @@ class ContinuousBatch:
         """Kept tokens of the last steps, [n, k] with −1 for none; they are compacted after `lag` steps."""
         self.steps_ahead = 0
         """Number of steps for which the cache is arranged, if the sequences do not change."""
-        self.replays = replays
+        self.uses_graphs = uses_graphs
         self.spare_block = self.spare_slot = 0
         """Where the unused rows of a replayed step write."""
-        if replays:
+        if uses_graphs:
             (self.spare_block,), (self.spare_slot,) = self.cache.blocks.take(1), self.cache.slots.take(1)
-        self.graphs = platform.GraphPool()
-        self.replayed = dict[Hashable, ReplayedStep]()
+        self.steps_by_size = dict[Hashable, ReplayedStep]()
         """The replayed steps, by their sizes."""
-        self.addresses: tuple[int, ...] = ()
+        self.addresses: tuple[tuple[int, int], ...] = ()
         """Addresses of the cache's tensors that the replayed steps use."""
-        self.current: ReplayedStep | None = None
+        self.current_step: ReplayedStep | None = None
         """The replayed step for the running sequences."""
 
     def run(self) -> list[Response]:
         """Generate all sequences and return their responses. The host copies the tokens from the device once."""
-        while self.queue or self.going:
-            self._admit()
-            if self.going:
-                self._step()
-                if any(s.is_over for s in self.going):
-                    self._arrange(self.going, self.state)
-        self._look(lag=0)
-        self.replayed, self.current = {}, None  # a replayed step refers to this object, which keeps the cache's memory
-        return self._responses()
+        try:
+            while self.queue or self.going:
+                self._admit()
+                if self.going:
+                    self._step()
+                    if any(s.is_over for s in self.going):
+                        self._arrange(self.going, self.state)
+            self._look(lag=0)
+            return self._responses()
+        finally:
+            self._forget_graphs()  # graphs refer to this object, and would keep the memory of its cache
 
     # ------------------------------------------------------------ steps
 
@@ -258,10 +265,10 @@ class ContinuousBatch:
             self._make_room()
         self.steps_ahead -= 1
         draws = self.history[-1]
-        self.state, logprobs, kept = (self.current or self._next)(self.state)
+        self.state, logprobs, kept = (self.current_step or self._next)(self.state)
         if self.decoder.routers:
             draws.experts.append(self.decoder.routed.short())
-        self._add(self.going, self.state[0], logprobs, kept, draws)
+        self._add(self.going, self.state[0].clone(), logprobs, kept, draws)
 
     def _next(self, state: Int64[Tensor, "3 n"]) -> Drawn:
         """Run each sequence's last token and sample its next token; only tensors on the device are used here.
@@ -282,7 +289,7 @@ class ContinuousBatch:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
             s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
         self.steps_ahead = min(len(s.blocks) * BLOCK_SIZE - len(s) for s in self.going) + 1
-        if self.replays:
+        if self.uses_graphs:
             self._fix_sizes()
         else:
             held, slots, lengths = zip(*((s.blocks, s.slot, len(s)) for s in self.going), strict=True)
@@ -300,15 +307,19 @@ class ContinuousBatch:
         lengths = [fixed_size(blocks_for(len(s) + self.steps_ahead - 1)) * BLOCK_SIZE for s in self.going]
         held += [[self.spare_block] * width] * unused
         self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
-        if self.addresses != (addresses := self.cache.addresses()):
+        if self.addresses != (addresses := self.cache.addresses()) or len(self.steps_by_size) == MAX_GRAPHS:
             self.addresses = addresses
-            self.replayed.clear()
+            self._forget_graphs()
             self.graphs = platform.GraphPool()  # a pool that has lost all of its graphs takes no new ones
         sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
-        if sizes not in self.replayed:
-            self.replayed[sizes] = ReplayedStep(self._next, self.cache, self.graphs)
-        self.current = self.replayed[sizes]
-        self.current.use_inputs()
+        if sizes not in self.steps_by_size:
+            self.steps_by_size[sizes] = ReplayedStep(self._next, self.cache, self.graphs)
+        self.current_step = self.steps_by_size[sizes]
+        self.current_step.use_inputs()
+
+    def _forget_graphs(self) -> None:
+        self.steps_by_size.clear()
+        self.current_step = None
 
     def _add(
         self,
@@ -526,7 +537,7 @@ class MegatronGeneration(GenerationInterface):
         cuda_graphs: bool = True,
     ) -> None:
         self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
-        self.model, self.replays = model, cuda_graphs and self.decoder.can_replay
+        self.model, self.uses_graphs = model, cuda_graphs and self.decoder.can_replay
         if record_experts and not isinstance(model.family, Mixture):
             raise UserError(
                 f"model.moe_router_replay: {model.family.model_type} has no experts; leave model.moe_router_replay out"
@@ -587,7 +598,7 @@ class MegatronGeneration(GenerationInterface):
             if mine:
                 rows = min(len(mine), self.max_batch_size)
                 batch = ContinuousBatch(
-                    self.decoder, mine, params, self.stop_strings, rows, self.prefill_tokens, self.lag, self.replays
+                    self.decoder, mine, params, self.stop_strings, rows, self.prefill_tokens, self.lag, self.uses_graphs
                 )
                 responses = batch.run()
             self.decoder.run_idle()

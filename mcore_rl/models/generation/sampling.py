@@ -200,7 +200,7 @@ def _nucleus_threshold(
     the same order. The threshold's 32 bits are found eight at a time, from a histogram: the mass of the tokens for
     each value of these eight bits. This takes four all-reduces of [n, 256]; the host does not wait.
     """
-    keys, masses = _ordered_bits(logprobs) + 2**31, (logprobs.double().exp() * MASS).long()
+    keys, masses = _ordered_bits(logprobs) + 2**31, _masses(logprobs)
     found = above = wanted = torch.zeros_like(keys[:, 0])
     for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
         digits = (keys >> shift) & (2**DIGIT_BITS - 1)
@@ -230,14 +230,18 @@ def _from_ordered_bits(keys: Tensor) -> Tensor:
 
 def _draw(logprobs: Tensor, uniform: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return, for each row, the first token at which the cumulative distribution over token ids exceeds `uniform`."""
-    cumulative = logprobs.double().exp().cumsum(-1)
+    cumulative = _masses(logprobs).cumsum(-1)
     masses = all_gather(cumulative[:, -1].contiguous(), group)  # [TP, n]
     ends = masses.cumsum(0)
-    target = uniform.to(ends) * ends[-1]
+    target = torch.minimum((uniform.double() * ends[-1]).long(), ends[-1] - 1)
     owner = (ends <= target).sum(0)
     rank = group_rank(group)
     before = ends[rank] - masses[rank]
     index = torch.searchsorted(cumulative, (target - before)[:, None], right=True)[:, 0]
-    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)  # rounding must not select a token after the last one
-    tokens = torch.minimum(index, last) + rank * logprobs.shape[1]
-    return all_reduce(torch.where(owner == rank, tokens, 0), group)
+    index = index.clamp(max=logprobs.shape[1] - 1)  # NaN must not select a token outside the vocabulary
+    return all_reduce(torch.where(owner == rank, index + rank * logprobs.shape[1], 0), group)
+
+
+def _masses(logprobs: Tensor) -> Tensor:
+    """Return the probabilities as int64 numbers, whole multiples of 1/MASS."""
+    return (logprobs.double().exp() * MASS).long()

@@ -300,7 +300,9 @@ class PackSelfAttention(SelfAttention):
         if self.query_scale is not None:
             assert packed_seq_params is not None and packed_seq_params.positions is not None, "attention runs on packs"
             self._scales = self.query_scale(packed_seq_params.positions)
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        out = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        self._angles = self._scales = None
+        return out
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rotated queries and keys, the values, and the gates of the queries if there are gates.
