@@ -104,7 +104,7 @@ def real_run(records: int, directory: Path) -> tuple[float, int]:
     data, out = directory / "train.jsonl", directory / "run"
     with open(data, "w") as file:
         for number in range(records):
-            words = " ".join(chosen.choices(("one", "two", "three", "and", "a half"), k=chosen.randrange(20, 60)))
+            words = " ".join(chosen.choices(("one", "two", "three", "and", "a half"), k=chosen.randrange(5, 15)))
             file.write(json.dumps({"prompt": f"Say {number}. ", "completion": words}) + "\n")
     command = [sys.executable, scripts / "train_sft.py", "--model", directory / "demo" / "model", "--data", data]
     command += ["--output", out, *RUN]

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python scripts/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
 
 The reference is the time of the three unavoidable matrix products: logits, and the gradients of hidden states and
-weight. They are computed as in training, by oneDNN, and in one row by torch's own kernel. Each ratio is the median over
-interleaved repetitions. Memory is the peak beyond inputs, weight and their gradients, measured in a separate process.
-Exits with 1 if a bound is missed.
+weight. They are computed as in training, by oneDNN, and in one row by torch's own kernel. All cases take turns,
+and each ratio is that of the medians over the rounds. Memory is the peak beyond inputs, weight and their gradients,
+measured in a separate process. Exits with 1 if a bound is missed.
 """
 
 import argparse
@@ -37,23 +37,29 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=3)
     sizes = parser.parse_args()
     initialize_platform()
     torch.set_num_threads(2)
     case = Case(sizes.tokens, sizes.hidden, sizes.vocabulary)
 
     many, few = Packs(64, 16, sizes.vocabulary), Packs(4, 256, sizes.vocabulary)
+    kept = {f"fused, {count} kept tokens": case.keeping(count) for count in KEPT}
+    seconds = measure(
+        {
+            "three products": case.products, "fused": case.fused, "three products of torch": case.products_of_torch,
+            "from logits": case.from_logits, "fused, half the tokens masked": case.half_masked, **kept,
+            "loss of 64 sequences of 16": many.run, "4 of 256": few.run,
+        },
+        sizes.repetitions,
+    )  # fmt: skip
     rows = [
-        compare("fused / three products", case.fused, case.products, sizes.repetitions, 1.3),
-        compare("fused / three products of torch", case.fused, case.products_of_torch, sizes.repetitions),
-        compare("from logits / three products", case.from_logits, case.products, sizes.repetitions, 1.2, floor=1.5),
-        compare("fused, half the tokens masked / none", case.half_masked, case.fused, sizes.repetitions, 0.6),
-        *(
-            compare(f"fused, {count} kept tokens / whole vocabulary", case.keeping(count), case.fused, 2, 1.0)
-            for count in KEPT
-        ),
-        compare("loss of 64 sequences of 16 / 4 of 256", many.run, few.run, sizes.repetitions, 1.15),
+        compare(seconds, "fused", "three products", at_most=1.3),
+        compare(seconds, "fused", "three products of torch"),
+        compare(seconds, "from logits", "three products", at_most=1.2, floor=1.5),
+        compare(seconds, "fused, half the tokens masked", "fused", "none", at_most=0.6),
+        *(compare(seconds, name, "fused", "whole vocabulary", at_most=1.0) for name in kept),
+        compare(seconds, "loss of 64 sequences of 16", "4 of 256", at_most=1.15),
     ]
     for tokens in (sizes.tokens, 16 * sizes.tokens):
         rows.append(Row.figure(f"fused, peak at {tokens:,} tokens", peak_megabytes(tokens, sizes), "MB", at_most=200))
@@ -68,24 +74,29 @@ def main() -> int:
     return finish("logprobs", f"Log-probabilities: {sized}", columns, rows, keep=is_whole)
 
 
+def measure(functions: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
+    """Return the median seconds of each function. The functions take turns; the first round does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions + 1):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+
 def compare(
+    seconds: dict[str, float],
     name: str,
-    ours: Callable[[], None],
-    peer: Callable[[], None],
-    repetitions: int,
+    peer: str,
+    peer_label: str | None = None,
     at_most: float | None = None,
     floor: float | None = None,
 ) -> Row:
-    """Return a row with the median seconds of `ours` and `peer`, which take turns, and with their ratio."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repetitions + 1):
-        for function, times in zip((ours, peer), seconds, strict=True):
-            started = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - started)
-    taken, beside = (statistics.median(times[1:]) for times in seconds)
-    print(f"{name}: {taken / beside:.2f}", flush=True)
-    return Row(name, taken, beside, taken / beside, at_most=at_most, floor=floor)
+    """Return a row with the seconds of the functions `name` and `peer`, and with their ratio."""
+    label, ratio = f"{name} / {peer_label or peer}", seconds[name] / seconds[peer]
+    print(f"{label}: {ratio:.2f}", flush=True)
+    return Row(label, seconds[name], seconds[peer], ratio, at_most=at_most, floor=floor)
 
 
 class Case:

@@ -38,7 +38,7 @@ CASES = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     quiet_libraries()
     initialize_platform()
