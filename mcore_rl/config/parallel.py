@@ -135,7 +135,11 @@ class PipelineConfig(Section):
                 f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be divided "
                 f"evenly{given}; set num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
                 "pipeline_model_parallel_layout"
-                + (" and leave account_for_embedding/loss_in_pipeline_split out" if self._accounts else "")
+                + (
+                    " and leave out account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"
+                    if self._accounts
+                    else ""
+                )
             )
         if any(count % chunks for count in stages):
             raise UserError(

@@ -459,7 +459,7 @@ class TrainerConfig(Section):
 
     @property
     def validates(self) -> bool:
-        """True if the run validates at any time."""
+        """Whether the run validates at least once."""
         return self.validation_interval is not None or self.validate_at_start or self.validate_at_end
 
     @model_validator(mode="before")

@@ -144,17 +144,17 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(policy margin − reference margin)): both margins have the same rank in the global batch."""
+    """Return −log σ(β·(policy margin − reference margin)): the n-th largest of both margins."""
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(chosen reward − rejected reward)): both rewards have the same rank in the global batch.
+    """Return −log σ(β·(chosen reward − rejected reward)): the n-th largest chosen and n-th largest rejected reward.
 
-    The rejected reward of the same rank may belong to a pair of another microbatch, so it is a constant here. The
-    gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
+    Rewards are sorted over the global batch. The n-th rejected reward may belong to another microbatch, so it is a
+    constant here. The gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)

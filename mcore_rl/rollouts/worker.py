@@ -59,7 +59,7 @@ class Conversation:
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
-        """Record the judgement `step` of the last response; return the tokens of the observation.
+        """Record how the environment judges the last response (`step`); return the tokens of its observation.
 
         Return None if the conversation ends here.
         """

@@ -12,7 +12,8 @@ DEATH_SIGNAL_OPTION = 1
 def signal_at_end_of(parent: int, number: int = signal.SIGKILL) -> None:
     """Make the kernel send signal `number` to this process when its parent ends; send it now if the parent has ended.
 
-    On Linux, the signal is already sent when the parent's thread that started this process ends. Other systems cannot
+    On Linux, the signal is sent as soon as the thread that started this process ends, even if other threads of the
+    parent still run. Other systems cannot
     send the signal later; there this function only checks whether the parent has ended.
 
     Args:

@@ -333,8 +333,8 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(
         megatron_generation,
         "MegatronGeneration",
-        lambda *arguments, record_experts: (
-            taken.extend((*arguments, record_experts)) or SimpleNamespace(close=lambda: None)
+        lambda *arguments, record_experts, cuda_graphs: (
+            taken.extend((*arguments, record_experts, cuda_graphs)) or SimpleNamespace(close=lambda: None)
         ),
     )
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
@@ -347,6 +347,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
             "seed=11",
             "environment={name: try_again, max_turns: 4}",
             "model.moe_router_replay=true",
+            "generation.cuda_graphs=false",
         ],
         grpo=section,
     )
@@ -357,10 +358,10 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     policy = SimpleNamespace(model="model", is_writer=True, topology=Topology())
     with grpo.rollout_worker(config, inputs, policy) as worker:
         pass
-    model, params, longest, _, at_once, records = taken
+    model, params, longest, _, at_once, records, graphs = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
-    assert (model, longest, at_once, worker.max_turns, records) == ("model", 40, 3, 4, True)
+    assert (model, longest, at_once, worker.max_turns, records, graphs) == ("model", 40, 3, 4, True, False)
 
 
 # ------------------------------------------------------------------ environment.*, checkpoint.*, logging.*

@@ -108,7 +108,10 @@ def test_layouts_that_cannot_be(layout, sizes, message):
 
 def test_the_way_out_of_accounted_layers_is_taken():
     parallel = ParallelConfig(pipeline_model_parallel_size=2, account_for_loss_in_pipeline_split=True)
-    with pytest.raises(UserError, match=r"and leave account_for_embedding/loss_in_pipeline_split out$"):
+    with pytest.raises(
+        UserError,
+        match=r"and leave out account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split$",
+    ):
         parallel.layers_of_stages(4)
 
 

@@ -65,7 +65,7 @@ def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
-    """Return this package's name for the part of expert `expert` in the tensor `name`, which has `count` experts."""
+    """Return the name of one expert's slice of the tensor `name`, which has the matrices of `count` experts."""
     return f"{name}[{expert}/{count}]"
 
 

@@ -374,7 +374,7 @@ class ExpertsMixin:
 
 
 class CountingExperts(ExpertsMixin, SequentialMLP):
-    """Megatron's experts. They are computed one after the other."""
+    """Megatron's sequential experts, with this package's counts of the tokens that each expert gets."""
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):

@@ -285,7 +285,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Steps that the learning-rate schedule has counted: of this model, and of the second trained model, if any."""
+        """For each trained model, this one first: the number of optimizer steps that its schedule has counted."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 

@@ -157,7 +157,7 @@ Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 
 
 def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Return the (byte offset, shape, dtype) of each tensor of `info` in a block of them all, and the block's size."""
+    """Arrange all tensors of `info` in one block; return each (byte offset, shape, dtype), and the block's size."""
     places, size = {}, 0
     for name, (shape, dtype) in info:
         places[name] = (size, shape, dtype)

@@ -395,7 +395,8 @@ class ScoringModel:
             zeros: function that returns the dict for given rows, with zeros on the device, to be filled.
             compute: function that returns the dict for one microbatch, given the last stage's hidden states.
             model_head: head that the model must have.
-            is_needed: whether this process needs the results. If False, a model with its own layout sends it none.
+            is_needed: whether this process needs the results. If False, and the model has another parallel layout than
+                the policy, this process does not get the results.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
