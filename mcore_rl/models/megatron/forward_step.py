@@ -161,7 +161,7 @@ class LogprobHead:
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
     def _tiles(self, kept: KeptTokens, positions: LossPositions, targets: Tensor) -> list[Tile]:
-        """Return tiles of the logits, on the host, that cover the tokens which the sampler kept at `positions`."""
+        """Return tiles of the logits, on the host. They cover the kept tokens (see `kept_tokens_of`) at `positions`."""
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.vocab_size)
@@ -169,10 +169,12 @@ class LogprobHead:
 
 
 def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
-    """Return the tokens that the sampler kept at each of the N·S positions of the rows; None if they are not known.
+    """Return the kept tokens at each of the N·S positions of the rows; None without the column `kept_tokens`.
+
+    The kept tokens are those that top-k, top-p and min-p left for this position when it was sampled.
 
     Raises:
-        ContractError: a token that carries loss has no kept tokens.
+        ContractError: there are no kept tokens at a position whose token carries loss.
     """
     data = microbatch.data
     if "kept_tokens" not in data:

@@ -504,7 +504,7 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """Source of artificial tensors whose values tell which tensor they belong to.
+    """Source of artificial tensors. Reading a parameter from it shows which tensor each row comes from (its owner).
 
     All values of a tensor are equal: the index of the tensor's name in `names`, or −1 if `names` lacks it.
     """

@@ -51,9 +51,9 @@ class Adapter(torch.nn.Module):
         a: [n · rank, columns], the A matrices of the layer's n adapted projections, below each other.
         b: [rows, rank], the B matrices of all projections of the layer, below each other.
         owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
-        sequence_parallel: whether sequence parallelism divides tokens over the ranks: those of the input (column-
-            parallel layer) or of the output (row-parallel layer).
-        fork: whether tensor-parallel ranks see different inputs. If so, each rank needs its own random dropout.
+        sequence_parallel: whether the model uses sequence parallelism. If so, a rank has only some of the tokens: in
+            the input of a column-parallel layer, in the output of a row-parallel layer.
+        fork: whether tensor-parallel ranks have different inputs. If so, each rank drops elements at random by itself.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
@@ -165,7 +165,7 @@ class ExpertAdapter(Adapter):
 
 
 def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
-    """Add adapters to a model's layers and return the model with `lora`. Only the adapters keep gradients."""
+    """Add the adapters that `lora` describes to the model's layers; return the model. Only adapters are trained."""
     model = replace(model, lora=lora)
     for chunk in model.chunks:
         chunk.requires_grad_(False)

@@ -47,7 +47,7 @@ class RoutedTokens:
     sequence: [t], index of each token's sequence; N for padding. weight: [t], sample mask of each token's sequence; 0
         for padding.
     lengths: [N + 1], number of tokens in each sequence; the last entry, for padding, is 1.
-    experts: [t, layers with experts, topk], experts that were chosen for the tokens earlier and are used again; −1 if
+    experts: [t, layers with experts, topk], the experts that sampling chose for the tokens, to be used again; −1 if
         unknown. None if the routers choose the experts.
     """
 
@@ -88,8 +88,8 @@ class RoutedTokens:
 class RouterStatistics:
     """Statistics of one router in a training step, on this rank.
 
-    num_sequences, num_tokens: number of sequences of the global batch that are not masked, and of their tokens. Means
-        over the global batch are divided by these numbers.
+    num_sequences, num_tokens: number of sequences of the global batch that are not masked, and of their tokens. Sums
+        are divided by these numbers to get means over the global batch.
     tokens: [experts], number of this rank's tokens that were sent to each expert.
     entropy, balance, z: the contributions of this rank's tokens to the means over the global batch.
     uncounted: number of choices made by padding and by tokens of masked sequences, which are sent to experts as well.
@@ -438,13 +438,13 @@ def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> in
 class StepRouterStatistics:
     """The routing statistics of a training step, summed over all ranks. The constructor is collective.
 
-    Only sequences that are not masked are included. The first dimension of each tensor is the layers with experts.
+    Only sequences that are not masked are included. "layers" are those layers that have experts.
     tokens: [layers, experts], number of tokens that were sent to each expert.
     dropped: [layers], number of choices that reached no expert.
     means: [layers, 3], entropy of the scores (nats), balance loss and z-loss, without coefficients.
 
     Args:
-        num_tokens: number of tokens of these sequences.
+        num_tokens: number of tokens of the sequences that are not masked.
     """
 
     def __init__(self, model: ModelShard, num_tokens: int) -> None:

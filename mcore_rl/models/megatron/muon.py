@@ -185,7 +185,10 @@ def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
 
 
 class _Parts:
-    """The update of a parameter, divided into the tensors of the model directory. Each rank reads its shard of it."""
+    """The update of a whole parameter, offered as a source of tensors with the names in the model directory.
+
+    From this source each rank reads its shard of the update, as it reads its shard of the parameter from a directory.
+    """
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:
         pieces = flat.split([math.prod(part.shape) for part in mapping.parts])

@@ -145,8 +145,8 @@ class AdamWInBfloat16:
     It runs before Megatron's optimizer, which finds no gradients for the parameters that were updated here.
 
     Args:
-        optimizer: Megatron's optimizer. This object takes over all of its parameters that have no state yet. Create
-            `Muon` before: it gives a state to the parameters that Muon updates.
+        optimizer: Megatron's optimizer. Its parameters that have no state yet are updated here from now on. Create
+            `Muon` first: it gives a state to the parameters that Muon updates.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -208,7 +208,7 @@ def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
 
 
 def update_weights(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer step with the gradients that `clip_gradients` has prepared."""
+    """Update the weights with the gradients that `clip_gradients` has prepared."""
     updated = optimizer.step_with_ready_grads()
     assert updated, "Megatron skips a step for gradients that are not finite, which clip_gradients has ruled out"
 
@@ -282,7 +282,10 @@ class ParameterGather:
                     module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
-        """After an optimizer step, start to gather the first layers' weights; each layer starts the next one."""
+        """Start to gather the first layers' weights, after an optimizer step.
+
+        In the forward pass, a layer waits for its weights and then starts the gather of the next layers' weights.
+        """
         self.is_pending = True
         for chunk in self.wrapped:
             chunk.enable_forward_pre_hook()

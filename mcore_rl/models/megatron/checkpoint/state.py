@@ -211,7 +211,7 @@ class ModelState:
             yield from optimizer_regions(self.optimizer, weights)
 
     def restore_step(self, common: dict[str, Any] | None) -> None:
-        """Restore the optimizer's step, after the regions have been read.
+        """Restore the optimizer's count of its updates. Call this after the regions have been read.
 
         Args:
             common: the optimizer's state that is the same on all ranks; None if the optimizer starts anew.
@@ -225,11 +225,12 @@ class ModelState:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the optimizer's parameter groups; they are the same on all ranks. Loading reads only the step in them.
+    """Return the optimizer's parameter groups, which are the same on all ranks.
 
-    Experts have a separate optimizer with the same step and learning rates. Megatron's own function is not used: it
-    reads the whole state of the optimizer, which Transformer Engine's optimizer refuses if there are Muon's states or
-    moments in bfloat16.
+    They include the number of updates that the optimizer has made, as "step"; loading reads only this entry. Experts
+    have a separate optimizer with the same "step" and learning rates. Megatron's own function is not used: it reads the
+    whole state of the optimizer, which Transformer Engine's optimizer refuses if there are Muon's states or moments in
+    bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}
@@ -250,9 +251,9 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _step_of(optimizer: Any) -> int:
-    """Return the number of updates that the optimizer has made.
+    """Return the number of updates that the optimizer has made, which optimizers call "step".
 
-    This number is stored in the parameter groups that have parameters, or in the states of the parameters.
+    The number is stored in the parameter groups, or in the states of the parameters.
     """
     groups = [group["step"] for group in optimizer.param_groups if group["params"] and "step" in group]
     steps = {int(step) for step in groups or [state.get("step", 0) for state in optimizer.state.values()]}
@@ -261,10 +262,10 @@ def _step_of(optimizer: Any) -> int:
 
 
 def _set_step(optimizer: Any, step: int) -> None:
-    """Set the step of an optimizer, wherever the optimizer stores it.
+    """Set the number of updates that an optimizer has made, which optimizers call "step".
 
-    PyTorch's Adam, Muon and `AdamWInBfloat16` have a step tensor in each parameter's state; other optimizers have the
-    step in their parameter groups.
+    PyTorch's Adam, Muon and `AdamWInBfloat16` store this number in each parameter's state, as a tensor. Other
+    optimizers store it in their parameter groups.
     """
     for state in optimizer.state.values():
         if "step" in state:

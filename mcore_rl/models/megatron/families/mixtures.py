@@ -40,8 +40,8 @@ class Experts:
     count: number of routed experts in a layer. topk: number of routed experts that are chosen for a token.
     width: size of a routed expert's hidden layer.
     sparse_layers: for each layer, whether it has experts; layers without experts are dense.
-    shared_width: size of the shared expert's hidden layer; 0 if there is no shared expert. The shared expert computes
-        every token.
+    shared_width: size of the shared expert's hidden layer; 0 if there is no shared expert. Every token goes through the
+        shared expert, without being routed.
     shared_gate: whether the output of the shared expert is multiplied by a gate.
     score: function that maps the router's logits to scores, "softmax" or "sigmoid". normalise: whether the weights of a
         token's experts sum to 1. scale: factor of the weights; None for 1.
