@@ -101,8 +101,8 @@ def destroy_parallel(topology: Topology | None = None) -> None:
     """Release the process groups of a layout. When no layout is used any more, destroy the groups of all layouts.
 
     Args:
-        topology: topology of the layout; None for the trained model's layout. It is no error if the groups of this
-            layout have been destroyed before.
+        topology: topology of the layout; None for the trained model's layout. The groups of this layout may have
+            been destroyed before.
     """
     if _layouts:
         released = _layouts[:1] if topology is None else [one for one in _layouts if one.topology is topology]

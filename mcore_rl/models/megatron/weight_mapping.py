@@ -266,7 +266,7 @@ class QueryKeyValue(Interleaved):
         return rows[:, self._order(part).argsort()] if self.neighbours and part < 2 else rows
 
     def _order(self, part: int) -> Tensor:
-        """Return the Hugging Face numbers of one group's rows, counted in the group, in the parameter's order.
+        """Return the indices that bring one group's rows from the Hugging Face order into the parameter's order.
 
         Args:
             part: 0 for the queries, 1 for the key.

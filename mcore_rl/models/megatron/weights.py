@@ -254,11 +254,11 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a weight if the gradient norm must count this rank's gradient of it, whatever the tensor-parallel rank is.
+    """Mark a weight if its gradient on this rank must count in the gradient norm in any case.
 
-    Unmarked weights are counted only on the first tensor-parallel rank of the model. Sharded weights are marked;
-    Megatron itself marks them only when it initializes them. An expert's unsharded weight is marked on the first rank
-    of the expert's tensor-parallel group, because the model's first tensor-parallel rank may have other experts.
+    The gradient of an unmarked weight counts only on the model's first tensor-parallel rank. Sharded weights are
+    marked; Megatron itself marks them only when it initializes them. An expert's unsharded weight is marked on the
+    first rank of the expert's tensor-parallel group, because the model's first rank may have other experts.
     """
     dimension = mapping.kind.partition_dim
     if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:

@@ -61,7 +61,7 @@ class PolicyCheckpoint:
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
-        """Inside the context, keep the optimizer state and the second model on the device, even if offloaded."""
+        """Inside the context, the second model and the optimizer states are on the device, not offloaded."""
         with contextlib.ExitStack() as stack:
             if self.second is not None:
                 stack.enter_context(self.second.on_device())

@@ -285,12 +285,12 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """For each trained model, this one first: the number of optimizer steps that its schedule has counted."""
+        """Number of steps of the learning-rate schedule: of this model, then of the second trained model, if any."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Advance the learning-rate schedule by `steps`. This is also called for optimizer steps that were left out."""
+        """Advance the learning-rate schedule by `steps` steps. Training also calls this for updates that it skips."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(
@@ -662,7 +662,8 @@ def all_gather_results(
 
     Args:
         outputs: the loss head's output for each of `microbatches`; [] on all pipeline stages but the last.
-        names_of_all: object that exchanges the metric names between ranks; pass the same object in every step.
+        names_of_all: exchanges the metrics' names between ranks. Pass the same object in every step: it sends only
+            names that are new.
 
     Raises:
         ContractError: a metric is not a number. Raised on every rank.

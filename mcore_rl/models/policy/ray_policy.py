@@ -247,10 +247,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._refs("broadcast_weights_for_collective", *args, **kwargs)
 
     def wait(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Wait for a call that has returned `ray.ObjectRef`s.
+        """Wait until a call that was started on all ranks has ended; `refs` is what the call has returned.
 
         Returns:
-            The first rank's result, and None for every other rank.
+            A list with an entry for each rank: the first rank's result, and None for the others.
 
         Raises:
             WorkerError: a rank failed, died, or took longer than `timeout` seconds.

@@ -39,9 +39,9 @@ class Reference(Protocol):
     """The reference model. The policy is compared with it."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Inside the context, the policy's model computes as the reference; afterwards as the policy again.
+        """Inside the context, the policy's model computes what the reference model computes.
 
-        The policy is restored even after an error.
+        Afterwards, even after an error, it computes what the policy computes.
         """
         ...
 
@@ -78,7 +78,7 @@ class ReferenceWeights:
         return f"{self._what}, {size_text(sum(kept.nbytes for kept in self.kept))} a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """Return the reference's values of the model's tensors; the key is the model's tensor's `id`."""
+        """Return a map from the `id` of each of the model's tensors to the tensor's value in the reference."""
         return {id(tensor): kept for tensor, kept in zip(self.tensors, self.kept, strict=True)}
 
     @contextmanager

@@ -114,8 +114,8 @@ class RefitGroup:
 class RefitGroups:
     """The groups of several engines. A tensor is broadcast to all groups concurrently.
 
-    If a broadcast to a group fails, the group gets no further tensors, and its error is in `failures`. Other threads
-    may call `leave_out` at any time.
+    If a broadcast to a group fails, the group gets no further tensors, and its error is in `failures`. Another thread
+    may call `leave_out` even during a broadcast.
 
     Args:
         groups: map from an engine's name to its group.
@@ -274,7 +274,7 @@ class SharedBucket:
         _put(self._buffer, self.places[name][0], tensor)
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle for `RefitReceiver.update_weights_from_ipc_handles`. All tensors must be written before."""
+        """Return a handle for `RefitReceiver.update_weights_from_ipc_handles`. First `write` all tensors."""
         platform.synchronize()
         return {**self._where, "tensors": self.places}
 

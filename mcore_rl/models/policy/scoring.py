@@ -392,7 +392,8 @@ class ScoringModel:
 
         Args:
             purpose: the method that calls this one; error messages start with it.
-            zeros: function that returns the dict for given rows, with zeros on the device, to be filled.
+            zeros: function that returns the dict for the given rows with zeros on the device. The results of the
+                microbatches are copied into these tensors.
             compute: function that returns the dict for one microbatch, given the last stage's hidden states.
             model_head: head that the model must have.
             is_needed: whether this process needs the results. If False, and the model has another parallel layout than
@@ -440,8 +441,8 @@ class ScoringModel:
         Args:
             micro_batch_size: number of rows per microbatch; only used if rows are not packed.
             share: whether rows may share a common prefix, so that a pack contains the prefix only once.
-            rows_per_unit: number of neighbouring rows that must be in the same microbatch. The model's own
-                `rows_per_unit` is observed as well.
+            rows_per_unit: number of neighbouring rows that must be in the same microbatch. The constructor's argument
+                `rows_per_unit` stays in force too.
         """
         batching = self.batching
         if batching.rows_per_unit % rows_per_unit:
@@ -493,11 +494,12 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """The part of the teacher's LM head for the tokens in this rank's shard of the student's LM head, [Vp, hidden].
+        """The teacher's LM head, sharded like the student's: this rank's shard, [Vp, hidden].
 
-        If the shards of teacher and student are equally large, this is the teacher's shard itself. Otherwise it is a
-        copy, with zeros for tokens that the teacher's head does not have. The student's last stage needs this part.
-        Collective over the ranks of the last stage; over all ranks if the teacher has its own layout.
+        It has a row for each token in this rank's shard of the student's LM head. If the shards of teacher and
+        student are equally large, this is the teacher's shard itself. Otherwise it is a copy, with zeros for tokens
+        that the teacher's head does not have. The student's last stage needs it. Collective over the ranks of
+        the last stage; over all ranks if the teacher has its own layout.
         """
         is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
         weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None
@@ -512,10 +514,10 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, for each microbatch, what gives the teacher's logits of the tokens that carry loss.
+        """Return, for each microbatch, the teacher's logits of the tokens that carry loss, as two factors.
 
-        These logits are the product of two factors, which are returned: the teacher's hidden states of these tokens,
-        [tokens that carry loss, hidden size], and `head`. The result is {} on all pipeline stages but the last.
+        The factors, whose product is the logits, are the teacher's hidden states, [tokens that carry loss, hidden
+        size], and `head`. The result is {} on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.
