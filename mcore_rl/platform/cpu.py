@@ -118,10 +118,7 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 
 def install_stand_ins(device: torch.device) -> None:
-    """Replace the CUDA functions that Megatron-Core calls by functions that work on `device`.
-
-    A comment explains each group of functions.
-    """
+    """Replace the CUDA functions that Megatron-Core calls by functions that work on `device`."""
     cuda: Any = torch.cuda
 
     # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
@@ -180,10 +177,10 @@ KEPT_BYTES = {-3: 2**24, -1: 2**28}
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MB of freed memory, for blocks of up to 16 MB, instead of returning it to Linux.
 
-    Memory that Linux gives again must be filled with zeros and mapped again, page by page. This takes a tenth of the
-    processor time of a training step, because most operations write a new tensor. A kept block that is too small for
-    the next tensor lies unused: with blocks of up to 32 MB, a DPO run needs a seventh more memory and no less time.
-    Does nothing without glibc.
+    Otherwise Linux would have to fill the memory of each new tensor with zeros and map it, page by page. This takes a
+    tenth of the processor time of a training step, because most operations write a new tensor. Larger blocks are not
+    kept: with blocks of up to 32 MB, a DPO run needs a seventh more memory and no less time. Without glibc, this
+    function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -33,8 +33,8 @@ class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
     With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. These rollouts continue during
-    training. Each step uses the rollouts of its own prompts, even if rollouts for later steps finish earlier. They
-    started at most N steps before, so the weights that generated their tokens are at most N versions old.
+    training. Each step uses the rollouts of its own prompts, even if rollouts for later steps finish earlier. These
+    rollouts start at most N steps before the step, so the weights that generate them are at most N versions old.
 
     Args:
         steps: number of steps of the run.
@@ -267,8 +267,8 @@ class RolloutStatistics:
 
         Metrics of rewards are over the judged samples. The mean of a named reward is over those judged samples to which
         the reward applies. `reward_positive_fraction` is the fraction of judged samples with a positive reward: the
-        accuracy, if rewards are 0 and 1. `kept_tokens_mean` tells from how many tokens the sampler chose (those that
-        top-k, top-p and min-p left), as the mean over all sampled tokens. It exists only if the sampler returns these.
+        accuracy, if rewards are 0 and 1. `kept_tokens_mean` is the number of tokens that top-k, top-p and min-p left to
+        choose from, as the mean over all sampled tokens. It exists only if generation returns the kept tokens.
 
         Args:
             if_none_judged: value of the metrics of rewards if no sample could be judged.

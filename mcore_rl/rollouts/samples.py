@@ -235,11 +235,11 @@ class SummaryExchange:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """Gather the summaries of all replicas' rollouts; every rank returns the list of them all. Collective.
+        """Return the list of the summaries of all replicas' rollouts, on every rank. Collective.
 
         Args:
             own: summaries of this replica's rollouts. The key is the index of the summary in the returned list. Only
-                the first rank of a replica needs to pass them.
+                the values on the first rank of a replica are used.
             total: number of rollouts of all replicas.
         """
         if not self.topology.leads_replica:
@@ -429,9 +429,9 @@ class RolloutBatch:
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
     ) -> RolloutBatch:
-        """Return a batch of `rollouts`; every rank passes all of them.
+        """Return a batch of `rollouts`, which are the rollouts of all replicas. Every rank passes the whole list.
 
-        Consecutive rollouts are assigned to the same replica.
+        The batch divides this list among the replicas: each replica has consecutive rollouts.
         """
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)

@@ -88,7 +88,7 @@ class BestValidation:
         return self.patience is not None and self.waited >= self.patience
 
     def forget(self) -> None:
-        """Forget the best validation, because another run made it."""
+        """Forget the best validation, if it belongs to another run, from whose checkpoint this run started."""
         self.step, self.value, self.waited = 0, None, 0
 
     def state(self) -> dict[str, Any]:
@@ -243,10 +243,12 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Take over the passing checkpoints of the earlier launch: those that are removed after a later save.
+        """Take over the removal of the earlier launch's passing checkpoints (argument `passing` of `save`).
 
-        The checkpoint `resumed` lists their `steps`. They are removed now, except `resumed` itself, because the earlier
-        launch may have ended before it removed them.
+        The earlier launch may have ended before it removed them. They are removed now, but `resumed` only after a save.
+
+        Args:
+            steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]

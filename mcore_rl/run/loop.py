@@ -41,9 +41,9 @@ Slurm signals every process of a job step, and `mcore-rl` passes the signal on t
 class StopSignals:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the current step.
 
-    A second signal ends the process at once, unless it is the same signal within `SAME_NOTICE_SECONDS`. torchrun
-    forwards the first Ctrl-C to the ranks and waits until the ranks end. A second Ctrl-C reaches only torchrun; the
-    ranks end when torchrun has ended.
+    A second signal ends the process at once, unless it repeats SIGTERM or SIGUSR1 within `SAME_NOTICE_SECONDS`.
+    torchrun forwards the first Ctrl-C to the ranks and waits until the ranks end. A second Ctrl-C reaches only
+    torchrun; the ranks end when torchrun has ended.
 
     Args:
         save_seconds: number of seconds after the last checkpoint, by the clock of rank 0, until `save_is_due` becomes
@@ -277,14 +277,18 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Call `part` for a step and return its metrics; save what can be saved if it raises an error.
+        """Call `part` (training or validation) for a step and return its metrics; if it fails, save what can be saved.
 
-        If the error ends the run, finish the pending checkpoint. After a TrainingError (judges or servers do not work
-        any more), also save the current weights as the checkpoint of the step `trained`, unless `part` has already
-        changed the weights. Offloaded weights are first moved back to the device, if it has room for them.
+        After a TrainingError (judges or servers do not work any more) or a loss that is not finite, the pending
+        checkpoint is completed. After a TrainingError, the current weights are saved too, as the checkpoint of the step
+        `trained`, unless `part` has changed them or the devices have no room for offloaded weights.
 
         Args:
-            trained: the last step that was completed before `part`.
+            part: function of the step that returns metrics, such as `train_step`.
+            trained: the last step that was completed before this call.
+
+        Raises:
+            NotFiniteError: a loss or a gradient norm is not finite.
         """
         updates, consumed = self.policy.updates_made, self.consumed_samples
         try:

@@ -159,7 +159,7 @@ def check_output(config: TrainingConfig) -> None:
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
     """Return whether the run would write to its input `path`.
 
-    If `path` is a directory, its files count too, and the files to which links inside of it point.
+    If `path` is a directory, the files in it are checked too. If one of them is a link, the link's target is checked.
 
     Args:
         key: configuration key of the input.

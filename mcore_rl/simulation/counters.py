@@ -140,7 +140,7 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 class _Tracker(contextlib.nullcontext[None]):
     """Replaces the module tracker of torch's FLOP counter; it names the current phase and part instead of modules.
 
-    The counter adds each operation to these and to "Global", which stands for the whole step.
+    The counter then counts each operation for this phase and part, and for "Global": the whole step.
     torch's tracker would install hooks on the inputs and outputs of every module. These hooks keep recomputed
     activations alive until the counting ends, and so use memory that a real run does not use.
     """
