@@ -88,7 +88,7 @@ class BestValidation:
         return self.patience is not None and self.waited >= self.patience
 
     def forget(self) -> None:
-        """Forget the best validation, if it belongs to another run, from whose checkpoint this run started."""
+        """Forget the best validation: it belongs to another run, from whose checkpoint this run started."""
         self.step, self.value, self.waited = 0, None, 0
 
     def state(self) -> dict[str, Any]:

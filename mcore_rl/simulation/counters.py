@@ -542,7 +542,7 @@ class HostReads:
 
 
 def note_host_reads(reads: HostReads) -> None:
-    """From now on, give the host 1 whenever it reads a value of a simulated tensor, and record the place in `reads`."""
+    """From now on, record in `reads` where the host reads values of simulated tensors; every such value is 1."""
     tensor_class: Any = Tensor
 
     def replaced(name: str, value: Any) -> None:

@@ -83,7 +83,7 @@ class Assumptions:
     ) -> list[tuple[Any, ...]]:
         """Return the arguments of `simulate_rank` for each of the `ranks`.
 
-        The imbalance is limited to the expert-parallel size. It has this value if one rank receives all tokens.
+        The imbalance is limited to the expert-parallel size, which is the imbalance if one rank receives all tokens.
         """
         imbalance = min(self.imbalance, config.parallel.expert_model_parallel_size)
         return [(config, rank, world_size, sequences, "cuda", imbalance) for rank in ranks]

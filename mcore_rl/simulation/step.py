@@ -293,10 +293,9 @@ LINEAR = ("projections", "MLP", "experts")
 
 @dataclass(frozen=True)
 class Implementation:
-    """A choice of kernels and precisions. A report is an estimate for such a choice.
+    """A choice of kernels and precisions, for which `of` converts the report of a simulation.
 
-    A simulation runs the package's own layers; `of` converts the report of the simulation to other kernels and
-    precisions.
+    The simulation itself runs the package's own layers.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
         to fp32 sums, and read the weights of experts without copying them.
@@ -477,7 +476,9 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(BatchShare):
-    """`BatchShare` of a simulated replica. It also computes how the other replicas divide their rows into packs.
+    """The `BatchShare` of a simulated replica, with the rows of all replicas.
+
+    From these rows it computes (plans) the packs of the other replicas, which a real run would learn from them.
 
     batch: the global batch.
     division: row numbers of each replica.
@@ -633,7 +634,7 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
 
 
 def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
-    """Return the minimum and the maximum number of trained tokens in a sequence of this length."""
+    """Return the minimum and the maximum number of response (trained) tokens in a sequence of `length` tokens."""
     longest = config.max_answer_length
     if longest is None:
         return 1, length

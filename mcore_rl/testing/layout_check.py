@@ -63,9 +63,12 @@ class LayoutResult:
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
     """Add to `data` the values of other models that the loss needs, such as a reference's log-probabilities.
 
-    All are invented. The log-probabilities of a reference or an earlier policy are `logprobs`, which are those of the
-    policy, with noise. Without noise, margins and KL would be 0 except for rounding; accuracies would then be random,
-    and KL terms would not be tested.
+    All of these values are invented. For the log-probabilities of a reference or an earlier policy, noise is added to
+    `logprobs`. Without noise, margins and KL would be 0 except for rounding; accuracies would then be random, and KL
+    terms would not be tested.
+
+    Args:
+        logprobs: log-probabilities of the policy.
     """
     generator = torch.Generator().manual_seed(0)
 

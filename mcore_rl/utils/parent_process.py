@@ -13,8 +13,7 @@ def signal_at_end_of(parent: int, number: int = signal.SIGKILL) -> None:
     """Make the kernel send signal `number` to this process when its parent ends; send it now if the parent has ended.
 
     On Linux, the signal is sent as soon as the thread that started this process ends, even if other threads of the
-    parent still run. Other systems cannot
-    send the signal later; there this function only checks whether the parent has ended.
+    parent still run. On other systems, the signal is sent only if the parent has ended before this call.
 
     Args:
         parent: process id of the parent.

@@ -293,8 +293,8 @@ def start_early() -> None:
 def take() -> ShardProcess:
     """Return the handle of a writing process that no other caller uses.
 
-    The first call after `start_early` returns the process that it has started. Any other call returns a new handle,
-    whose process starts when it gets its first job.
+    The first call after `start_early` returns the handle of the process that `start_early` has started. Any other call
+    returns the handle of a new process, which starts when it gets its first job.
     """
     global _spare
     taken, _spare = _spare, None
