@@ -318,7 +318,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """Return one value per sample as a column [B, 1]: of the samples in `share`, or of all samples without `share`."""
+    """Return the values `of_samples` as a column [B, 1], only for the samples in `share` if it is given."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

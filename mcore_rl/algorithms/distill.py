@@ -121,7 +121,10 @@ class DistillationObjective(Objective):
         return {"values": best["topk_logits"], "indices": best["topk_indices"]}
 
     def _of_each_record(self, batch: TrainingBatch) -> Columns:
-        """Compute `current_columns` if records choose among several teachers, or a teacher reads another prompt."""
+        """Return what `current_columns` returns, computed for each record by the teachers of this record.
+
+        Called if records name their teachers, or if the teachers read another prompt than the student.
+        """
         dataset, rows, options = cast(DistillationDataset, batch.dataset), batch.rows, self.options
         have_names, is_sampled = isinstance(options.teacher, Mapping), options.form == "sampled"
         chosen = [dataset.teachers(n) if have_names else dict.fromkeys(self.teachers, 1.0) for n in batch.indices]
@@ -151,13 +154,14 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows that a teacher reads, and for each row the number of positions by which its response moves.
+        """Return the rows that a teacher reads, and for each row by how many tokens the prompt is longer there.
 
-        In these rows, the teacher's prompt replaces the student's prompt, if `teacher_prompt` is set.
+        If `teacher_prompt` is set, the teacher's prompt replaces the student's prompt in these rows. If it is the
+        shorter one, the number is negative.
 
         Args:
             own: indices of the rows of `batch` that the teacher scores.
-            share: the places of these rows among the rows that the teacher scores on all replicas.
+            share: which of the rows that the teacher scores on all replicas are the rows `own`.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

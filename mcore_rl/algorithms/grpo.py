@@ -644,7 +644,7 @@ def nothing_to_learn(
 
 
 def _too_many_failed(failed: int, total: int, limit: float) -> bool:
-    """Return whether too many samples of a step have failed for an update: more than `limit` · `total`, or all."""
+    """Return whether a step has too many failed samples to make an update: more than `limit` · `total`, or all."""
     return failed > limit * total or failed == total
 
 
@@ -660,7 +660,10 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return tokens of the global batch's rows with the numbers `asked`; row n is row `row_of[n]` of `batch`."""
+    """Return the tokens of some rows of `batch`.
+
+    `asked` has the numbers of these rows in the global batch. `row_of` maps such a number to the row in `batch`.
+    """
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 

@@ -40,10 +40,10 @@ class TrainingBatch:
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
     dataset, indices: the dataset, and for each record its index in the dataset.
-    previous: for each record, the dataset index of the record before it in the global batch; for the first record,
-        that of the last. None if the global batch has only one record.
-    samples: for each record, its number among all samples of the run. This number seeds the student's response. None in
-        validation.
+    previous: for each record, the dataset index of the record before it in the global batch. The last record counts as
+        the one before the first. An entry is None if the global batch has only one record.
+    samples: for each record, its number among all samples of the run; None in validation. This number and the
+        run's seed determine the random numbers of a response that the student generates.
     """
 
     rows: LocalBatch[Any]

@@ -67,7 +67,8 @@ def describe_run(
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
-        on_gpu: the configuration with the values that a GPU would get; it is used to estimate memory.
+        on_gpu: the configuration as on a GPU: each `auto` has the value that it gets there. It is used to estimate
+            memory.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """

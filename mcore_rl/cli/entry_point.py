@@ -164,9 +164,9 @@ def _threads_spin() -> Iterator[None]:
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--dry-run=N` for a `--dry-run` that a configuration file or an override follows.
+    """Return the arguments, with `--dry-run` replaced by `--dry-run=N` where needed; N is the number of processes.
 
-    N is the number of processes. Without it, argparse would take the following argument for this number.
+    It is needed if the next argument is a configuration file or an override: argparse would take that for N.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):

@@ -301,7 +301,7 @@ def own_layouts(config: TrainingConfig) -> dict[str, LayoutConfig]:
 
 
 def own_layout_key(config: TrainingConfig, key: str) -> str | None:
-    """Return the key that sets the layout of the model named by `key`; None if that is the trained model's layout."""
+    """Return the key that sets the layout of the model named by `key`; None if it has the trained model's layout."""
     layout = TEACHER_LAYOUT if key.startswith(TEACHER) else JUDGE_LAYOUT if key == JUDGE else None
     return layout if layout in own_layouts(config) else None
 

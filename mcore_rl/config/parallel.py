@@ -227,9 +227,12 @@ def _without_repetitions(text: str) -> str:
 
 
 def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
-    """Divide `places` layers among the stages; return the number of layers of each stage, or None if impossible.
+    """Divide layers among pipeline stages; return the number of layers of each stage, or None if impossible.
 
-    The first stage gets `first` layers and the last gets `last`, if given. All other stages get equally many.
+    Args:
+        places: number of layers; the embedding and the loss may each count as one more layer.
+        stages: number of stages.
+        first, last: number of layers of the first and of the last stage, if given. All other stages get equally many.
     """
     counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
     open_stages = counts.count(None)
@@ -434,8 +437,10 @@ class ParallelLayout:
 
 
 def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
-    """Return every combination of choices such as `["tp=1,2", "cp=1,2"]`. The keys are tp, pp, vpp, cp, dp, ep, etp,
-    sp, packing and prefix (0 or 1); for pipelines also first, last (layers of these stages) and stages (as `E|t*4L`).
+    """Return a layout for every possible combination of choices such as `["tp=1,2", "cp=1,2"]`.
+
+    The keys are the sizes tp, pp, vpp, cp, dp, ep and etp, and sp, packing and prefix (0 or 1). For pipelines, they are
+    also first and last (number of layers of the first and last stage), and stages (a layout string as `E|t*4L`).
 
     Raises:
         UserError: a choice does not have that form.

@@ -150,7 +150,7 @@ class MicrobatchPlanner:
     def _work(self, before: int, length: int) -> float:
         """Return the model's work for `length` tokens that follow `before` tokens of the same row.
 
-        Work 1 is the work that one token causes outside of attention.
+        The unit is the work that one token causes outside of attention.
         """
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
