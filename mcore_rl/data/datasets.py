@@ -311,7 +311,10 @@ class Teaching:
         return {name: float(weight) for name, weight in named.items()}
 
     def _prompt_of(self, record: dict[str, Any], template: str) -> str | Messages:
-        """Return the record's prompt. The filled template replaces its text, or the text of its last message."""
+        """Return the record's prompt for the teachers, with the filled template in place of the prompt's text.
+
+        If the prompt is a list of messages, the filled template replaces the text of the last message.
+        """
         prompt = record.get("prompt")
         if record.get("messages") is not None:
             messages = record["messages"]
@@ -627,9 +630,9 @@ class UnloadedTokenizer:
 
 
 def check_first_records(config: TrainingConfig) -> None:
-    """Check the first record of each local source: its columns, and for messages that there is a chat template.
+    """Check the first record of each local source: its columns and, if it has messages, that a chat template exists.
 
-    No tokenizer is loaded, because that takes seconds.
+    This check loads no tokenizer, because loading takes seconds.
 
     Raises:
         UserError: a record is invalid; the message names its file and line.

@@ -2,7 +2,7 @@
 
 Each source is in a token store. The store's name is a digest of everything that the tokens depend on: the source's
 bytes, the tokenizer's files, the chat template, the options, and the code that tokenizes. A store is either complete or
-absent. It may be deleted at any time.
+absent. If a store is deleted, the next run that needs it creates it again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TokenCache:
         """Wait until another process of this node has created the store `path`.
 
         Raises:
-            UserError: the store is missing, and no process works on it: for some time, none has held its lock.
+            UserError: the store is missing, and no process creates it: no process has held its lock file for some time.
         """
         lost_since = None
         while not path.is_dir():

@@ -41,7 +41,7 @@ def load_tokenizer(
     say: PrintLine = silent,
     day: date | None = None,
 ) -> Any:
-    """Return the tokenizer of a model directory. If `chat_template` is given, it replaces the tokenizer's own.
+    """Return the tokenizer of a model directory; its chat template is replaced by `chat_template`, if given.
 
     If the tokenizer has no pad token, its end token is used. Padding is masked, so the choice does not matter.
 

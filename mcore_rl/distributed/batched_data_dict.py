@@ -44,7 +44,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     micro_batch_indices: [start, end) of the rows of each microbatch, counted from the global batch's first row.
     micro_batch_lengths: number of padded tokens of each pack, or width of each padded microbatch.
-    elem_counts_per_gb: number of rows.
+    elem_counts_per_gb: number of the shard's rows in the global batch.
     """
 
     micro_batch_indices: list[list[list[int]]] | None = None

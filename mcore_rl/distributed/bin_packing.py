@@ -179,7 +179,7 @@ class MicrobatchPlan:
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """[start, end) of the rows of each microbatch, counted from the shard's first row of this batch."""
+        """[start, end) of the rows of each microbatch: places in the rows of all microbatches, one after the other."""
         ends = [0]
         for rows in self.rows:
             ends.append(ends[-1] + len(rows))

@@ -178,8 +178,8 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
     """Gather the rows of all ranks along `dimensions`; ranks may have different numbers of rows. No gradient.
 
-    The rows are in rank order; with several dimensions, the rank in the last one changes slowest. The result is on the
-    device of `x`. Collective.
+    The rows are in rank order. With several dimensions, they are sorted by the rank in the last dimension first, and by
+    the rank in the first dimension last. The result is on the device of `x`. Collective.
     """
     rows = x
     for dimension in dimensions:
@@ -333,8 +333,8 @@ def all_gather_forward_split_backward(
 ) -> Shaped[Tensor, all_rows * rest]:
     """Concatenate the tensors [n, …] of all ranks to [P·n, …]; gradients are not summed over the ranks.
 
-    In the backward pass, each rank keeps its own gradient of its own rows. Use it if every rank computes the
-    *same* scalar from the rows: a sum of the P equal gradients would count the loss P times.
+    The gradient of `x` is this rank's part of the gradient that this rank has for the gathered rows. Use the function
+    if every rank computes the *same* scalar from all rows: a sum of the P equal gradients would count the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
 

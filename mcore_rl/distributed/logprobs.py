@@ -538,7 +538,7 @@ class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
     columns: columns of the product, which are rows of the weight; no column occurs twice.
-    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile (outside: not in this tile).
+    targets: [rows, K], the targets' columns in the tile, plus `first_column`; a target may be outside of the tile.
     kept: indices, in the flattened tile, of the logits that belong to the softmax; None if all logits do.
     """
 
@@ -659,7 +659,7 @@ class Tiles:
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
     def all_columns(self, rows: slice) -> Tensor:
-        """Return these rows of hidden × weightᵀ; a weight that must be converted first is converted in tiles."""
+        """Return these rows of hidden × weightᵀ, with all columns. If the weight must be converted, use tiles of it."""
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)
@@ -788,9 +788,9 @@ class HeadGradients:
     def _stand_in(self) -> Tensor:
         """Return a gradient that takes no memory, for a weight whose real gradient is already in its `main_grad`.
 
-        Autograd calls Megatron's hook only if there is a gradient. The hook does not read its values, so the weight
-        itself is returned. Zeros are returned where the values would be added to another gradient: if the weight is
-        also the embedding (`zero_out_wgrad`), and possibly if the weight has no hook.
+        Autograd calls Megatron's hook only if there is a gradient. The hook does not read the gradient's values, so
+        the weight itself is returned. But if autograd may add the values to another gradient, zeros are returned:
+        for a weight that is also the embedding (`zero_out_wgrad`), and for a weight without a hook.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

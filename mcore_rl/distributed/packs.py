@@ -81,8 +81,8 @@ class PackLayout:
     ) -> PackLayout:
         """Return the layout of a pack of `total` tokens with these cumulative lengths [N + 1] of its sequences.
 
-        The lengths are copied to the host once. `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may
-        include the pack's tail.
+        The lengths are copied to the host once. `cu_seqlens` may equal `cu_seqlens_padded`. The last entry may
+        include the padding at the end of the pack.
         """
         true = cu_seqlens.diff().tolist()
         padded = true if cu_seqlens_padded is None else cu_seqlens_padded.diff().tolist()
@@ -148,9 +148,9 @@ class PackLayout:
 
     @cached_property
     def gather_order(self) -> Int[Tensor, " tokens"]:
-        """Index [T] that brings tokens into pack order.
+        """Index [T] that sorts the tokens of all context-parallel ranks into pack order.
 
-        It applies to the concatenated local tokens of all context-parallel ranks, in rank order.
+        Concatenate the ranks' local tokens in rank order, and select with this index.
         """
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
 
@@ -461,7 +461,7 @@ class LossPositions:
     layout: layout of the pack.
     index, counted: [N, S − 1]; the pack position of each row's tokens 1 … S − 1, and whether the loss counts the token.
     tokens: [n], pack positions of the counted tokens that this rank predicts.
-    predictors: [n], indices in this rank's hidden states; the hidden state with the i-th index predicts `tokens[i]`.
+    predictors: [n]; `tokens[i]` is predicted by this rank's hidden state number `predictors[i]`.
     is_dummy: whether the only position is a dummy.
     """
 
