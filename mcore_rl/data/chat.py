@@ -116,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's description. Keys of its object `function` are left out if they are null; deeper nulls are kept."""
+    """Return a tool's description. Null values directly in its object `function` are left out, deeper ones kept."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 

@@ -64,7 +64,7 @@ class KeptTokens:
         return KeptTokens(counts.int(), self.ids[(ends[positions] - counts).repeat_interleave(counts) + offsets])
 
     def padded(self, positions: int) -> KeptTokens:
-        """Append positions without kept tokens, up to `positions` in all."""
+        """Return this object with as many more positions, without kept tokens, as make `positions` in all."""
         return self + KeptTokens.none(positions - len(self))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Environments. They judge responses: reward, end of the conversation, observation.
+"""Environments, which judge responses: each gets a reward, and perhaps an observation that continues the conversation.
 
-Judges run in separate processes.
+Most judges run in separate processes; a reward model runs in the training processes.
 """

@@ -103,7 +103,8 @@ class BatchJudge(Protocol):
     """Function that judges several responses in one call.
 
     Returns:
-        For each response: a reward; a Step; None if the judge does not apply to the response; or a raised exception.
+        For each response, one of: a reward; a Step; None, if the judge does not apply to the response; an exception,
+            if the response could not be judged.
     """
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]: ...

@@ -306,9 +306,9 @@ def takes_hidden_states(loss_fn: Any) -> bool:
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the loss is known to read only the tokens in its mask `tokens_read`.
+    """Return whether the loss states that it reads only the tokens in its mask `tokens_read`.
 
-    It is if the class of `loss_fn` itself sets `reads_counted_tokens_only = True`; a base class's value is ignored.
+    The class of `loss_fn` states this by `reads_counted_tokens_only = True`; a value in a base class is ignored.
     """
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
@@ -402,7 +402,7 @@ class LossBySource(LogprobLoss):
     The data must have a column `source` [B] with the number of each row's source.
 
     Args:
-        loss_fn: a loss that `takes_logprobs` and `reads_counted_tokens_only`.
+        loss_fn: a loss for which the functions `takes_logprobs` and `reads_counted_tokens_only` return True.
         counts: map from each source's name to its numbers of valid sequences and valid tokens in the global batch. The
             n-th entry belongs to source number n. A source without valid sequences gets no metrics.
     """

@@ -229,7 +229,10 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return Σ p·log(p / q) − p + q and the same with p and q exchanged; neither p nor q need sum to one."""
+    """Return the divergences of p and q that need not sum to one: forward Σ p·log(p / q) − p + q, and reverse.
+
+    The reverse divergence is the same sum with p and q exchanged.
+    """
     log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
     p, q = log_p.exp(), log_q.exp()
     return Divergences((p * (log_p - log_q) - p + q).sum(-1), (q * (log_q - log_p) - q + p).sum(-1), None)

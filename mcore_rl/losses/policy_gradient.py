@@ -94,8 +94,8 @@ class PolicyTerms:
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
-    clipped_low, clipped_high: True for the tokens that the lower or the upper bound clips. None: these are the tokens
-        whose `clipped_ratio` is above `ratio` (low) or below it (high).
+    clipped_low: True for the tokens that the lower bound clips. None: those with `clipped_ratio` above `ratio`.
+    clipped_high: True for the tokens that the upper bound clips. None: those with `clipped_ratio` below `ratio`.
     metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
@@ -540,9 +540,9 @@ class PolicyGradientLossFn(LogprobLoss):
         return aggregations[reduction], token_mean, sample_mean
 
     def _on_policy(self, per_token: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor | None]:
-        """Return `per_token` and the off-policy mask. `per_token` becomes 0 for tokens that the mask excludes.
+        """Return `per_token` with 0 for off-policy tokens, and a mask that is True for these tokens.
 
-        Without `off_policy_mask_threshold`, `per_token` is unchanged, and the mask is None.
+        Without `off_policy_mask_threshold`, no token is off-policy: `per_token` is unchanged, and the mask is None.
         """
         threshold = self.options.off_policy_mask_threshold
         if threshold is None:

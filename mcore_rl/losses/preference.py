@@ -144,17 +144,20 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
 
 def aot(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(policy margin − reference margin)): the n-th largest of both margins."""
+    """Return −log σ(β·(policy margin − reference margin)), for two margins of equal rank in the global batch.
+
+    The n-th largest policy margin is compared with the n-th largest reference margin, usually of another pair.
+    """
     assert pairs.policy_margin is not None, "aot reads the policy's margins"
     partner = pairs.partners["aot"][::2]
     return logistic(pairs.beta * (pairs.policy_margin - partner), pairs.options.label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    """Return −log σ(β·(chosen reward − rejected reward)): the n-th largest chosen and n-th largest rejected reward.
+    """Return −log σ(β·(chosen reward − rejected reward)), for two rewards of equal rank in the global batch.
 
-    Rewards are sorted over the global batch. The n-th rejected reward may belong to another microbatch, so it is a
-    constant here. The gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
+    The n-th largest chosen reward is compared with the n-th largest rejected reward. That rejected reward may belong to
+    another microbatch, so it is a constant here. The gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)
@@ -262,9 +265,9 @@ def batch_partners(
 
 
 def _of_equal_rank(own: Tensor, other: Tensor, counted: Tensor) -> Tensor:
-    """For each value of `own`, return the value of `other` with the same rank; 0 where `counted` is False.
+    """For each value of `own`, return the value of `other` that has the same rank by size.
 
-    Only values with `counted` are ranked.
+    Values for which `counted` is False have no rank; the result for them is 0.
     """
     found, (places,) = torch.zeros_like(own), counted.nonzero(as_tuple=True)
     found[places[own[places].argsort(stable=True)]] = other[places].sort().values

@@ -61,9 +61,9 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """A generator of responses to prompts. Every call is made on all ranks, with the same arguments.
+    """A generator of responses to prompts. All ranks call each method together.
 
-    All ranks pass the same prompts; or each replica passes its own prompts, as a `LocalBatch`.
+    All ranks pass the same arguments. Only the prompts may differ: as a `LocalBatch`, each replica passes its own.
 
     max_sequence_length: maximum number of tokens in a prompt and its response together.
     """
@@ -238,8 +238,7 @@ class ResponseTensors:
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
     """Gather responses from all ranks along `dimensions`; return them in rank order. Collective.
 
-    The responses of the ranks along the first dimension follow each other; the rank along the last dimension changes
-    most slowly.
+    The responses are sorted by the rank in the last dimension first, and by the rank in the first dimension last.
     """
     tensors = ResponseTensors.of(own)
     parts = tensors.sizes, tensors.tokens, tensors.kept
