@@ -156,8 +156,9 @@ def aot(pairs: Pairs) -> Tensor:
 def aot_unpaired(pairs: Pairs) -> Tensor:
     """Return −log σ(β·(chosen reward − rejected reward)), for two rewards of equal rank in the global batch.
 
-    The n-th largest chosen reward is compared with the n-th largest rejected reward. That rejected reward may belong to
-    another microbatch, so it is a constant here. The gradient of this microbatch's rejected rewards comes from a second term, whose value is 0.
+    The n-th largest chosen reward is compared with the n-th largest rejected reward. That reward may belong to another
+    microbatch, so it is a constant here. The gradient of this microbatch's rejected rewards comes from a second term,
+    whose value is 0.
     """
     partner, smoothing = pairs.partners["aot_unpaired"], pairs.options.label_smoothing
     value = logistic(pairs.beta * (pairs.chosen - partner[::2]), smoothing)

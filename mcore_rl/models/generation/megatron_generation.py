@@ -125,7 +125,7 @@ class StopStrings:
         self.window = max((len(text.encode()) for text in texts), default=0) + 1
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Append `token` to the last tokens of the sequence `s`; return whether it completes a stop string."""
+        """Append `token` to the last tokens of the sequence `s`; return whether a stop string now ends the sequence."""
         s.tail = [*s.tail, token][-self.window :]
         text = self.tokenizer.decode(s.tail)
         return any(stop in text for stop in self.texts)
@@ -133,7 +133,7 @@ class StopStrings:
 
 @dataclass
 class _Look:
-    """A step's data that the host reads to detect the ends of responses.
+    """A step's data at which the host looks, perhaps later, to see which responses have ended.
 
     drawn: number of tokens sampled for each sequence, including this step's token.
     stopped: [n], whether each sequence sampled a stop token in this step.
@@ -498,7 +498,10 @@ class ContinuousBatch:
 
 
 class TrainedHere(Protocol):
-    """Interface of a policy that releases memory while its model generates."""
+    """Interface of a policy whose model generates in the same processes in which it is trained.
+
+    The methods release the memory that only training needs, and take it again.
+    """
 
     def offload_before_refit(self) -> int: ...
 

@@ -1,6 +1,6 @@
 """The plugin that runs inside vLLM's processes.
 
-Of this package's dependencies, the environment of these processes has only PyTorch.
+It imports none of this package's dependencies except PyTorch: the others are not installed in vLLM's environment.
 
 Each process of vLLM calls `register`, the entry point `vllm.general_plugins`. The plugin receives the trainer's weights
 by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload restores the
@@ -57,7 +57,10 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """The request for one update of the weights. It has no fields: the broadcast buckets describe their tensors."""
+    """The request for one update of the weights.
+
+    It has no fields: the weights come in buckets of several tensors, and each bucket says which tensors these are.
+    """
 
 
 class DirectCopies(TorchFunctionMode):

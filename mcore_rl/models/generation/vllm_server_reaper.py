@@ -33,8 +33,8 @@ def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_e
 
     Args:
         leaders: process ids of the leaders. They are also the ids of the groups.
-        has_ended: function that returns whether a leader has ended. The parent process of a leader must pass its own
-            function, because an ended process still exists until its parent has waited for it.
+        has_ended: function that returns whether a leader has ended. The default checks whether the process exists. If
+            this process is the leaders' parent, pass another function: an ended process exists until its parent waits.
     """
     leaders = list(leaders)
     for leader in leaders:

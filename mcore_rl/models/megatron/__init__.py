@@ -1,6 +1,7 @@
 """The modules that import Megatron-Core. Call `initialize_platform` before importing any of them.
 
-The reason: when Megatron-Core is imported, it takes the device's functions as they are then, and keeps them.
+The reason: Megatron-Core keeps references to functions of the device (`torch.cuda`) from the time of its import.
+`initialize_platform` may replace these functions, and must do so before.
 """
 
 from importlib import import_module

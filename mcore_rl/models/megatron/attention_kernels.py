@@ -96,7 +96,7 @@ class _Chunk:
     segment: the first of these segments. count: number of segments. Several segments are taken together only if none
         of them continues another segment.
     number: number of the chunk in its segment.
-    queries: numbers of the chunks' rows, counted in this rank's rows.
+    queries: row numbers of the chunk's queries in each of these segments, counted in this rank's rows.
     """
 
     pack: _Pack
@@ -106,7 +106,7 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the keys of chunk `number` of the same segments: their numbers, counted in the rows of all ranks."""
+        """Return the row numbers of the keys in chunk `number` of these segments, counted in the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
@@ -254,7 +254,7 @@ class AttentionPattern:
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Store, for the kernel, the tensors that `on_host` returns after they have been copied to the device."""
+        """Store the device's copies of the three tensors that `on_host` returns; the kernel reads these copies."""
         self._on_device = cu_queries, cu_keys, index
 
     def ensure_on_device(self) -> None:

@@ -124,9 +124,9 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:
-    """Return where a layer's rotary angles are in the tensor that contains the angles of all kinds of layers.
+    """Return the slice of the rotary angles that the layer uses; None if all layers use the same angles.
 
-    Return None if there is only one kind.
+    The angles of all kinds of layers are in one tensor, one kind after the other.
     """
     sizes = (2 * len(frequencies) for frequencies in family.ropes())
     ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)

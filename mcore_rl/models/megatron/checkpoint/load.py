@@ -289,7 +289,7 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return where the elements begin in the file object `shard`, as a number of bytes from its start.
+    """Return the byte of `shard`, a file object with the bytes of one stored shard, at which the elements begin.
 
     Return None if the elements are not stored contiguously, in row-major order and uncompressed.
     """
