@@ -154,14 +154,14 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows that a teacher reads, and for each row by how many tokens the prompt is longer there.
+        """Return the rows that a teacher reads, and for each row how many tokens longer its prompt is than in `batch`.
 
-        If `teacher_prompt` is set, the teacher's prompt replaces the student's prompt in these rows. If it is the
-        shorter one, the number is negative.
+        If `teacher_prompt` is set, the teacher's prompt replaces the student's prompt in these rows. If it is
+        shorter, the number is negative.
 
         Args:
             own: indices of the rows of `batch` that the teacher scores.
-            share: which of the rows that the teacher scores on all replicas are the rows `own`.
+            share: places of the rows `own` among the rows of all replicas that the teacher scores.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

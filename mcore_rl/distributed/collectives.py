@@ -333,8 +333,8 @@ def all_gather_forward_split_backward(
 ) -> Shaped[Tensor, all_rows * rest]:
     """Concatenate the tensors [n, …] of all ranks to [P·n, …]; gradients are not summed over the ranks.
 
-    The gradient of `x` is this rank's part of the gradient that this rank has for the gathered rows. Use the function
-    if every rank computes the *same* scalar from all rows: a sum of the P equal gradients would count the loss P times.
+    From its gradient of all rows, each rank takes the part for its own rows. Use the function if every rank computes
+    the *same* scalar from all rows: a sum of the P equal gradients would count the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
 

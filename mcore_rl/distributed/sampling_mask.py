@@ -64,7 +64,7 @@ class KeptTokens:
         return KeptTokens(counts.int(), self.ids[(ends[positions] - counts).repeat_interleave(counts) + offsets])
 
     def padded(self, positions: int) -> KeptTokens:
-        """Return this object with as many more positions, without kept tokens, as make `positions` in all."""
+        """Return an object with `positions` positions in all: positions without kept tokens are added at the end."""
         return self + KeptTokens.none(positions - len(self))
 
     @staticmethod

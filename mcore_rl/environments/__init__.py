@@ -1,4 +1,4 @@
-"""Environments, which judge responses: each gets a reward, and perhaps an observation that continues the conversation.
+"""Environments, which judge responses: each gets a reward and, if the conversation continues, an observation.
 
 Most judges run in separate processes; a reward model runs in the training processes.
 """

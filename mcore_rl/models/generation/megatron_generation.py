@@ -125,7 +125,7 @@ class StopStrings:
         self.window = max((len(text.encode()) for text in texts), default=0) + 1
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Append `token` to the last tokens of the sequence `s`; return whether a stop string now ends the sequence."""
+        """Append `token` to the last tokens of the sequence `s`; return whether a stop string now ends it."""
         s.tail = [*s.tail, token][-self.window :]
         text = self.tokenizer.decode(s.tail)
         return any(stop in text for stop in self.texts)

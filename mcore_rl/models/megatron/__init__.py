@@ -1,7 +1,7 @@
 """The modules that import Megatron-Core. Call `initialize_platform` before importing any of them.
 
 The reason: Megatron-Core keeps references to functions of the device (`torch.cuda`) from the time of its import.
-`initialize_platform` may replace these functions, and must do so before.
+`initialize_platform` may replace these functions, so it must be called first.
 """
 
 from importlib import import_module
