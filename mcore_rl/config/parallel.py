@@ -326,7 +326,10 @@ class ParallelConfig(LayoutConfig):
     @model_validator(mode="after")
     def _overlaps(self) -> ParallelConfig:
         if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
-            raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
+            raise ValueError(
+                "overlap_param_gather: needs overlap_grad_reduce=true, because weights are gathered in the same "
+                "buckets in which gradients are reduced"
+            )
         return self
 
     def for_device(self, on_gpu: bool) -> ParallelConfig:

@@ -375,7 +375,7 @@ class RolloutOptions(Section):
         if self.validation_k is not None and (total == 1 or max(self.validation_k, default=0) > total):
             raise ValueError(
                 f"validation_k: must be at most num_validation_generations, which is {total}"
-                + (" (greedy); set more of them, or leave validation_k out" if total == 1 else "")
+                + (" (greedy); raise that number, or leave validation_k out" if total == 1 else "")
             )
         if self.validation_k == ():
             raise ValueError(

@@ -445,7 +445,7 @@ def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     if record.get("messages") is not None:
         if record.get("completion") is not None:  # a prompt without completion is allowed
-            raise ValueError("has both messages and a completion; keep only the key that must be trained")
+            raise ValueError("has both messages and a completion; keep only the one on which the model must be trained")
         return (tokenize_messages(tokenizer, record["messages"], record.get("tools")),)
     require(record, "prompt", "completion")
     return (tokenize_completion(tokenizer, record["prompt"], record["completion"], record.get("tools")),)

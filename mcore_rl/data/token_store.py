@@ -315,8 +315,11 @@ class _FileArray:
 
     def __init__(self, path: Path, kind: type, size: int) -> None:
         self._kind, self._size = np.dtype(kind), size
-        if path.stat().st_size != size * self._kind.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes; {size} of {self._kind} were expected")
+        found, expected = path.stat().st_size, size * self._kind.itemsize
+        if found != expected:
+            raise ValueError(
+                f"{path.name} must have {expected} bytes ({size} numbers of type {self._kind}), but has {found} bytes"
+            )
         self._file = open(path, "rb")  # noqa: SIM115
 
     def __len__(self) -> int:
@@ -410,7 +413,7 @@ class MixedTokenStore(TokenStore):
                 )
             if not quota:
                 raise UserError(
-                    f"data.train: the weight of {name} gives it less than one of {PERIOD:,} samples; leave this "
+                    f"data.train: with its weight, {name} gets less than one of every {PERIOD:,} samples; leave this "
                     "source out, or raise its weight"
                 )
         self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))

@@ -69,7 +69,7 @@ def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: flo
         WorkerError: see `run_processes`; the cases after the failed one are not run.
     """
     if len(cases) > MOST_CASES:
-        raise ValueError(f"run_cases: {len(cases)} cases for one start of processes; at most {MOST_CASES}")
+        raise ValueError(f"run_cases: one start of processes can run at most {MOST_CASES} cases, got {len(cases)}")
     with tempfile.TemporaryDirectory() as directory:
         ranks = run_processes(_run_in_turn, tuple(cases), directory, timeout, world_size=world_size, timeout=timeout)
     return [list(of_case) for of_case in zip(*ranks, strict=True)]

@@ -109,7 +109,7 @@ def test_what_a_mixture_is_tells_its_fingerprint():
 def test_sources_that_would_never_be_met_are_refused():
     with pytest.raises(UserError, match=r"data\.train: no record of b is short enough"):
         MixedTokenStore({"a": store_of(5), "b": store_of()}, {"a": 1, "b": 1})
-    with pytest.raises(UserError, match=r"data\.train: the weight of a gives it less than one of 10,000 samples"):
+    with pytest.raises(UserError, match=r"data\.train: with its weight, a gets less than one of every 10,000 samples"):
         MixedTokenStore({"a": store_of(5), "b": store_of(5)}, {"a": 1e-6, "b": 1})
 
 

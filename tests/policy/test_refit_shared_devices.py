@@ -63,8 +63,8 @@ def test_every_device_has_a_block_of_its_own(layout, devices, model_of):
         assert own == [holds if rank else sorted(set(devices))] * len(own) and len(own) > 2
         assert blocks == [len(set(devices))] * len(blocks)
         assert told == (
-            f"update_weights_from_ipc_handles: no weights on this process's device {devices[rank]}; the handles are "
-            "for no device: only the first rank has them"
+            f"update_weights_from_ipc_handles: no handle is for this process's device {devices[rank]}; "
+            "pass the handles of the first rank"
         )
 
 

@@ -342,8 +342,8 @@ class RefitReceiver:
         own = platform.device_id(self.device)
         if own not in handles:
             raise ValueError(
-                f"update_weights_from_ipc_handles: no weights on this process's device {own}; the handles are for "
-                f"{', '.join(handles) or 'no device: only the first rank has them'}"
+                f"update_weights_from_ipc_handles: no handle is for this process's device {own}; "
+                + (f"there are handles for {', '.join(handles)}" if handles else "pass the handles of the first rank")
             )
         handle = handles[own]
         if "cuda" in handle:
