@@ -217,7 +217,7 @@ class ContinuousBatch:
         rows: int,
         prefill_tokens: int,
         lag: int,
-        uses_graphs: bool,
+        uses_graphs: bool = False,
     ) -> None:
         self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
