@@ -170,9 +170,11 @@ class PipelineConfig(Section):
         return [chunk % size for chunk, count in enumerate(counts) for _ in range(count)]
 
     def distinct_stages(self) -> list[int]:
-        """Return the pipeline stages that can differ in cost: the first, the last and, if the split is uneven, one
-        stage between them for each number of layers. Of the stages with equally many layers, the earliest is returned:
-        it keeps the activations of the most microbatches."""
+        """Return the pipeline stages that can differ in cost: the first, the last and some between them.
+
+        If the split is uneven, the result has one stage between them for each number of layers: the earliest stage
+        that has this number, because it keeps the activations of the most microbatches.
+        """
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
             counts = layers_of_layout(layout)

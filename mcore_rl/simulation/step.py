@@ -734,7 +734,7 @@ def _read(regions: list[Region], writers: int) -> int:
 def _index(regions: list[Region], writers: int) -> Any:
     """Return the index (torch's `Metadata`) of an invented checkpoint, written by `writers` ranks.
 
-    The checkpoint contains every tensor of which `regions` has a part.
+    `regions` are slices of tensors. The checkpoint contains every tensor that has a slice there.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -382,9 +382,13 @@ def test_a_recording_and_the_option_agree_on_experts(tmp_path):
         entries[name] = tmp_path / name
         entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout])}) + "\n")
     assert len(read_recording(entries["without"], 1, {})) == len(read_recording(entries["with"], 1, {}, True)) == 1
-    with pytest.raises(UserError, match=r"was recorded without experts, but model.moe_router_replay=True"):
+    with pytest.raises(
+        UserError, match=r"was recorded without the experts of each token, but model.moe_router_replay=True"
+    ):
         read_recording(entries["without"], 1, {}, True)
-    with pytest.raises(UserError, match=r"was recorded with experts, but model.moe_router_replay=False"):
+    with pytest.raises(
+        UserError, match=r"was recorded with the experts of each token, but model.moe_router_replay=False"
+    ):
         read_recording(entries["with"], 1, {})
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the result of `F.linear`, without gradients; on the CPU in float32, always by oneDNN."""
+    """Return the result of `F.linear`, without gradients. If `x` is in float32 on the CPU, oneDNN computes it."""
     if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return cpu.linear(x, weight, bias)
     return F.linear(x, weight, bias)
