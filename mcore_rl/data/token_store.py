@@ -190,7 +190,7 @@ DROPPED_WITH = "dropped with tokens: "
 
 
 def dropped_with(length: int) -> str:
-    """Return the name of a count: how many of the dropped records have `length` tokens in their longest sequence."""
+    """Return the name under which dropped records with `length` tokens in their longest sequence are counted."""
     return f"{DROPPED_WITH}{length}"
 
 

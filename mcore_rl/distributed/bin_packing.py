@@ -113,10 +113,10 @@ def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]
     """Assign the same number of bins to each of `count` ranks, so that all ranks have a similar cost.
 
     This is balanced largest differencing: Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of
-    an algorithm for balanced parallel processor scheduling, 1992). The bins are sorted by cost, costliest first. Each
-    `count` consecutive bins make a partial solution of `count` parts, with one bin in each part. Then the two most
-    uneven solutions are joined: the heaviest part of one with the lightest part of the other, and so on. Such joins are
-    repeated until a single solution remains; each of its parts goes to one rank.
+    an algorithm for balanced parallel processor scheduling, 1992). The bins are sorted by cost, costliest first. Every
+    group of `count` consecutive bins makes a partial solution of `count` parts, with one bin in each part. Then the two
+    most uneven solutions are joined: the heaviest part of one with the lightest part of the other, and so on. Such
+    joins are repeated until a single solution remains; each of its parts goes to one rank.
     """
     order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
     loads = [sum(cost[u] for u in box) for box in bins]

@@ -244,9 +244,9 @@ def batch_partners(
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
     """For aot and aot_unpaired (if in `kinds`), return the values [2n] with which the rows' values are compared.
 
-    Both losses compare values that have the same rank in the global batch. aot compares a pair's policy margin with a
-    reference margin. aot_unpaired compares a chosen reward with a rejected reward, and vice versa. Equal values are
-    ranked in the order of the pairs.
+    Both losses sort values over the global batch, and compare the n-th largest with the n-th largest. aot compares a
+    pair's policy margin with a reference margin. aot_unpaired compares a chosen reward with a rejected reward, and vice
+    versa. Equal values are sorted in the order of the pairs.
 
     Args:
         kinds: losses and their weights.

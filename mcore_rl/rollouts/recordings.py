@@ -91,8 +91,8 @@ def read_recording(
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"
         raise UserError(
-            f"--replay {path}: was recorded {has} the experts of each token, but model.moe_router_replay={replays_experts}; change "
-            "this key, or replay another recording"
+            f"--replay {path}: was recorded {has} the experts of each token, but "
+            f"model.moe_router_replay={replays_experts}; change this key, or replay another recording"
         )
     with_mask = {r.kept_tokens is not None for rollouts in recorded.values() for r in rollouts if r.response_lengths}
     if with_mask - {keeps_mask}:

@@ -245,10 +245,11 @@ class RunCheckpoints:
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
         """Take over the removal of the earlier launch's passing checkpoints (argument `passing` of `save`).
 
-        The earlier launch may have ended before it removed them. They are removed now, but `resumed` only after a save.
+        The earlier launch may have ended before it removed them. They are removed now. The checkpoint `resumed` itself,
+        if it is one of them, is removed after the next save.
 
-        Args:
-            steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
+            Args:
+                steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]

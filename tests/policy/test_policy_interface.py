@@ -214,7 +214,7 @@ def answers(config):
 
     policy = policy_of(config)
     prompts = BatchedDataDict(input_ids=torch.tensor([[7, 8, 9], [11, 12, 0]]), input_lengths=torch.tensor([3, 2]))
-    with pytest.raises(ValueError, match="needs SamplingParams, because only a GRPO configuration contains them"):
+    with pytest.raises(ValueError, match="pass SamplingParams; only configurations of GRPO and PPO"):
         policy.generate(prompts)
     params = SamplingParams(max_new_tokens=5, seed=3, stop_token_ids=(1,))
     assert policy.prepare_for_generation(params)

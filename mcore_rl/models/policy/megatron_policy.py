@@ -507,7 +507,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             self.generation = megatron_generation_of(self.config, self, tokenizer)
         else:
             raise ContractError(
-                "prepare_for_generation: needs SamplingParams, because only a GRPO configuration contains them"
+                "prepare_for_generation: pass SamplingParams; only configurations of GRPO and PPO contain them"
             )
         return self.generation.prepare_for_generation()
 
