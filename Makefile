@@ -94,7 +94,7 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 	@$(call results,ppo_cpu)
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
-WORKERS ?= 4
+WORKERS ?= 3
 IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --instafail
 
 test: install

@@ -248,8 +248,8 @@ class RunCheckpoints:
         The earlier launch may have ended before it removed them. They are removed now. The checkpoint `resumed` itself,
         if it is one of them, is removed after the next save.
 
-            Args:
-                steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
+        Args:
+            steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]
