@@ -87,8 +87,8 @@ def saved(out):
     [
         (1, "0", "0=1"),
         pytest.param(2, "1", "0=2 1=0", marks=pytest.mark.long),
-        pytest.param(2, "1", "0=0 1=2", marks=pytest.mark.long),
-        pytest.param(2, "0", "0=0 1=2", marks=pytest.mark.long),
+        pytest.param(2, "1", "0=0 1=2", marks=pytest.mark.exhaustive),
+        pytest.param(2, "0", "0=0 1=2", marks=pytest.mark.exhaustive),
         pytest.param(2, "0 1", "0=0 1=2", marks=pytest.mark.long),
     ],
 )
