@@ -187,7 +187,8 @@ def test_a_damaged_store_is_named(files):
     (store,) = stores(files)
     (store / "ids.bin").write_bytes(b"\0" * 12)
     with pytest.raises(
-        UserError, match=rf"data.cache_dir: {store} is incomplete: ids.bin must have .* but has 12 bytes; delete this directory"
+        UserError,
+        match=rf"data.cache_dir: {store} is incomplete: ids.bin must have .* but has 12 bytes; delete this directory",
     ):
         load(files)
     (store / "meta.json").write_text("[]")

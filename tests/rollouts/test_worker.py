@@ -282,7 +282,10 @@ def test_pass_at_k_and_majorities_by_enumeration():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"validation_k": [1]}, r"must be at most num_validation_generations, which is 1 \(greedy\); raise that number"),
+        (
+            {"validation_k": [1]},
+            r"must be at most num_validation_generations, which is 1 \(greedy\); raise that number",
+        ),
         ({"num_validation_generations": 4, "validation_k": [1, 8]}, "must be at most num_validation_generations"),
         ({"num_validation_generations": 4, "validation_k": []}, "must not be empty"),
     ],
