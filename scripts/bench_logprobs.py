@@ -10,14 +10,13 @@ measured in a separate process. Exits with 1 if a bound is missed.
 
 import argparse
 import multiprocessing
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from bench_results import Row, finish
+from device_meter import median_seconds
 from peak_memory import PeakMemory
 
 from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
@@ -45,7 +44,7 @@ def main() -> int:
 
     many, few = Packs(64, 16, sizes.vocabulary), Packs(4, 256, sizes.vocabulary)
     kept = {f"fused, {count} kept tokens": case.keeping(count) for count in KEPT}
-    seconds = measure(
+    seconds = median_seconds(
         {
             "three products": case.products, "fused": case.fused, "three products of torch": case.products_of_torch,
             "from logits": case.from_logits, "fused, half the tokens masked": case.half_masked, **kept,
@@ -72,17 +71,6 @@ def main() -> int:
     columns = ("s", "beside, s", "ratio, or figure")
     is_whole = sizes == parser.parse_args([])
     return finish("logprobs", f"Log-probabilities: {sized}", columns, rows, keep=is_whole)
-
-
-def measure(functions: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
-    """Return the median seconds of each function. The functions take turns; the first round does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repetitions + 1):
-        for name, function in functions.items():
-            started = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def compare(
