@@ -263,23 +263,20 @@ class HostCopy:
 
 
 class GraphPool:
-    """Memory that CUDA graphs share. At most one of these graphs may run at a time."""
+    """Memory of a GPU that CUDA graphs share. At most one of the pool's graphs may run at a time."""
 
     def __init__(self) -> None:
-        self._id = None
-        if has_gpu():
-            release_cached_memory()  # while a graph is recorded, torch cannot free cached memory for its tensors
-            self._id = torch.cuda.graph_pool_handle()
+        release_cached_memory()  # while a graph is recorded, torch cannot free cached memory for its tensors
+        self._id = torch.cuda.graph_pool_handle()
 
     def recorded(self, function: Callable[[], T]) -> Callable[[], T]:
         """Return a function that does what `function` does, but launches all kernels at once, as one CUDA graph.
 
         `function` must always use the same tensors, and must not wait for the device. All functions of a pool share
         memory, so the next call of any of them overwrites the result. The first call runs `function` itself, which
-        compiles kernels and allocates workspaces; the second call records the graph. Without a GPU, `function` itself
-        is returned.
+        compiles kernels and allocates workspaces; the second call records the graph.
         """
-        return function if self._id is None else _Graph(function, self._id)
+        return _Graph(function, self._id)
 
 
 @cache
