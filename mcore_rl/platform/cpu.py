@@ -288,9 +288,18 @@ def _blocks(count: int) -> Iterator[tuple[slice, int]]:
 def _block_size(rest: int) -> int:
     """Return the number of rows of the next block if `rest` rows are left."""
     if rest <= FEW:
-        step = max(1, 2 ** (rest - 1).bit_length() // 8)
-        return -(-rest // step) * step
+        return coarse_size(rest, 4)
     return next((block for block in BLOCKS if block <= rest), 1 << (rest - 1).bit_length())
+
+
+def coarse_size(size: int, parts: int) -> int:
+    """Round `size` up to a power of two, or to one of the numbers that divide the way to the next one into `parts`.
+
+    Something that is prepared for each size, such as compiled code, is then needed for few sizes. `parts` must be a
+    power of two. The size grows by less than 1 / `parts`; sizes up to 2 · `parts` do not change.
+    """
+    step = max(1, 2 ** (size - 1).bit_length() // (2 * parts))
+    return -(-size // step) * step
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:

@@ -40,6 +40,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("parts", [4, 8])
+def test_coarse_sizes_are_few_and_near(parts):
+    sizes = [cpu.coarse_size(size, parts) for size in range(1, 1025)]
+    assert all(size <= coarse < size * (1 + 1 / parts) for size, coarse in enumerate(sizes, 1))
+    assert sizes[: 2 * parts] == list(range(1, 2 * parts + 1))
+    assert len(set(sizes[512:])) == parts
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_products_of_any_strides_equal_float64s(name):
     x, y = CASES[name]

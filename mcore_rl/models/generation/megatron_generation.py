@@ -38,6 +38,7 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.platform.cpu import coarse_size
 
 MAX_GRAPHS = 64
 """Number of recorded steps after which all of them are freed. Sequences of very different lengths need many."""
@@ -146,7 +147,7 @@ class _Look:
     tokens: platform.HostCopy | None
 
 
-# What a step returns: its state [3, n], the log-probabilities [n] of the sampled tokens, and the kept tokens.
+# A decoding step returns the new state [3, n], the log-probabilities [n] of the sampled tokens, and the kept tokens.
 Drawn = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -182,15 +183,6 @@ class ReplayedStep:
             error.add_note("generation.cuda_graphs=false generates without CUDA graphs")
             raise
         return state[:, :count].clone(), logprobs[:count].clone(), None if kept is None else kept[:count].clone()
-
-
-def fixed_size(size: int) -> int:
-    """Round `size` up to a multiple of 2^k / 8, where 2^k is the largest power of two up to `size`.
-
-    Only a few different sizes remain, and none grows by more than an eighth. Sizes below 16 do not change.
-    """
-    step = max(1, 2 ** (size.bit_length() - 1) // 8)
-    return -(-size // step) * step
 
 
 class ContinuousBatch:
@@ -233,7 +225,7 @@ class ContinuousBatch:
         """Number of steps for which the cache is arranged, if the sequences do not change."""
         self.uses_graphs = uses_graphs
         self.spare_block = self.spare_slot = 0
-        """Where the unused rows of a replayed step write."""
+        """The block and the slot to which the unused rows of a replayed step write."""
         if uses_graphs:
             (self.spare_block,), (self.spare_slot,) = self.cache.blocks.take(1), self.cache.slots.take(1)
         self.steps_by_size = dict[Hashable, ReplayedStep]()
@@ -301,10 +293,10 @@ class ContinuousBatch:
         A step may have more rows than there are running sequences. The additional rows are as long as the shortest
         sequence, and write to a spare block and a spare slot.
         """
-        width = fixed_size(max(len(s.blocks) for s in self.going))
-        unused = fixed_size(len(self.going)) - len(self.going)
+        width = coarse_size(max(len(s.blocks) for s in self.going), 8)
+        unused = coarse_size(len(self.going), 8) - len(self.going)
         held, slots = [s.blocks for s in self.going], [s.slot for s in self.going]
-        lengths = [fixed_size(blocks_for(len(s) + self.steps_ahead - 1)) * BLOCK_SIZE for s in self.going]
+        lengths = [coarse_size(blocks_for(len(s) + self.steps_ahead - 1), 8) * BLOCK_SIZE for s in self.going]
         held += [[self.spare_block] * width] * unused
         self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
         if self.addresses != (addresses := self.cache.addresses()) or len(self.steps_by_size) == MAX_GRAPHS:
