@@ -42,7 +42,7 @@ MODES = ("swapped", "precomputed")
 BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
 FLOOR = 3.0
 OF_PRODUCTS = {"torch": (0.55, 0.45), "oneDNN": (None, None)}
-"""By library: bound and floor of the rate of training, as a fraction of the rate of the library's matrix products."""
+"""For each library: bound and floor of the rate of training, relative to the rate of the library's matrix products."""
 
 
 def main() -> int:

@@ -322,9 +322,9 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Where rewards must differ so that an update can learn: within a "group" (a prompt), or within the "batch".
+        """Samples whose rewards must not be all equal, because an update would learn nothing: a "group" or the "batch".
 
-        None if an update can learn even from equal rewards.
+        A group has the samples of one prompt. None if an update can learn even from equal rewards.
         """
         return None
 
