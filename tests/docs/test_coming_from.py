@@ -219,12 +219,13 @@ RECORD = {"prompt": "What is 1+1?", "answer": "2", "chosen": "2", "rejected": "3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["TRL", "verl", "NeMo RL"])
-def test_translated_commands_run(program, tmp_path):
+@pytest.mark.parametrize("place, program", enumerate(["TRL", "verl", "NeMo RL"]))
+def test_translated_commands_run(place, program, tmp_path):
     """The commands of the page run: with a small model and data, on the CPU, without vLLM and W&B."""
     text = section("## A command of each", "## Names of metrics")
-    command = re.search(rf"^{program}, .*?```\n(.*?)```", text, re.M | re.S)[1].replace("\\\n", " ")
-    words = shlex.split(command)
+    explanation, command = re.findall(r"(.*?)```\n(.*?)```", text, re.S)[place]
+    assert program in explanation
+    words = shlex.split(command.replace("\\\n", " "))
     algorithm, overrides = words[2], [word for word in words if re.match(r"(?!logging)[\w.]+=", word)]
     build_config(
         PROGRAMS[algorithm].config, {}, [*overrides, "model.path=m", "data.train=d", "output_dir=o"], "the page"
