@@ -1,9 +1,9 @@
-"""The device under Megatron: CUDA with NCCL, the CPU with gloo, or a simulated device with shapes and no memory.
+"""The device that Megatron uses: CUDA with NCCL, the CPU with gloo, or a simulated device.
 
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
-program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, this only
-selects the device. Without a GPU, it replaces functions of `torch.cuda`: Megatron-Core then calls the functions of
-`cpu.py`. No other file of the package uses `torch.cuda`.
+program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, the call
+only selects the device. Without a GPU, it replaces functions of `torch.cuda` by functions of `cpu.py`. On a simulated
+device, tensors have shapes but no memory. No other file of the package uses `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -391,7 +391,10 @@ DETERMINISTIC_ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree"),
 }
-"""Settings with which cuBLAS, Transformer Engine and NCCL give reproducible sums. The first value is the default."""
+"""Values of environment variables with which cuBLAS, Transformer Engine and NCCL give reproducible sums.
+
+An unset variable gets the first value.
+"""
 
 
 def make_deterministic() -> None:
@@ -464,7 +467,7 @@ def bytes_for(tensors: Sequence[Tensor]) -> int:
 
 
 def offsets_of(tensors: Sequence[Tensor], start: int = 0) -> list[int]:
-    """Return each tensor's offset, in bytes, in a block in which `tensors` follow one another from byte `start` on."""
+    """Return each tensor's offset, in bytes, in a block that contains `tensors` one after the other from `start` on."""
     return list(accumulate(map(_room, tensors[:-1]), initial=start))[: len(tensors)]
 
 

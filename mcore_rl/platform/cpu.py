@@ -1,10 +1,10 @@
-"""For processes without a GPU: replacements for functions of `torch.cuda`, matrix products by oneDNN, freed memory.
+"""Functions for processes without a GPU: replacements for `torch.cuda`, oneDNN's matrix products, malloc settings.
 
 Megatron-Core calls functions of `torch.cuda` even on the CPU and on a simulated device.
 
-torch computes products of float32 matrices with MKL, which does not use AVX-512 on AMD's processors. oneDNN uses it,
-and takes only 0.4 to 0.6 of the time there (docs/benchmarks.md). torch has no setting that selects oneDNN. This module
-therefore replaces the kernel of `aten::mm` for the whole process; linear layers, LM head and their gradients use it.
+torch computes products of float32 matrices with MKL, which does not use AVX-512 on AMD's processors. oneDNN does, and
+takes 0.4 to 0.6 of MKL's time there (docs/benchmarks.md). torch has no setting that selects oneDNN. This module
+therefore replaces the kernel of `aten::mm` for the whole process.
 """
 
 from __future__ import annotations
@@ -171,16 +171,15 @@ def install_stand_ins(device: torch.device) -> None:
 
 
 KEPT_BYTES = {-3: 2**24, -1: 2**28}
-"""Values of two settings of glibc's malloc, from its malloc.h: M_MMAP_THRESHOLD (-3), M_TRIM_THRESHOLD (-1)."""
+"""Bytes for two parameters of glibc's `mallopt`, by number: M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD is -1."""
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MB of freed memory, for blocks of up to 16 MB, instead of returning it to Linux.
 
-    Otherwise Linux would have to fill the memory of each new tensor with zeros and map it, page by page. This takes a
-    tenth of the processor time of a training step, because most operations write a new tensor. Larger blocks are not
-    kept: with blocks of up to 32 MB, a DPO run needs a seventh more memory and no less time. Without glibc, this
-    function does nothing.
+    Otherwise Linux maps the memory of each new tensor and fills it with zeros, page by page, which takes a tenth of the
+    processor time of a training step. Larger blocks are not kept: with blocks of up to 32 MB, a DPO run needs a seventh
+    more memory and no less time. Without glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -191,16 +190,15 @@ def keep_freed_memory() -> None:
 SMALLEST = 2**22
 """Least number of multiplications for which oneDNN is called; for fewer, the call takes longer than the product."""
 BLOCKS = (512, 256)
-"""Numbers of tokens that are multiplied at a time. A smaller rest is padded: up to `FEW` tokens by at most a quarter,
-others to the next power of 2.
+"""Sizes of the blocks of tokens into which a product is divided.
 
-oneDNN compiles and keeps code for each shape (0.3 to 0.6 MB). Without blocks, each number of tokens in a pack would be
-another shape.
+A last block of at most `FEW` tokens is padded by at most a quarter, a larger one to the next power of 2. oneDNN
+compiles and keeps code for each shape (0.3 to 0.6 MB). Blocks limit the number of shapes.
 """
 
 FEW = 32
-"""Largest number of tokens that is padded only a little: generation multiplies so few, one token of each sequence, and
-a padded token then costs as much as a real one."""
+"""Largest number of tokens that is padded by at most a quarter. In products of so few tokens, as in generation, a
+padded token costs as much as a real one."""
 
 _kernels: list[torch.library.Library] = []
 
@@ -293,10 +291,10 @@ def _block_size(rest: int) -> int:
 
 
 def coarse_size(size: int, parts: int) -> int:
-    """Round `size` up to a power of two, or to one of the numbers that divide the way to the next one into `parts`.
+    """Round `size` up, so that only `parts` different sizes remain between a power of two and the next.
 
-    Something that is prepared for each size, such as compiled code, is then needed for few sizes. `parts` must be a
-    power of two. The size grows by less than 1 / `parts`; sizes up to 2 · `parts` do not change.
+    This limits the number of sizes for which, for example, code is compiled. `parts` must be a power of two. The size
+    grows by less than 1 / `parts`; sizes up to 2 · `parts` do not change.
     """
     step = max(1, 2 ** (size - 1).bit_length() // (2 * parts))
     return -(-size // step) * step

@@ -26,9 +26,9 @@ from mcore_rl.run.directory import REPORT_MARK
 from mcore_rl.utils.console import size_text
 
 SUSPICIOUS_MISMATCH = 1.05
-"""Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
+"""If no bound is configured, the report warns of a `token_mult_prob_error` above this value; 1 means no difference."""
 NEAR = 0.8
-"""If a bound is configured, values of `token_mult_prob_error` above 1 + NEAR · (bound − 1) are reported."""
+"""If a bound is configured, the report warns of a `token_mult_prob_error` above 1 + NEAR · (bound − 1)."""
 
 
 def findings(run: Run) -> Iterator[str]:
@@ -238,8 +238,8 @@ def _value(run: Run, key: str) -> str:
 
 COLORS = ("#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
-"""Lines of a chart's curves. With one run, each metric has a color. With several runs, each run has a color and each
-metric a dash. Validation is dotted."""
+"""Line styles of a chart of several runs: each run has a color, and each metric a line style. With one run, each metric
+has a color. Validation is dotted."""
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_MARKED_STEPS = 8

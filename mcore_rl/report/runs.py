@@ -105,7 +105,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """First line of each file in which a rank has reported its Python stacks; this line tells the rank's phase."""
+        """First line of each rank's report of its Python stacks. The line tells the rank's phase."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 

@@ -32,9 +32,9 @@ SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", 
 class RolloutCollector:
     """Provides the rollouts of each step: generates them, or reads them from a recording. Every call is collective.
 
-    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps. These rollouts continue during
-    training. Each step uses the rollouts of its own prompts, even if rollouts for later steps finish earlier. These
-    rollouts start at most N steps before the step, so the weights that generate them are at most N versions old.
+    With `max_staleness` = N, `collect` also starts the rollouts of the next N steps, which continue during training.
+    The weights that generate a step's rollouts are therefore at most N versions old. Each step uses the rollouts of its
+    own prompts, even if rollouts of later steps finish earlier.
 
     Args:
         steps: number of steps of the run.
@@ -131,7 +131,7 @@ class RolloutCollector:
     def log_samples(
         self, step: int, rollouts: RolloutBatch, advantages: Float[Tensor, " samples"] | None
     ) -> list[dict[str, Any]]:
-        """Write some of the rollouts to samples.jsonl, and return these entries on rank 0; [] on other ranks.
+        """Write some of the rollouts to samples.jsonl. Return the written entries on rank 0, [] on other ranks.
 
         A replay writes nothing, because its samples were logged when they were recorded. Collective.
 
@@ -161,7 +161,7 @@ def answers_of(rollouts: RolloutBatch, topology: Topology) -> list[str | None]:
 
 
 def named_rewards(outcomes: Sequence[RolloutSummary], names: Sequence[str]) -> Float[Tensor, "names samples"]:
-    """Return the rewards with these names of each sample; NaN for rewards that do not apply to the sample."""
+    """Return each sample's rewards with the given names; NaN for rewards that do not apply to the sample."""
     rewards = [[outcome.rewards.get(name, math.nan) for outcome in outcomes] for name in names]
     return torch.tensor(rewards, dtype=torch.float64)
 

@@ -22,7 +22,7 @@ REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_pe
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """Return the values that tell which run wrote a recording; `data` is the fingerprint of the run's prompts."""
+    """Return values that identify this run in its recording; `data` is the fingerprint of its prompts."""
     return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
 
 
@@ -70,8 +70,8 @@ def read_recording(
         required: sampling options of this run. They must equal the recorded options.
         replays_experts: whether this run sends tokens to the same experts as during sampling.
         section: section of the configuration that has the sampling options, for errors.
-        keeps_mask: whether this run computes probabilities over only the tokens that top-k, top-p and min-p left in
-            sampling. The recording must then contain these tokens.
+        keeps_mask: whether this run needs the kept tokens (those that top-k, top-p and min-p left in sampling) in the
+            recording. It then computes probabilities over the kept tokens only.
 
     Raises:
         UserError: the file is missing, is not a recording, has fewer than `steps` steps, or was sampled with other

@@ -118,8 +118,7 @@ class RolloutWorker:
         self.environment: Any = environment
         self.weight_version = 0
         self.judging_seconds = 0.0
-        """Seconds since `prepare` in which the ranks waited for the judge; 0 if conversations stream, because no rank
-        waits."""
+        """Seconds since `prepare` in which the ranks waited for the judge; 0 if conversations run in the background."""
         self._telling = SummaryExchange(topology)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
@@ -245,8 +244,8 @@ class RolloutWorker:
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Judge the last responses and add the observations; return the conversations that continue.
 
-        With a collective environment, all ranks judge together. Otherwise each replica judges its own samples in the
-        background; the other ranks wait, even longer than the time limit of a collective.
+        With a collective environment, all ranks judge together. Otherwise the first rank of each replica judges the
+        replica's samples. All ranks wait for it, if necessary longer than the time limit of a collective.
         """
         if self.judges_together:
             steps = self.environment.step([conversation.sample for conversation in conversations])
@@ -266,10 +265,7 @@ class RolloutWorker:
         return [conversations[place] for place in goes_on]
 
     async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
-        """Judge the last responses; return each conversation's observation as tokens, or None if the conversation ends.
-
-        `settle` waits for this coroutine, and raises its exception on all ranks.
-        """
+        """Judge the last responses; return the tokens of each observation, or None if the conversation ends."""
         judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
         return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
 

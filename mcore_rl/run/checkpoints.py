@@ -28,9 +28,8 @@ class BestValidation:
     highest: whether the highest value of the metric is the best; otherwise, the lowest value is the best.
     data: fingerprint of the validation data.
     patience: the run ends after this number of consecutive validations without an improvement; None: no limit.
-    step: step of the best validation so far; 0 if there is none yet, or if the validation before the first step is the
-        best.
-    value: metric of the best validation so far; None if there is none.
+    step: step of the best validation so far; 0 if it came before the first step, or if there is none yet.
+    value: value of the metric in the best validation so far; None if there is none.
     waited: number of validations since the best one.
     """
 
@@ -111,7 +110,7 @@ class BestValidation:
 
 
 LOST_PEER_SECONDS = 2.0
-"""Seconds that a run which lost a rank waits for its checkpoint; torchrun is about to restart it."""
+"""Seconds to wait for the pending checkpoint after another rank has died; torchrun then restarts the run."""
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
@@ -206,10 +205,10 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, wait: bool = False) -> None:
-        """Commit the pending checkpoint if it has been written. Report it if the checkpoint could not be written.
+        """Commit the pending checkpoint if it has been written, and report a failure.
 
         Args:
-            wait: wait until it has been written.
+            wait: whether to wait until the checkpoint has been written.
         """
         if (pending := self.policy.checkpoint.pending) is not None:
             self._or_fail(pending.step, lambda: self.policy.checkpoint.finish(wait))
@@ -243,13 +242,12 @@ class RunCheckpoints:
             self.say(message)
 
     def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
-        """Take over the removal of the earlier launch's passing checkpoints (argument `passing` of `save`).
+        """Remove the passing checkpoints (argument `passing` of `save`) that the earlier launch has left.
 
-        The earlier launch may have ended before it removed them. They are removed now. The checkpoint `resumed` itself,
-        if it is one of them, is removed after the next save.
+        If the checkpoint `resumed` is one of them, it is removed after the next save.
 
         Args:
-            steps: steps of these checkpoints, as the checkpoint `resumed` lists them.
+            steps: steps of the passing checkpoints, as stored in the checkpoint `resumed`.
         """
         if resumed.resolve().parent == self.store.directory.resolve():
             self._passing = [self.store.iteration(step) for step in steps]

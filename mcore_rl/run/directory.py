@@ -1,8 +1,8 @@
 """The directory of a run: its owner, its lock, and which of its files a run may replace.
 
-OUTPUT/run.json      identifies the run that owns the directory; without this file, existing files are not touched
+OUTPUT/run.json      identity of the run that owns the directory; without it, a run touches no existing files
 OUTPUT/run.lock      exists while a run is active; holds the pid and host of its first process
-OUTPUT/not_finite.json   why the run ended, if a loss was NaN or infinite: a restart by torchrun then ends at once
+OUTPUT/not_finite.json   error of a run that ended with a NaN or infinity; a restart by torchrun then ends at once
 OUTPUT/wandb.id      the run's id on Weights & Biases
 OUTPUT/…             the files that the run writes (`WRITTEN`)
 """
@@ -32,7 +32,7 @@ MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", 
 STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
-"""Files that a run replaces or removes. judge.log and vllm/ only grow; precomputed references are named by content."""
+"""Files and directories that a run replaces or removes. It appends to judge.log and vllm/ instead."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Name of the report that `mcore-rl report` writes, and the mark that identifies such a report. A file of that name
 without the mark is never replaced."""
@@ -56,14 +56,14 @@ class RunDirectory:
 
     @property
     def identity(self) -> RunIdentity | None:
-        """Identity of the run that owns the directory; None if no run does."""
+        """Identity of the run that owns the directory; None if no run owns it."""
         try:
             return RunIdentity.from_json((self.path / MARKER).read_text())
         except (OSError, ValueError, TypeError):
             return None
 
     def writes(self, path: Path, exports: bool = True) -> bool:
-        """Return whether `path` is a file or directory that a run writes in this directory, or lies inside of one.
+        """Return whether a run with this output directory writes `path`, or a directory that contains it.
 
         Args:
             exports: whether the run exports models.
@@ -73,7 +73,7 @@ class RunDirectory:
         return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
-        """Check that the directory is writable, and that the run would not destroy files of others in it.
+        """Check that the directory is writable, and that the run would not destroy files that no run wrote.
 
         Args:
             export: whether the run will export models or adapters.
@@ -126,9 +126,9 @@ class RunDirectory:
         return "held" if _may_live(holder) else "left"
 
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
-        """Wait up to `seconds` until this directory contains the lock of another process; return whether it does.
+        """Wait up to `seconds` for the lock of another process in this directory; return whether it is there.
 
-        The process that holds the lock must not call this: closing any descriptor of the file releases a record lock.
+        The process that holds the lock must not call this method, because the call would release the lock.
 
         Args:
             lock: the other process's `own_lock`.
@@ -197,7 +197,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove the files that an earlier run wrote, and no other files.
 
-        Files of precomputed reference log-probabilities are kept; their names say to what they belong.
+        Files of precomputed reference log-probabilities are kept.
         """
         if not self.identity:  # judge.log may be a file of the user
             return
@@ -279,7 +279,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process named in a lock file may still be running. Needed if a file system has no locks."""
+    """Return whether the process named in a lock file may be running: on this host if its pid exists, else always."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -38,20 +38,20 @@ ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_module
 """Identifying keys of adapters; a run without adapters does not have them."""
 NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
-"""Keys of the models and adapters from which a run reads weights, except the trained model's key."""
+"""Keys that contain the paths of models and adapters from which a run reads weights, except `model.path`."""
 UNTRACKED_KEYS = (
     *("output_dir", "dry_run", "checkpoint", "logging"),
     *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
-"""Keys and sections whose changes are not reported. If a key contains a path, the contents are compared instead."""
+"""Keys and sections whose changes are not reported. Weights and training data are compared by content, not by path."""
 
 NODE_LOCAL_KEYS = (
     *("output_dir", "model.path", *SECOND_MODEL_KEYS, f"{TEACHER}.*"),
     *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
     *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
 )
-"""Patterns of keys whose values may differ between nodes: paths and servers. Their contents are compared instead; all
-processes use the vLLM servers of rank 0."""
+"""Patterns of keys whose values may differ between nodes: paths and servers. Weights and training data are compared by
+content. All processes use the vLLM servers of rank 0."""
 NOT_GIVEN = "(not given)"
 
 

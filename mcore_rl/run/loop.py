@@ -46,8 +46,8 @@ class StopSignals:
     torchrun; the ranks end when torchrun has ended.
 
     Args:
-        save_seconds: number of seconds after the last checkpoint, by the clock of rank 0, until `save_is_due` becomes
-            True; None for never.
+        save_seconds: `save_is_due` becomes True this many seconds after the last checkpoint (clock of rank 0); None for
+            never.
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
@@ -64,7 +64,7 @@ class StopSignals:
         threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
 
     def _receive_all(self, arrivals: int) -> None:
-        """Receive signals from the pipe `arrivals`. A Python handler would run only after the current collective."""
+        """Receive signals from the pipe `arrivals`. A Python handler would have to wait for the current collective."""
         while True:
             for number in os.read(arrivals, 64):
                 if number in SIGNALS:
@@ -244,7 +244,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
         """Return whether the validation with these metrics is the best so far.
 
-        If checkpoint.best_metric is not one of the metrics, save a checkpoint before the error is raised.
+        Raises:
+            UserError: checkpoint.best_metric is not one of the metrics. A checkpoint has been saved.
         """
         try:
             return self.best is not None and self.best.is_bettered(step, metrics)
@@ -279,9 +280,9 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
         """Call `part` (training or validation) for a step and return its metrics; if it fails, save what can be saved.
 
-        After a TrainingError (judges or servers do not work any more) or a loss that is not finite, the pending
-        checkpoint is completed. After a TrainingError, the current weights are saved too, as the checkpoint of the step
-        `trained`, unless `part` has changed them or the devices have no room for offloaded weights.
+        After a FloatingPointError or TrainingError, the pending checkpoint is completed. After a TrainingError (such as
+        a failed server), the current weights are saved too, as the checkpoint of the step `trained`. They are not saved
+        if `part` has changed them, or if the devices have no room for offloaded weights.
 
         Args:
             part: function of the step that returns metrics, such as `train_step`.
@@ -289,6 +290,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
         Raises:
             NotFiniteError: a loss or a gradient norm is not finite.
+            TrainingError: `part` has raised it.
         """
         updates, consumed = self.policy.updates_made, self.consumed_samples
         try:

@@ -25,9 +25,8 @@ from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
 class JsonLinesLog:
     """A log to which a run appends JSON lines, each with its step, in ascending order of steps.
 
-    An earlier launch of the run may have been killed in the middle of a line, or some steps after its last checkpoint.
-    The first `append` therefore removes the entries of its own step and of later steps. At the first step of a run (0
-    or 1), it removes all entries.
+    The first `append` removes the entries of its own step and of later steps, and an incomplete last line: an earlier
+    launch may have been killed after its last checkpoint. At the first step of a run (0 or 1), it removes all entries.
     """
 
     def __init__(self, path: Path) -> None:

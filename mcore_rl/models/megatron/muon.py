@@ -91,7 +91,7 @@ class Muon:
     """Updates the matrices that `mark_matrices` has marked. Megatron's optimizer updates all other parameters.
 
     Raises:
-        UserError: the family's table has no entry for a parameter.
+        UserError: the model family's table of weight mappings has no entry for a parameter.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class Muon:
     def step(self) -> None:
         """Update the matrices with the gradients that `clip_gradients` has prepared. Collective.
 
-        θ ← (1 − lr·weight_decay)·θ − lr·factor·NS(momentum), as in `torch.optim.Muon`. NS are the Newton–Schulz
-        iterations (`orthogonalized`).
+        θ ← (1 − lr·weight_decay)·θ − lr·factor·NS(momentum), as in `torch.optim.Muon`; NS is `orthogonalized`.
         """
         momentum = self.config.muon_momentum
         for own in self.matrices:
@@ -147,12 +146,11 @@ class Muon:
                 yield from self._round(matrices[first : first + ranks.size], ranks)
 
     def _round(self, matrices: Sequence[OwnMatrix], ranks: ParallelDimension) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Orthogonalize `matrices`, each on a different rank. There must not be more matrices than ranks.
-
-        Yield each matrix with this rank's shard of its update.
+        """Orthogonalize each matrix on a different rank; yield it with this rank's shard of its update.
 
         Args:
-            ranks: the ranks over which these matrices are sharded.
+            matrices: at most `ranks.size` matrices.
+            ranks: the ranks over which the matrices are sharded.
         """
         updates = list[Tensor]()
         for number, own in enumerate(matrices):
@@ -170,7 +168,7 @@ class Muon:
             yield own, own.mapping.kind.read(own.mapping.parts, source, ranks.rank, ranks.size)
 
     def _of_part(self, momentum: Tensor) -> list[Tensor]:
-        """Orthogonalize `momentum`, which belongs to one tensor of the model directory, or to some of its rows.
+        """Orthogonalize the momentum of one part of a parameter (`weight_mapping.Part`).
 
         Return a list of matrices: one if `momentum` is 2-D; one for each index of the first dimension if it is 3-D.
         """
@@ -179,15 +177,15 @@ class Muon:
 
 
 def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
-    """Return the number of outputs and the number of inputs of a part with this shape."""
+    """Return (outputs, inputs) of a part of a weight, given the shape of the part."""
     rows, columns = shape[-2:]
     return (columns, rows) if kind.is_transposed else (rows, columns)
 
 
 class _Parts:
-    """The update of a whole parameter, offered as a source of tensors with the names in the model directory.
+    """A `TensorSource` of the update of a whole parameter, with the tensor names of the model directory.
 
-    From this source each rank reads its shard of the update, as it reads its shard of the parameter from a directory.
+    `Kind.read` gets a rank's shard of the update from it, as it gets a shard of the weights from a directory.
     """
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:

@@ -42,7 +42,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
-"""Megatron's names of the schedules that it names differently."""
+"""Megatron's names of those schedules that have another name in `optimizer.schedule`."""
 
 
 MUON_ATTRIBUTE = "is_updated_by_muon"
@@ -50,10 +50,10 @@ MUON_ATTRIBUTE = "is_updated_by_muon"
 
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON = (("cuda", torch.bfloat16),)
-"""Kinds of devices and precisions of weights for which one kernel of torch's AdamW updates many parameters.
+"""Pairs (device type, precision of the weights) for which torch's fused AdamW is used.
 
-Weights in float32 are not among them, because this kernel rounds differently from the default form: on a GPU, a
-gradient norm of the third step differed from the CPU's by 1.3e-5; with the default form, by less than 1e-5.
+float32 weights use the default AdamW, because the fused kernel rounds differently: on a GPU, the gradient norm of the
+third step differed from the CPU's by 1.3e-5; with the default AdamW, by less than 1e-5.
 """
 
 BUCKET_SIZE: int | None = None
@@ -87,7 +87,7 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
 
 
 def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Reduce the gradients by Megatron's function, but without its division by the number of tokens."""
+    """Reduce the gradients with Megatron's function, but do not divide them by the number of tokens."""
     for chunk in model:  # these reductions start a new round of gathers, so the last round must be complete
         if chunk.module.gather is not None:
             chunk.module.gather.settle()
@@ -142,11 +142,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamWInBfloat16:
     """AdamW with moments that are stored in bfloat16. The update is computed in fp32, for one parameter at a time.
 
-    It runs before Megatron's optimizer, which finds no gradients for the parameters that were updated here.
+    It takes over those parameters of Megatron's optimizer that have no state yet. `Muon` gives its own parameters a
+    state, so create `Muon` first. `step` must run before Megatron's optimizer, which then finds no gradients for the
+    updated parameters.
 
     Args:
-        optimizer: Megatron's optimizer. Its parameters that have no state yet are updated here from now on. Create
-            `Muon` first: it gives a state to the parameters that Muon updates.
+        optimizer: Megatron's optimizer.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -194,7 +195,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
-    """Prepare the gradients for the optimizer step and scale them down to the norm `limit`; 0 means no limit.
+    """Prepare the gradients for the optimizer step and clip their norm to `limit`; 0 means no limit.
 
     Returns:
         The norm before clipping. If it is not finite, the gradients are not clipped.
@@ -254,7 +255,7 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return those inner optimizers of `optimizer` (for dense parameters, for experts) that have parameters here."""
+    """Return the inner optimizers (for dense parameters, for experts) that have parameters on this rank."""
     inners = optimizer.chained_optimizers
     held = (inner for inner in inners if inner.optimizer is not None)  # None for dense if only experts are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
@@ -263,10 +264,10 @@ def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
 class ParameterGather:
     """Gathers updated weights during the next forward pass.
 
-    After an optimizer step each replica has updated only its own part of the weights. The other parts are gathered in
-    the forward pass of the next training step: each bucket of parameters while earlier layers compute. Until then the
-    weights are incomplete on every rank, so all other code that reads them must call `settle` first. Every method is
-    collective over the replicas.
+    In an optimizer step, each replica updates only its own part of the weights. The forward pass of the next training
+    step gathers the other parts, one bucket at a time, while earlier layers compute. Until then the weights are
+    incomplete on every rank: other code must call `settle` before it reads them. Every method is collective over the
+    replicas.
 
     Args:
         wrapped: chunks that are configured with Megatron's `overlap_param_gather`.
@@ -305,7 +306,7 @@ class ParameterGather:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait until `weight` is complete. Megatron's hooks do this only for modules whose forward pass is called."""
+        """Wait until `weight` is complete. Needed if its module is not called: Megatron's hooks then do not run."""
         if not self.is_pending:
             return
         for chunk in self.wrapped:

@@ -60,7 +60,7 @@ def _variables() -> dict[str, Any]:
 
 
 _NO_LAYOUT = _variables()
-"""Values of these variables before any layout is built."""
+"""Values of the variables of `parallel_state` before any layout is built."""
 
 
 def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Topology:
@@ -130,7 +130,7 @@ def run_topology() -> Topology:
 def groups_of(topology: Topology) -> Iterator[None]:
     """Inside the context, Megatron's functions return the process groups of the layout of `topology`.
 
-    Megatron's modules call these functions when they are built and when they run.
+    Use it to build a model with this layout and to run the model.
     """
     if is_run_layout(topology):
         yield

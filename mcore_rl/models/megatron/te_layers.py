@@ -3,8 +3,8 @@
 `build.layer_modules` imports this file only if these layers are used.
 
 Norms and linear layers are separate modules, with the same names as in the local implementation. Adapters therefore
-work in the same way, and a checkpoint of one implementation can be loaded with the other. Nothing is lost: in bf16
-Transformer Engine's fused layer also runs the norm and the product one after the other and keeps the same tensors.
+work in the same way, and a checkpoint of one implementation can be loaded with the other. Transformer Engine's fused
+layer would save nothing in bf16: it also runs norm and product one after the other, and keeps the same tensors.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def te_config(config: TransformerConfig) -> TransformerConfig:
     """Return the configuration for Transformer Engine's modules. It differs from `config` in two respects.
 
-    First, the modules create their weights directly on the run's device, or on the meta device inside of
-    `with torch.device("meta")`. If `use_cpu_initialization` were kept, Megatron's wrappers would instead create each
-    whole weight on the host, and copy a shard of it.
+    First, the modules create their weights directly on the run's device, or on the meta device inside
+    `with torch.device("meta")`. With `use_cpu_initialization`, Megatron's wrappers would create each whole weight on
+    the host and copy a shard of it.
 
-    Second, a weight's gradient is added to DDP's fp32 buffer by the kernel that computes it. Megatron's own linear
-    layers, such as the LM head, do not get this option, because they would need a kernel of apex.
+    Second, the kernel that computes a weight's gradient also adds the gradient to DDP's fp32 buffer. Megatron's own
+    linear layers, such as the LM head, do not get this option: they would need a kernel of apex.
     """
     built = copy.copy(config)
     built.use_cpu_initialization, built.init_model_with_meta_device = False, torch.empty(0).is_meta
@@ -62,7 +62,7 @@ class TELinearMixin:
         self.config = config
 
     def set_activation_dtype(self, inp: Tensor) -> None:
-        """Set the precision of the product from the input; Transformer Engine calls this before each product."""
+        """Choose the precision of the matrix product, given its input. Transformer Engine calls this method."""
         # Otherwise Transformer Engine raises an error if adapters are in float32 and weights in bfloat16.
         self.allow_different_data_and_param_types = bool(self.adapter)
         super().set_activation_dtype(inp)  # type: ignore[misc]

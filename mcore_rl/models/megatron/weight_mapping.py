@@ -100,7 +100,7 @@ class FirstRow(Replicated):
 
 @dataclass(frozen=True)
 class Stacked(Kind):
-    """A parameter that consists of parts below each other, and is the same on every rank.
+    """A parameter whose parts are concatenated along the rows. It is the same on every rank.
 
     rows: number of rows of each part.
     """
@@ -373,7 +373,7 @@ class Mapping:
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:
-        """Return each part and its values, converted from the shards [number of ranks, …]; views if possible."""
+        """Return pairs (part, values of the part); see `Kind.split`."""
         return list(zip(self.parts, self.kind.split(stacked), strict=True))
 
 

@@ -56,7 +56,7 @@ def gather_tensors(
 
     Args:
         table: mappings by the parameters' names.
-        own: this rank's parameters, or other values in their place, by the parameters' names in the table. All have the
+        own: this rank's parameters (or, for example, their gradients), by their names in the table. All have the
             same precision, except those that are float32 in every model.
         names: names of the Hugging Face tensors to yield, the same on every rank; all if None.
         copies: whether to copy each tensor. If not, a tensor is valid only until the next one is yielded.
@@ -195,7 +195,7 @@ def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
     """Yield each of this rank's weights with its mapping, except adapters and the second copy of a tied embedding.
 
     Raises:
-        UserError: the family's table has no entry for a parameter.
+        UserError: the model family's table of weight mappings has no entry for a parameter.
     """
     for chunk in model.chunks:
         yield from ((mapping, tensor) for _, mapping, tensor in chunk_mappings(model, chunk))
@@ -254,11 +254,11 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a weight if its gradient on this rank must count in the gradient norm in any case.
+    """Mark a weight if its gradient counts in the gradient norm on this rank, even if the rank is not the first.
 
-    The gradient of an unmarked weight counts only on the model's first tensor-parallel rank. Sharded weights are
-    marked; Megatron itself marks them only when it initializes them. An expert's unsharded weight is marked on the
-    first rank of the expert's tensor-parallel group, because the model's first rank may have other experts.
+    The gradient of an unmarked weight counts only on the model's first tensor-parallel rank. Megatron marks sharded
+    weights only if it initializes them, so all are marked here. An expert's unsharded weight is marked on the first
+    rank of the expert's tensor-parallel group, because the model's first rank may have other experts.
     """
     dimension = mapping.kind.partition_dim
     if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:

@@ -177,7 +177,7 @@ class PolicyCheckpoint:
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:
-        """Return this policy's model, optimizer and schedule; in a checkpoint their keys have the prefix `name`."""
+        """Return model, optimizer and schedule to store in a checkpoint, under keys with the prefix `name`."""
         self.policy.finish_param_gather()
         return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 

@@ -1,7 +1,6 @@
 """The policy: a model that Megatron trains.
 
-Every rank makes the same calls. The data are a global batch, or only the rows that the rank's replica has of this
-batch.
+Every rank makes the same calls, with the whole global batch or only with the rows of its own replica.
 """
 
 from __future__ import annotations
@@ -285,7 +284,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Number of steps of the learning-rate schedule: of this model, then of the second trained model, if any."""
+        """Numbers of steps of the learning-rate schedules: this model's, then the second trained model's, if any."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
@@ -715,10 +714,8 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
 def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
     """Return a table on the device with one row for each microbatch.
 
-    The columns are: whether the microbatch counts (`Microbatch.counts`), its loss, its number of rows, its number of
-    valid samples, the value of each metric in `names`, and for each metric whether the microbatch has this metric.
-    All numbers that are on the host are copied to the device together. The host does not wait for numbers that are on
-    the device.
+    The columns are `Microbatch.counts`, the loss, the number of rows, the number of valid samples, then the value of
+    each metric in `names`, then for each metric whether the microbatch has it. The host does not wait for the device.
     """
     width, device = 4 + 2 * len(names), platform.device()
     if not outputs:

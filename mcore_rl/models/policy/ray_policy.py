@@ -233,16 +233,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Start `MegatronPolicy.init_collective` on all ranks; return `ray.ObjectRef`s, to be passed to `wait`.
+        """Start to create a process group with the inference engine's processes; return `ray.ObjectRef`s.
 
-        It creates a process group with the inference engine's processes. These must join it at the same time.
+        The arguments are those of `MegatronPolicy.init_collective`. Let the engine's processes join the group, then
+        pass the references to `wait`.
         """
         return self._refs("init_collective", ip, port, world_size)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start the broadcast on all ranks and return `ray.ObjectRef`s. Pass them to `wait`.
+        """Start the broadcast of the weights on all ranks; return `ray.ObjectRef`s.
 
-        Meanwhile the engine's processes must receive the weights.
+        The arguments are those of `MegatronPolicy.broadcast_weights_for_collective`. Let the engine's processes receive
+        the weights, then pass the references to `wait`.
         """
         return self._refs("broadcast_weights_for_collective", *args, **kwargs)
 

@@ -141,8 +141,7 @@ def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Refere
     """Return a reference that computes the same as the policy does now.
 
     Args:
-        adapters_are_trained: whether the adapters already change the model's results. New adapters do not: they compute
-            only zeros.
+        adapters_are_trained: False if the adapters are new. New adapters compute zeros.
     """
     if model.model.lora is None:
         return ReferenceWeights(model.parameters())
@@ -152,7 +151,7 @@ def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Refere
 
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-"""Size of the digest of all preceding bytes at the end of a stored file."""
+"""Size of the digest at the end of a stored file. It is the digest of all bytes before it."""
 ITEM_BYTES = np.dtype(np.float32).itemsize
 
 

@@ -63,7 +63,7 @@ class RefitStore:
 
 
 def local_address(ip: str) -> str:
-    """Return this machine's own address for connections to `ip`. Nothing is sent to find it."""
+    """Return this machine's own address for connections to `ip`, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((ip, 9))
         return str(probe.getsockname()[0])
@@ -360,9 +360,8 @@ class RefitReceiver:
 def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
     """Open a block of GPU memory that another process has shared.
 
-    The two processes may number the GPUs differently; `device` is the GPU in this process's numbering.
-
     Args:
+        device: the GPU, in this process's numbering; the other process may number the GPUs differently.
         rebuild, arguments: function and arguments, as PyTorch's `reduce_tensor` has returned them in the other process.
     """
     call = inspect.signature(rebuild).bind(*arguments)

@@ -52,9 +52,9 @@ from mcore_rl.utils.console import size_text
 class ScoringModel:
     """A model that computes log-probabilities, logits, rewards or values.
 
-    Models of the same parallel layout share process groups. A scoring model may have another layout than the trained
-    model. Such a model collects the rows of all replicas of the trained model. It returns to each process the results
-    for that process's own rows.
+    Its parallel layout may differ from the trained model's layout. It then collects the rows from all replicas of the
+    trained model, and returns to each process the results for the process's own rows. Models with the same layout share
+    process groups.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass
@@ -237,7 +237,7 @@ class ScoringModel:
         Args:
             lengths: number of tokens in each row.
             tokens_of: function that returns the tokens of the given rows.
-            known: numbers of the rows whose tokens this replica has; None if every replica has all tokens.
+            known: indices of the rows whose tokens this replica has; None if every replica has all tokens.
 
         Returns:
             For each replica, the indices of its rows.
@@ -245,9 +245,9 @@ class ScoringModel:
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:
-        """Divide a global batch over the replicas; return the indices of each replica's rows. Every rank has all rows.
+        """Divide a global batch over the replicas; return the indices of each replica's rows. Collective.
 
-        Collective.
+        Every rank passes all rows.
         """
         return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
 
@@ -262,8 +262,7 @@ class ScoringModel:
     def check_tokens(self, data: BatchedDataDict[Any], key: str) -> None:
         """Check that this model has an embedding for every token of a global batch. Collective.
 
-        All models of a run use the same tokenizer. A policy can nevertheless sample a token id that is higher than the
-        tokenizer's highest.
+        A policy whose LM head has more rows than the tokenizer has tokens can sample an unknown token id.
 
         Args:
             key: configuration key of this model, for the error message.
@@ -392,12 +391,11 @@ class ScoringModel:
 
         Args:
             purpose: the method that calls this one; error messages start with it.
-            zeros: function that returns the dict for the given rows with zeros on the device. The results of the
-                microbatches are copied into these tensors.
-            compute: function that returns the dict for one microbatch, given the last stage's hidden states.
+            zeros: function that allocates the results for the given rows: a dict of zeros on the device.
+            compute: function that computes the results of one microbatch from the last stage's hidden states.
             model_head: head that the model must have.
-            is_needed: whether this process needs the results. If False, and the model has another parallel layout than
-                the policy, this process does not get the results.
+            is_needed: whether this process needs the results. If not, a model with its own parallel layout does not
+                send them.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
@@ -494,12 +492,11 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """The teacher's LM head, sharded like the student's: this rank's shard, [Vp, hidden].
+        """This rank's shard of the teacher's LM head, [Vp, hidden], with the same tokens as the student's shard.
 
-        It has a row for each token in this rank's shard of the student's LM head. If the shards of teacher and
-        student are equally large, this is the teacher's shard itself. Otherwise it is a copy, with zeros for tokens
-        that the teacher's head does not have. The student's last stage needs it. Collective over the ranks of
-        the last stage; over all ranks if the teacher has its own layout.
+        If both shards are equally large, this is the teacher's shard itself. Otherwise it is a copy, with zeros for
+        tokens that the teacher's head does not have. Collective over the ranks of the last stage; over all ranks if
+        the teacher has its own layout.
         """
         is_last, own, tensor = self.topology.is_last_stage, self.topology.tensor, run_topology().tensor
         weight: Tensor | None = self.model.chunks[-1].lm_head_weight().detach() if is_last else None
@@ -516,8 +513,8 @@ class TeacherModel(ScoringModel):
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         """Return, for each microbatch, the teacher's logits of the tokens that carry loss, as two factors.
 
-        The factors, whose product is the logits, are the teacher's hidden states, [tokens that carry loss, hidden
-        size], and `head`. The result is {} on all pipeline stages but the last.
+        The logits are the product of the hidden states, [tokens that carry loss, hidden size], and `head`. The result
+        is {} on all pipeline stages but the last.
 
         Raises:
             RuntimeError: the weights are offloaded.
@@ -538,8 +535,8 @@ class TeacherModel(ScoringModel):
     def _logits_from_own_layout(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         """Compute `counted_logits` of the student's `microbatches` if this model has its own layout.
 
-        Only as many microbatches run at a time as this model has pipeline stages: the hidden states of all tokens stay
-        in memory until those of the tokens that carry loss are selected.
+        As many microbatches run at a time as this model has pipeline stages. More would need more memory, because the
+        hidden states of all their tokens are kept until the tokens that carry loss are selected.
         """
         found: dict[Hashable, HiddenAndHead] = {}
         for start in range(0, len(microbatches), self.topology.pipeline.size):  # all replicas have equally many
