@@ -133,7 +133,7 @@ class StreamingGeneration(GenerationInterface):
         Args:
             sample_id: identifies the sample, as in `generate`. Of the waiting requests, the one with the lowest id is
                 served first.
-            group: leading tokens of the prompt that it has in common with other prompts.
+            group: the first tokens of the prompt. Prompts with the same group may share these tokens' computation.
         """
 
 
@@ -223,7 +223,7 @@ class ResponseTensors:
         return cls(of_sizes, of_tokens, KeptTokens.concatenated(all_kept).ids)
 
     def responses(self) -> list[Response]:
-        """Convert the tensors back to responses; the inverse of `of`."""
+        """Return the responses; the inverse of `of`."""
         lengths, ended = self.sizes[:, 0].long().tolist(), self.sizes[:, 1].bool().tolist()
         ids, logprobs = self.tokens[:, 0].long().split(lengths), self.tokens[:, 1].split(lengths)
         kept: Sequence[KeptTokens | None] = [None] * len(lengths)
@@ -238,7 +238,7 @@ class ResponseTensors:
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
     """Gather responses from all ranks along `dimensions`; return them in rank order. Collective.
 
-    The responses are sorted by the rank in the last dimension first, and by the rank in the first dimension last.
+    With several dimensions, the rank in the first one changes fastest.
     """
     tensors = ResponseTensors.of(own)
     parts = tensors.sizes, tensors.tokens, tensors.kept
@@ -251,7 +251,7 @@ def share_responses(
     topology: Topology,
     experts: tuple[int, int] | None = None,
 ) -> list[Response]:
-    """Send the responses to `prompts` from the first rank of a replica to all of its ranks. Collective.
+    """Broadcast the responses to `prompts` from the first rank of a replica to its other ranks. Collective.
 
     Args:
         led: the responses on the replica's first rank; ignored on other ranks.

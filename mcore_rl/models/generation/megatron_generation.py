@@ -41,7 +41,7 @@ from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.platform.cpu import coarse_size
 
 MAX_GRAPHS = 64
-"""Number of recorded steps after which all of them are freed. Sequences of very different lengths need many."""
+"""Maximum number of CUDA graphs. Once it is reached, all are freed, and recording starts anew."""
 LOOK_AHEAD = BLOCK_SIZE // 2
 """Number of steps for which blocks are allocated at once, so that the device rarely needs a new block table."""
 
@@ -86,8 +86,7 @@ class RunningSequence:
     prompt_experts: list[Tensor] = field(default_factory=list)
     """Experts of the prompt's tokens, [tokens, layers, topk] int16, if experts are recorded."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
-    """The sampling batches that contain the response's tokens, in order; with each batch, the sequence's column in this
-    batch."""
+    """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
     tail: list[int] = field(default_factory=list)
     """The last tokens of the response, as many as are needed to detect a stop string."""
 
@@ -134,7 +133,7 @@ class StopStrings:
 
 @dataclass
 class _Look:
-    """A step's data at which the host looks, perhaps later, to see which responses have ended.
+    """A step's data, from which the host finds the responses that have ended. It may read them some steps later.
 
     drawn: number of tokens sampled for each sequence, including this step's token.
     stopped: [n], whether each sequence sampled a stop token in this step.
@@ -188,9 +187,9 @@ class ReplayedStep:
 class ContinuousBatch:
     """Continuous batching of a replica's sequences. When a sequence ends, the next one of the queue takes its place.
 
-    Sampled tokens stay on the device, where the next step reads them. From the device the host reads only whether
-    responses have ended; it counts the lengths itself. On an asynchronous device it reads this while the next step
-    runs, so that the device never waits for the host. Tokens that were sampled after a response's end are discarded.
+    Sampled tokens stay on the device, where the next step reads them. During generation the host reads only which
+    responses have ended, and the kept tokens. If the device is asynchronous, the host reads them while the next step
+    runs, so the device never waits for the host. Tokens that were sampled after a response's end are discarded.
 
     Args:
         sequences: sequences in the order in which they start.
@@ -220,9 +219,9 @@ class ContinuousBatch:
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
         self.history, self.looks = list[SamplingBatch](), deque[_Look]()
         self.kept_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
-        """Kept tokens of the last steps, [n, k] with −1 for none; they are compacted after `lag` steps."""
+        """Tables of kept tokens, [n, k] padded with −1, of the steps that the host has not read yet."""
         self.steps_ahead = 0
-        """Number of steps for which the cache is arranged, if the sequences do not change."""
+        """Number of further steps for which the cache has room, as long as the same sequences run."""
         self.uses_graphs = uses_graphs
         self.spare_block = self.spare_slot = 0
         """The block and the slot to which the unused rows of a replayed step write."""
@@ -321,7 +320,7 @@ class ContinuousBatch:
         kept: Tensor | None,
         draws: SamplingBatch,
     ) -> None:
-        """Add the sampled `tokens` of `sequences` to `draws`, then read the data of earlier steps (`_look`)."""
+        """Add the `tokens` that `sequences` sampled to the sampling batch `draws`, then read earlier steps' data."""
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
         if kept is not None:
@@ -492,7 +491,7 @@ class ContinuousBatch:
 class TrainedHere(Protocol):
     """Interface of a policy whose model generates in the same processes in which it is trained.
 
-    The methods release the memory that only training needs, and take it again.
+    The first method releases the memory that only training needs; the second allocates it again.
     """
 
     def offload_before_refit(self) -> int: ...
@@ -513,8 +512,7 @@ class MegatronGeneration(GenerationInterface):
         max_batch_size: maximum number of concurrent sequences of a replica.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         record_experts: whether to return the experts of every token.
-        cuda_graphs: whether a GPU replays each step as a CUDA graph, if it can: not for mixtures, and not under tensor
-            or pipeline parallelism.
+        cuda_graphs: whether a GPU replays steps as CUDA graphs where it can (`Decoder.can_replay`).
 
     Raises:
         UserError: `record_experts` is set and the model has no experts.
@@ -545,7 +543,7 @@ class MegatronGeneration(GenerationInterface):
         self.makes_room: TrainedHere | None = None
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare generation. If `makes_room` is set, offload everything of the policy but its weights."""
+        """Prepare generation. If `makes_room` is set, offload the policy's training state, but not its weights."""
         if self.makes_room is not None:
             self.makes_room.offload_before_refit()
         return True

@@ -187,7 +187,7 @@ def _at_most(logprobs: Tensor, most: int, group: ProcessGroup | None) -> tuple[T
 
 
 MASS = 2.0**62
-"""Probabilities are summed as whole multiples of 1/MASS: the sum is the same in any order, layout and device."""
+"""Denominator of probabilities as integers. Their sums are the same in any order, layout and device."""
 DIGIT_BITS = 8
 
 
@@ -196,9 +196,9 @@ def _nucleus_threshold(
 ) -> Float[Tensor, " n"]:
     """Return the threshold of top-p: the tokens at or above this log-probability have at least `top_p` of the mass.
 
-    The highest such threshold is found, exactly and without a sort. `_ordered_bits` maps float32 values to integers in
-    the same order. The threshold's 32 bits are found eight at a time, from a histogram: the mass of the tokens for
-    each value of these eight bits. This takes four all-reduces of [n, 256]; the host does not wait.
+    The result is the highest such threshold, as an integer of 32 bits in the order of `_ordered_bits`, converted back.
+    Four steps find eight bits each, from a histogram: the mass of the tokens for each value of these bits. Each step
+    all-reduces [n, 256]; the host does not wait.
     """
     keys, masses = _ordered_bits(logprobs) + 2**31, _masses(logprobs)
     found = above = wanted = torch.zeros_like(keys[:, 0])

@@ -289,8 +289,8 @@ class ServerPool:
     def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
         """Start a request and return the future response.
 
-        If weights change during a response, several versions of the weights generate it. The future
-        raises RequestError if the request is invalid or every attempt fails, and TrainingError if no server is left.
+        If weights change during a response, several versions of the weights generate it. The future raises RequestError
+        if the request is invalid or every attempt fails, and TrainingError if no server is left.
         """
         task = _Task(request, params, Future())
         with self._changed:

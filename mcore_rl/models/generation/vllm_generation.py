@@ -81,7 +81,7 @@ class Sender(Protocol):
 
 
 class VLLMGeneration(StreamingGeneration):
-    """Generates with vLLM's servers. This object starts the servers, or the configuration contains their URLs.
+    """Generates with vLLM's servers. It starts them, or connects to the URLs in the configuration.
 
     All methods except `submit` and `close` are collective.
 

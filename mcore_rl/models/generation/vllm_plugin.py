@@ -67,9 +67,9 @@ class DirectCopies(TorchFunctionMode):
     """A context in which vLLM's layerwise reload also updates parameters that a model sets by a plain copy.
 
     The reload sees only tensors that a parameter's `weight_loader` loads. vLLM's gpt-oss in 16 or 32 bits copies the
-    tensors of experts and sinks without a loader; without this context, their old values would stay in use. Inside it,
-    a copy into an expert's parameter calls a loader. A copy of sinks changes the parameters in use directly, because
-    sinks need no processing after loading.
+    tensors of experts and sinks without a loader, so their old values would stay in use. In this context, a copy into
+    an expert's parameter calls a loader. A copy into sinks changes the parameters in use, because sinks need no
+    processing after loading.
 
     Args:
         model: a model on which `initialize_layerwise_reload` was called.

@@ -29,7 +29,7 @@ def _has_ended(process: int) -> bool:
 def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_ended) -> None:
     """End process groups: send SIGTERM to their leaders, wait a few seconds, then kill what is left.
 
-    On SIGTERM a leader can remove its shared memory.
+    The wait lets a leader remove its shared memory.
 
     Args:
         leaders: process ids of the leaders. They are also the ids of the groups.

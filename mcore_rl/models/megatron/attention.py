@@ -105,7 +105,7 @@ class TokenMixer(ABC):
         """
 
     def describe(self) -> str:
-        """Describe in a few words the implementation of the module; empty if `transformer_impl` determines it."""
+        """Describe the module's implementation in a few words; return "" if `transformer_impl` determines it."""
         return ""
 
     def flops_per_token(self) -> float:
@@ -113,9 +113,9 @@ class TokenMixer(ABC):
         return 0.0
 
     def flops_per_token_squared(self) -> float:
-        """Return the factor c: attention over n tokens costs c · n² operations if the window covers the sequence.
+        """Return the factor c: attention over n tokens costs c · n² operations, forward and backward.
 
-        Forward and backward are counted.
+        This holds if the window covers the whole sequence.
         """
         return 0.0
 
@@ -524,7 +524,7 @@ class PackedCausalAttention(MegatronModule):
 
     Args:
         window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
-        sinks: number of query heads with a sink (gpt-oss); 0 for none. The parameter has the same name as Megatron's.
+        sinks: number of query heads with a sink (gpt-oss); 0 for none.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -612,7 +612,7 @@ class PackedCausalAttention(MegatronModule):
 
 @contextmanager
 def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside the context, autograd does not keep `tensor` and its views; the backward pass makes the tensor again.
+    """Enter a context in which autograd does not save `tensor` or its views; the backward pass makes it again.
 
     The backward pass calls `make` when it first needs the tensor, and releases the result after its last use. All ranks
     do this at the same place, so `make` may be a collective.

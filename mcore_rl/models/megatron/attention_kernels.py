@@ -25,13 +25,12 @@ WORTH_A_TILE = 512
 """Minimum number of keys for a tile. Shorter ranges are copied together: this costs less than one kernel call for each
 range."""
 QUERIES_OF_A_BLOCK = 256
-"""Number of queries in a block, for attention with a window. All queries of a block together see at most this many keys
-more than one window has."""
+"""Number of queries in a block, for attention with a window. A block sees fewer than window + this number of keys."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbers of rows in `count` ranges of `length` rows; consecutive ranges begin `stride` rows apart."""
+    """Row numbers: `count` ranges of `length` rows each; consecutive ranges begin `stride` rows apart."""
 
     start: int
     length: int
@@ -53,8 +52,8 @@ class Rows:
 class Tile:
     """Ranges of queries, and for each of these ranges the keys that its queries see.
 
-    queries: the ranges of queries. keys: each element contains one range of keys for each range of queries. Queries see
-        all keys that belong to their range, unless `causal` or `window` is set.
+    queries: the ranges of queries. keys: one or more `Rows`, each with as many ranges as `queries`. Range i of the
+        queries sees range i of each of them: all of its keys, unless `causal` or `window` is set.
     causal: if True, there are as many keys as queries, and query i sees only the first i + 1 keys.
     window: if set, the last query sees the last `window` keys. For each earlier query the window is one key further
         back.
@@ -329,8 +328,8 @@ class Kernel:
     attend: function of queries [Q, heads, d], keys and values [K, groups, d], the attention pattern, the scale of
         scores (1/√d if None), the window and the sinks [heads]. It returns [Q, heads, d]. A sink is the score of an
         additional key. The value of this key is 0.
-    reads_in_place: which keys and values `attend` takes. If True, those of all ranks' rows, in rank order. If False,
-        those that the chunks of queries see, chunk after chunk.
+    reads_in_place: if True, `attend` takes the keys and values of all ranks, in rank order. If False, it takes those
+        that the chunks of queries see, chunk after chunk.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None, Tensor | None], Tensor]

@@ -110,9 +110,9 @@ class GatedDeltaNet(TokenMixer):
         return describe_kernels()
 
     def flops_per_token(self) -> float:
-        """Return the operations per token, in forward and backward; products with the projections are not counted.
+        """Return the floating-point operations per token, forward and backward, without the projections.
 
-        The operations of the convolution, of the products inside chunks, and of the products with states are counted.
+        They are those of the convolution, of the products inside chunks, and of the products with states.
         """
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size

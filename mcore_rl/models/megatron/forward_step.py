@@ -195,7 +195,7 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
 def final_hidden_states(
     model: ModelShard, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0
 ) -> FinalHiddenStates:
-    """Return a microbatch's final hidden states, only those at positions whose next token counts in the loss."""
+    """Return a microbatch's final hidden states at the positions whose next token carries loss."""
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)

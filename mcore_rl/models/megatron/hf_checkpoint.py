@@ -145,7 +145,7 @@ class SafetensorsDirectory:
         return self._slice(name if part is None else part.packed)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `rows` of the tensor `name`, and only the given `columns` if not None. Nothing else is read."""
+        """Read and return only `rows` and `columns` of the tensor `name`. If `columns` is None, read all columns."""
         if (part := self.of_experts.get(name)) is not None:
             start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
             own = slice(part.rows.start + start, part.rows.start + stop)
@@ -249,7 +249,7 @@ def in_precision(
 
 
 def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; join the weights of experts into one tensor if they are one tensor in `source`.
+    """Yield the tensors; join the weights of experts that are one tensor in `source`.
 
     The joined tensor is yielded as soon as its last weight has come.
     """

@@ -43,8 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class GenerationFastPath:
     """A module with a second, faster forward pass, which is used only for generation and may round differently.
 
-    Scoring uses the same pass as training. Log-probabilities before the first update are therefore bitwise equal to
-    those in the update, and a difference that should be 0 is exactly 0.
+    Scoring uses the same pass as training. Before the first update, both therefore compute bitwise equal
+    log-probabilities.
     """
 
     in_generation = False
@@ -120,7 +120,7 @@ class ExpertBiasMixin:
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return an expert's output as a copy, and its bias on the first rank only (`bias_of_first_rank`).
 
-        The copy is needed because Megatron adds the bias in place, which must not change a view.
+        The copy is needed because Megatron adds the bias in place, and the output may be a view.
         """
         if not self.is_expert or bias is None:
             return output, bias
@@ -393,9 +393,9 @@ class _Gated(torch.autograd.Function):
 
 @functools.cache
 def _gradients_of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function that maps the gradient of `function`'s result, and the inputs, to the inputs' gradients.
+    """Return the backward function of `function`: (gradient of the result, *inputs) → gradients of the inputs.
 
-    The returned function consists of operations that can be compiled.
+    It consists of operations that can be compiled.
     """
     return lambda grad, *inputs: torch.func.vjp(function, *inputs)[1](grad)
 

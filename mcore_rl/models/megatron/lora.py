@@ -42,7 +42,7 @@ from mcore_rl.utils.model_directory import companions, digest_of_weights
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 """Names of the experts' parameters in transformers that can have adapters."""
 MODULE = "mlp."
-"""Name of the module of a layer that holds `experts` in transformers."""
+"""Name of the layer's submodule that contains `experts` in transformers, with a trailing dot."""
 _OF_EXPERT = re.compile(r"^(.*)\[(\d+)/(\d+)\]$")
 
 
@@ -184,7 +184,7 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Names of the adapted modules and of the experts' adapted parameters: `q_proj`, `experts.down_proj`, …"""
+        """Names of the adapted modules, such as `q_proj`, and experts' parameters, such as `experts.down_proj`."""
         modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
         if self.target_parameters:
             modules.discard("experts")
@@ -302,8 +302,8 @@ NO_ADAPTER_ROWS = ""
 class LoRA:
     """Describes the adapters of a whole model.
 
-    table: mappings of all A and B matrices by their Megatron names, in the model's order. In these mappings, the
-        tensors' names in PEFT's files take the place of Hugging Face names.
+    table: map from the Megatron name of each A and B matrix to its `Mapping`, in the model's order. The mappings
+        contain names of tensors in PEFT's files instead of Hugging Face names.
     source: source of the initial values.
     """
 
@@ -504,7 +504,7 @@ class ZerosIfMissing:
 
 
 class SourceByOwner:
-    """Source of artificial tensors. Reading a parameter from it shows which tensor each row comes from (its owner).
+    """Source of made-up values that show, for each row of a parameter, the tensor it comes from (its owner).
 
     All values of a tensor are equal: the index of the tensor's name in `names`, or −1 if `names` lacks it.
     """

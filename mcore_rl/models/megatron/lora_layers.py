@@ -51,9 +51,9 @@ class Adapter(torch.nn.Module):
         a: [n · rank, columns], the A matrices of the layer's n adapted projections, below each other.
         b: [rows, rank], the B matrices of all projections of the layer, below each other.
         owners: [rows], for each row of `b`, the index of its projection in `a`; −1 if that projection has no adapter.
-        sequence_parallel: whether the model uses sequence parallelism. If so, a rank has only some of the tokens: in
-            the input of a column-parallel layer, in the output of a row-parallel layer.
-        fork: whether tensor-parallel ranks have different inputs. If so, each rank drops elements at random by itself.
+        sequence_parallel: whether the model uses sequence parallelism. If so, the input of a column-parallel layer and
+            the output of a row-parallel layer contain only this rank's tokens.
+        fork: whether tensor-parallel ranks have different inputs. If so, their dropout masks differ too.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:

@@ -90,9 +90,9 @@ class RouterStatistics:
 
     num_sequences, num_tokens: number of sequences of the global batch that are not masked, and of their tokens. Sums
         are divided by these numbers to get means over the global batch.
-    tokens: [experts], number of this rank's tokens that were sent to each expert.
+    tokens: [experts], number of this rank's unmasked tokens that were sent to each expert.
     entropy, balance, z: the contributions of this rank's tokens to the means over the global batch.
-    uncounted: number of choices made by padding and by tokens of masked sequences, which are sent to experts as well.
+    uncounted: number of choices of padding and of masked sequences. They reach experts, but `tokens` excludes them.
     received: number of tokens that reached this rank's experts; a token counts once for each expert.
     """
 
@@ -327,10 +327,10 @@ def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return `output` [T, out], of a linear layer of all experts, plus what the experts' adapters compute.
+    """Add what the experts' adapters compute to the `output` [T, out] of a linear layer; return the sum.
 
     Args:
-        adapters: the adapter of each expert; None for each if there are no adapters.
+        adapters: the adapter of each expert, or None for every expert.
         rows, ends: input of the linear layer, as in `_GroupedLinear`.
     """
     first = adapters[0]
@@ -340,14 +340,14 @@ def with_adapters(adapters: Sequence[Any], output: Tensor, rows: Tensor, ends: T
 
 
 class ExpertsMixin:
-    """Counts the tokens that reach the experts, and allows biases.
+    """Mixin for experts that counts the tokens that they get, and allows biases.
 
     load: statistics of the current training step; None outside a step.
 
     Args:
-        has_biases: whether the experts' linear layers have biases. If so, the experts get their own copy of the
-            configuration, in which Megatron's option for biases is on and fused dropout is off. In the model's
-            configuration the option would apply to all linear layers, and be rejected for tensor-parallel experts.
+        has_biases: whether the experts' linear layers have biases. Megatron's option for biases is set only in a copy
+            of the configuration. In the model's configuration it would apply to all linear layers, and Megatron would
+            reject it for tensor-parallel experts.
     """
 
     load: RouterStatistics | None = None
@@ -385,7 +385,7 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
     """
 
     takes_weights_of_parts = True
-    """True because submodules' weights are used without calling the submodules. Hooks must be set on this module."""
+    """Whether this module uses its submodules' weights without calling them. If so, hooks must be set on it."""
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:

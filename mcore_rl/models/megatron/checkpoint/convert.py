@@ -211,7 +211,7 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return the name endings of those parameters that are float32 in a checkpoint at any precision of the model."""
+    """Return the endings of the names of parameters that are float32 whatever the model's precision is."""
     in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
     return tuple({f".{name}" for name in in_layer})
 

@@ -39,8 +39,8 @@ class OwnedPart(NamedTuple):
 def owned_parts(inner: Any) -> Iterator[OwnedPart]:
     """Yield, for each parameter, the part that the distributed optimizer `inner` updates on this rank.
 
-    The optimizer's public interface returns whole parameters, gathered over data-parallel ranks. Its function for a
-    single parameter returns elements of another parameter if a group contains both float32 and bfloat16 weights.
+    Megatron's own functions do not fit. The public one returns whole parameters, gathered over data-parallel ranks. The
+    one for a single parameter returns another parameter's elements if a group has float32 and bfloat16 weights.
     """
     mains = {
         id(parameter): main
@@ -59,8 +59,7 @@ def owned_parts(inner: Any) -> Iterator[OwnedPart]:
 def shards_by_key(state: ShardedStateDict, strategy: TorchDistSaveShardedStrategy) -> dict[str, Any]:
     """Return the shards in `state` by their names in the checkpoint, as PyTorch's planner expects them.
 
-    The strategy's own method for saving does the same as a first step. It is not used, because it then waits for
-    subprocesses without a time limit.
+    The strategy's own method for saving begins with this step, but then waits for subprocesses without a time limit.
     """
     tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
     found: dict[str, Any] = tensors

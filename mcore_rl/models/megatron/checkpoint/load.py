@@ -1,6 +1,6 @@
 """Loading of checkpoints in Megatron's distributed format, from any parallel layout.
 
-Only those types are unpickled that a checkpoint needs. Each rank reads only those regions of tensors that it needs.
+Only types that a checkpoint needs are unpickled. Each rank reads only the regions of tensors that it needs.
 """
 
 from __future__ import annotations
@@ -289,9 +289,9 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return the byte of `shard`, a file object with the bytes of one stored shard, at which the elements begin.
+    """Return the number of the byte at which the elements begin in `shard`, a file object of one stored shard.
 
-    Return None if the elements are not stored contiguously, in row-major order and uncompressed.
+    Return None unless the elements are stored contiguously, in row-major order and uncompressed.
     """
     layout = torch.load(shard, map_location="meta", weights_only=True)
     with zipfile.ZipFile(shard) as archive:
@@ -325,9 +325,9 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
 def _rows(
     sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
-    """Divide a region of a row-major tensor into smaller regions, each consisting of rows that fit into a block.
+    """Divide a region of a row-major tensor into smaller regions whose rows fit into a block.
 
-    If a row does not fit, or the region has a single row, each row is divided in the same way, as a smaller tensor.
+    If a row does not fit, or the region has a single row, each row is divided as a tensor with one dimension less.
 
     Args:
         sizes: shape of the tensor.
@@ -336,8 +336,8 @@ def _rows(
         values: memory for the region.
 
     Yields:
-        For each smaller region: the number, in the stored shard, of the first element of its first row; the shape of a
-        row; the region's offsets in a row; and the memory for the region.
+        For each smaller region: the number of its first row's first element in the stored shard; the shape of a row;
+        the region's offsets in a row; and the memory for the region.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
@@ -404,8 +404,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     """Restore the whole training state under this run's parallel layout. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit the model, refers to functions, which loading would call, or lacks some
-            state and `allow_partial` is not set.
+        UserError: the checkpoint does not fit the model, refers to functions that loading would call, or lacks some
+            state although `allow_partial` is not set.
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
@@ -476,8 +476,7 @@ def _load_weights_and_moments(
     """Load the policy's weights and moments. Also load the weights of `reference`, unless it is None.
 
     Args:
-        common: the state that is the same on all ranks. It includes the optimizer's state; {} to load no optimizer
-            state.
+        common: the state that is the same on all ranks; {} to load no optimizer state.
     """
     weights = run.policy.weights()
     regions = [*run.policy.regions(weights, bool(common))]

@@ -69,16 +69,16 @@ T = TypeVar("T")
 class HostStaging:
     """A block of shared host memory. A checkpoint's tensors are copied to it, and a process writes them to files.
 
-    A thread allocates the block, because page faults take longer than the copies. It also copies tensors that are on
-    the host. The block is kept for later saves. On machines with a GPU it is page-locked, so that the host need not
-    wait for copies. The writing process may read the block after the copies are complete.
+    A thread allocates the block, because page faults take longer than the copies. The thread also copies tensors that
+    are on the host. On machines with a GPU the block is page-locked, so that the host need not wait for copies. The
+    block is kept for later saves.
     """
 
     def __init__(self) -> None:
         self._file = shard_process.shared_file()
         self._block = torch.empty(0, dtype=torch.uint8)
         self._size = self._end = 0
-        """Number of bytes requested for the block, and number of its bytes that are in use."""
+        """`_size`: number of bytes requested for the block. `_end`: number of its bytes that are in use."""
         self._is_locked = False
         self._beside, self._work = ThreadPoolExecutor(1, "staging"), list[Future[None]]()
         self._copied: platform.Event | None = None
@@ -164,7 +164,7 @@ class HostStaging:
 START_SECONDS = 60.0
 """Maximum time in seconds for the start of the writing process. This time does not count as time for writing."""
 COMMIT_SECONDS = 60.0
-"""Time in seconds, in addition to the time for writing, in which rank 0's process waits for all ranks and commits."""
+"""Seconds that rank 0 has, after the time limit for writing, to wait for all ranks and to commit."""
 DISCARD_SECONDS = 10.0
 """Time limit in seconds for the removal of a checkpoint that could not be completed."""
 FAILED = "failed"

@@ -107,7 +107,7 @@ def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """Divide a range of a parameter's elements into rectangles, as far as the range lies in the part `part`.
+    """Divide a range of a parameter's elements into rectangles; elements outside `part` are left out.
 
     Args:
         first: number of the part's first element in the parameter.
@@ -115,8 +115,8 @@ def _rectangular_regions(
         start, end: the range is start … end − 1, in row-major order.
 
     Yields:
-        The offsets of the rectangle in the tensor that the checkpoint stores, the rectangle's values, the shape of the
-        stored tensor, and whether this tensor may be smaller.
+        The rectangle's offsets in the stored tensor, its values, the stored tensor's shape, and whether a smaller
+        tensor is allowed.
     """
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
@@ -228,9 +228,8 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer's parameter groups, which are the same on all ranks.
 
     They include the number of updates that the optimizer has made, as "step"; loading reads only this entry. Experts
-    have a separate optimizer with the same "step" and learning rates. Megatron's own function is not used: it reads the
-    whole state of the optimizer, which Transformer Engine's optimizer refuses if there are Muon's states or moments in
-    bfloat16.
+    have a separate optimizer with the same "step" and learning rates. Megatron's own function reads the whole state.
+    Transformer Engine's optimizer does not allow this if it has Muon's state or moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}
@@ -251,7 +250,7 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _step_of(optimizer: Any) -> int:
-    """Return the number of updates that the optimizer has made, which optimizers call "step".
+    """Return the optimizer's "step": the number of updates that it has made.
 
     The number is stored in the parameter groups, or in the states of the parameters.
     """
@@ -262,7 +261,7 @@ def _step_of(optimizer: Any) -> int:
 
 
 def _set_step(optimizer: Any, step: int) -> None:
-    """Set the number of updates that an optimizer has made, which optimizers call "step".
+    """Set the optimizer's "step": the number of updates that it has made.
 
     PyTorch's Adam, Muon and `AdamWInBfloat16` store this number in each parameter's state, as a tensor. Other
     optimizers store it in their parameter groups.

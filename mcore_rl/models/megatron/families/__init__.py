@@ -59,7 +59,7 @@ FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*D
 
 
 CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}
-"""Model types whose configuration class is only on the hub, and the equivalent model type of transformers."""
+"""Map from model types whose configuration class is only on the hub to equivalent types of transformers."""
 
 
 def family_of(hf: Any) -> Family:

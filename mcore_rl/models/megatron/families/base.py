@@ -59,10 +59,9 @@ class Family:
     has_windows = True
     """Whether `sliding_window` of the configuration is used. It is False if transformers ignores it in this family."""
     gradient_tolerance: ClassVar[float] = 1e-4
-    """Largest relative difference between the gradients under two parallel layouts that rounding can explain."""
+    """Largest relative difference that rounding may cause between the gradients of two parallel layouts."""
     has_dropout = False
-    """Whether configurations of published models contain dropout. If so, dropout is ignored; otherwise it is an
-    error."""
+    """Whether attention dropout in the configuration is ignored. If False, it is an error."""
     has_layer_types = True
     """Whether `layer_types` determines which layers have windows. It is False if transformers ignores it."""
     rotates_neighbours = False

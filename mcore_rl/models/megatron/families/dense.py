@@ -232,9 +232,9 @@ class Gemma3(Family):
         return inverse
 
     def _rope_parameters(self, kind: str) -> dict[str, Any]:
-        """Return the RoPE parameters of a kind of layers.
+        """Return the RoPE parameters of the layers of one kind.
 
-        In transformers 5 the configuration has parameters by kind, in transformers 4 it has separate fields.
+        transformers 5 stores the parameters by kind; transformers 4 has separate fields.
         """
         if hasattr(self.hf, "rope_local_base_freq"):
             scaling = {} if kind == SLIDING else dict(self.hf.rope_scaling or {})
