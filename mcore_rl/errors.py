@@ -29,9 +29,9 @@ class WorkerError(RuntimeError):
 
 
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
-"""If another rank ends, the errors of the remaining ranks have one of these texts in their messages."""
+"""Texts in an error's message, in lower case, which show that another rank has ended."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` looks as if it was raised because another rank ended before."""
+    """Return whether `error` was probably raised because another rank had ended."""
     return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -39,17 +39,16 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """A shuffled order with a new permutation in each epoch, computed from (seed, epoch, position) in time O(1).
+    """A shuffled order with a new permutation in each epoch. It stores no permutation.
 
-    A Feistel network enciphers a position repeatedly, until the result is a position in the dataset (Black and Rogaway,
-    Ciphers with arbitrary finite domains, 2002). The network uses the smallest even number of bits that can represent
-    all positions, so on average it enciphers at most 4 times.
+    A Feistel cipher maps a position to an index: it enciphers the position until the result is less than the number of
+    records (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). On average this takes at most 4 passes.
     """
 
     num_samples: int
     seed: int
     stream: int = 0
-    """Number that distinguishes orders of the same size and seed: the orders of a mixture's sources."""
+    """Number of the source in a mixture. Sources of the same size get different orders."""
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the dataset indices of the samples start … start + count − 1 of a run. They may span epochs."""
@@ -75,15 +74,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """An order of the records of several sources. Each source has its share of the samples.
+    """A shuffled order of the records of several sources, in which each source has its share of the samples.
 
-    Samples are arranged in periods of `PERIOD`. In each period, the sources follow one another in a shuffled order. The
-    samples of one source follow that source's `SampleOrder`, so every pass over a source ends before the next one
-    starts. A period's arrangement is computed once, in 0.2 seconds.
+    The samples of one source follow that source's `SampleOrder`: each pass over a source ends before the next starts.
 
     Args:
         sizes: number of records of each source; the sources are concatenated in the dataset.
-        quotas: number of samples of each source in a period; they add up to `PERIOD`.
+        quotas: number of samples of each source in every `PERIOD` samples; they add up to `PERIOD`.
     """
 
     sizes: Sequence[int]
@@ -104,11 +101,7 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Return two lists with an entry for each of the `PERIOD` samples of a period.
-
-    The first list contains the sample's source. The second contains how many earlier samples of the period come from
-    the same source.
-    """
+    """Return, for each sample of a period, its source and how many earlier samples of the period have this source."""
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()
     for slot in SampleOrder(PERIOD, seed).indices(period * PERIOD, PERIOD):
@@ -155,7 +148,7 @@ class TokenSequence:
 
 
 SequenceGroup = tuple[TokenSequence, ...]
-"""Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
+"""The sequences of one record: a single sequence for SFT, (chosen, rejected) for pairs."""
 
 KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
 """Names of the arrays of a token store, with the types of their elements."""

@@ -202,7 +202,7 @@ class TokenizationSpec:
     """Settings for the tokenization of records. The functions must be picklable, because other processes get them."""
 
     name: str
-    """Name of the kind of records, with all options of the functions below: the token cache compares only the name."""
+    """Name that stands for the functions below in the key of the token cache. It must contain all of their options."""
     unit_of: Callable[[Any, dict[str, Any]], SequenceGroup]
     """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int
@@ -214,11 +214,11 @@ class TokenizationSpec:
     extra_of: Callable[[dict[str, Any]], Any] | None = None
     """Function of a record that returns JSON data to store with the tokens."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names of the source's columns, by the names that this package uses."""
+    """Map from this package's name of a column to the column's name in the source."""
     max_records: int | None = None
     """Read only this many records, from the start of the source; None for all."""
     seen_in: Callable[[SequenceGroup, dict[str, Any]], Sequence[str]] | None = None
-    """Function (unit, record) → names of those counters of `TokenizedChunk.counts` to increment for the record."""
+    """Function (unit, record) → names of the counters in `TokenizedChunk.counts` that count this record."""
 
     def chunk(self, tokenizer: Any, records: Records) -> TokenizedChunk:
         """Tokenize consecutive records.
@@ -260,9 +260,9 @@ class TokenizationSpec:
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
-        """Return `unit` if it has at most `max_length` tokens.
+        """Return `unit`, with longer sequences truncated to `max_length` tokens if configured; None to drop the record.
 
-        Otherwise return `unit` truncated, if this is configured, or None to drop it.
+        A record is also dropped if truncation leaves a sequence without trained tokens.
         """
         if max(map(len, unit)) <= self.max_length:
             return unit

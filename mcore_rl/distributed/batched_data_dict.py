@@ -365,7 +365,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def _describe(value: Any) -> tuple[Any, int]:
-    """Return the number of rows of an entry's `value`, and its properties that must be the same on all ranks."""
+    """Return the properties of an entry's `value` that all ranks must have in common, and its number of rows."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return (str(value.dtype), tuple(value.shape[1:])), len(value)
     return type(value).__name__, len(value) if isinstance(value, list) else 0
@@ -397,7 +397,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """Return the share of this rank if every rank has all `total` rows of the batch."""
+        """Return the share of this rank for a batch of which all ranks have all `total` rows."""
         return cls(range(total), total)
 
     @classmethod

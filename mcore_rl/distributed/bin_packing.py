@@ -1,7 +1,7 @@
 """Bin packing of sequences into microbatches, and of microbatches onto ranks, with the same result on every rank.
 
-A unit has a size (tokens) and a cost (work). A bin's capacity limits the sum of its units' sizes. The cost is divided
-evenly among the ranks.
+A unit is a sequence, or a group of sequences that must stay together. It has a size (tokens) and a cost (work). A bin's
+capacity limits the sum of its units' sizes. The cost is divided evenly among the ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, 
 
     Every rank gets the same number of bins, a multiple of `multiple`, and an even share of the cost.
 
-    Where possible, the units are distributed over the bins by cost, so that no bin contains only a small remainder of
-    the units. Bins are empty only if there are fewer units than bins.
+    Where possible, all bins get a similar cost, so that no bin contains only the last few units. Bins are empty only
+    if there are fewer units than bins.
 
     Raises:
         ContractError: a unit does not fit a bin.
@@ -179,7 +179,7 @@ class MicrobatchPlan:
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """[start, end) of the rows of each microbatch: places in the rows of all microbatches, one after the other."""
+        """[start, end) of each microbatch in the concatenated `rows` of all microbatches."""
         ends = [0]
         for rows in self.rows:
             ends.append(ends[-1] + len(rows))

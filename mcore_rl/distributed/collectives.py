@@ -150,8 +150,8 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """Wait until the work of all ranks is done; return the result of this rank's `work`, or None without work.
 
-    The processes communicate every `seconds`. If the work of several ranks fails, the exception of the lowest such rank
-    is raised on all ranks, as in `broadcast_result`.
+    The processes communicate every `seconds`. If work fails, all ranks raise its exception, as in `broadcast_result`;
+    if it fails on several ranks, the exception of the lowest of these ranks.
     """
     while True:
         if work is not None:
@@ -178,8 +178,8 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
     """Gather the rows of all ranks along `dimensions`; ranks may have different numbers of rows. No gradient.
 
-    The rows are in rank order. With several dimensions, they are sorted by the rank in the last dimension first, and by
-    the rank in the first dimension last. The result is on the device of `x`. Collective.
+    The rows are in rank order. With several dimensions, the rank in the last dimension is the first sort key. The
+    result is on the device of `x`. Collective.
     """
     rows = x
     for dimension in dimensions:
@@ -211,8 +211,7 @@ def fetch_rows(held: Mapping[str, Tensor], numbers: Sequence[int], wanted: Seque
     Rows are identified by numbers. A row is sent only to processes that want it and do not hold it. No gradient.
 
     Args:
-        held: by name, those rows of each tensor that this process holds. Other processes may hold some of these rows
-            too.
+        held: the rows that this process holds, by the name of the tensor. Other processes may hold the same rows.
         numbers: number of each row in `held`.
         wanted: numbers of the rows to return, in this order. At least one process must hold each of these rows.
     """
@@ -348,7 +347,8 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
     """Broadcast `values` from the first rank of this replica to all ranks of the replica. Collective.
 
     Args:
-        values: a tensor with the same shape and precision on all ranks; all ranks but the first may overwrite it.
+        values: a tensor with the same shape and precision on all ranks. On ranks other than the first, its contents are
+            ignored and may be overwritten.
     """
     if not values.numel():
         return values

@@ -118,12 +118,11 @@ def linear_divergences(
 ) -> Divergences:
     """Compute divergences between softmax(student / temperature) and softmax(teacher / temperature) for each token.
 
-    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. The result is the same as if one
-    computed the student's and the teacher's logits, took `log_softmax` of each, and summed over the vocabulary in fp32
-    (fp64 for fp64 hidden states). The forward pass communicates a few numbers per token by an all-gather and an
-    all-reduce; the backward pass does not communicate. Only the student has a gradient. The gradient of its hidden
-    states covers only this shard of the vocabulary (`gather_hidden_states` sums it over the ranks). The weight's
-    gradient is added directly to a Megatron `weight.main_grad`.
+    The Jensen–Shannon divergence is that of arXiv:2306.13649, eq. 1. Sums are computed in fp32 (fp64 for fp64 hidden
+    states). The forward pass communicates a few numbers per token by an all-gather and an all-reduce; the backward pass
+    does not communicate. Only the student has a gradient. The gradient of its hidden states covers only this shard of
+    the vocabulary (`gather_hidden_states` sums it over the ranks). The weight's gradient is added directly to a
+    Megatron `weight.main_grad`.
 
     Args:
         vocab_size: number of tokens to compare, from the start of the vocabulary; later rows of the heads are ignored.

@@ -354,7 +354,7 @@ def unpack_next_token_values(
 # to 7 % faster and takes 100 MB more (docs/benchmarks.md).
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
-"""Largest (rows, columns) of a tile of kept tokens. It has all columns that its rows keep: few rows, few columns."""
+"""Largest (rows, columns) of a tile of kept tokens. A tile has only the columns that its rows keep."""
 
 
 def gather_hidden_states(
@@ -396,8 +396,8 @@ def linear_logprobs(
         with_entropy: also return the entropy [T] of each distribution.
         normalize: if False, return the targets' logits divided by the temperature; the logits of other tokens
             have a gradient of exactly 0.
-        kept: for a softmax only over the tokens that top-k, top-p and min-p left at each position: the tiles of this
-            shard that contain these tokens (see `kept_tiles`). None for a softmax over the whole vocabulary.
+        kept: restricts the softmax to the tokens that top-k, top-p and min-p left at each position: the result of
+            `kept_tiles` for this shard. None for a softmax over the whole vocabulary.
 
     Returns:
         Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 hidden states).
@@ -538,7 +538,7 @@ class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
     columns: columns of the product, which are rows of the weight; no column occurs twice.
-    targets: [rows, K], the targets' columns in the tile, plus `first_column`; a target may be outside of the tile.
+    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile. They may be outside of it.
     kept: indices, in the flattened tile, of the logits that belong to the softmax; None if all logits do.
     """
 
@@ -566,7 +566,7 @@ class TileSteps(NamedTuple):
 
 @functools.cache
 def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
-    """Return the Triton kernels if `dtype` is fp32, the device a GPU, and Triton installed; else torch operations."""
+    """Return Triton kernels for fp32 on a GPU if Triton is installed; otherwise return torch operations."""
     if device_type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
         from mcore_rl.distributed import triton_logprobs
 
@@ -582,7 +582,7 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 def adds_widened(device: torch.device) -> bool:
     """Return whether the installed PyTorch can add products of half-precision factors to an fp32 sum in place.
 
-    On a GPU, an addition is tried. On the CPU, the result is False; for a simulated GPU, True since PyTorch 2.8.
+    On a GPU, one addition is tried. The result is False on the CPU. It is True on the meta device since PyTorch 2.8.
     """
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
@@ -659,7 +659,7 @@ class Tiles:
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
     def all_columns(self, rows: slice) -> Tensor:
-        """Return these rows of hidden × weightᵀ, with all columns. If the weight must be converted, use tiles of it."""
+        """Return these rows of hidden × weightᵀ, with all columns. A weight of another dtype is converted in tiles."""
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)
@@ -672,13 +672,13 @@ class Tiles:
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a · b in the accumulation type, for two results of `factor`."""
+        """Return a · b in the accumulation type. Both factors must have the dtype `factor_dtype`."""
         if self._kept is not None and a.is_cpu:  # each tile has another number of columns, for which oneDNN keeps code
             return cpu.product_of_torch(a, b)
         return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute total += a · b, for two results of `factor`."""
+        """Compute total += a · b. Both factors must have the dtype `factor_dtype`."""
         if self._kept is None and total.is_cpu and cpu.uses_onednn(a, b):
             total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
         elif total.dtype == a.dtype:

@@ -453,10 +453,10 @@ def gather_context_parallel(
 
 @dataclass(frozen=True)
 class LossPositions:
-    """Positions of a pack on one context-parallel rank: those that predict a token which the loss counts (mask 1).
+    """The n positions on one context-parallel rank whose predicted tokens the loss counts (mask 1).
 
-    There are n ≥ 1 positions: a rank without such positions has a dummy position, so that all ranks call the same
-    collectives. All tensors are on the host until `on` moves them.
+    A rank without such positions has one dummy position, so that all ranks call the same collectives. All tensors are
+    on the host until `on` moves them.
 
     layout: layout of the pack.
     index, counted: [N, S − 1]; the pack position of each row's tokens 1 … S − 1, and whether the loss counts the token.

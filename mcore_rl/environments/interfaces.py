@@ -17,7 +17,7 @@ class Sample:
     """A response to judge.
 
     message_log: the conversation. It ends with the response.
-    record: the prompt's record of the data file, without the prompt itself (`answer` and other fields).
+    record: the fields of the prompt's record in the data file, such as `answer`, without the prompt itself.
     num_prompt_messages: number of messages in the prompt, at the start of the conversation.
     is_text: whether the prompt is a plain text; otherwise it consists of messages.
     completion_ids: all tokens after the prompt.

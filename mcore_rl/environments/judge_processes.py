@@ -47,9 +47,9 @@ ALWAYS = (
     *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM", "MCORE_RL_CACHE", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Names or patterns of environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
+"""Environment variables that each judging process gets from the trainer: names, or patterns such as LC_*."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-"""Variables of proxies, also in lower case. A value with a password is passed only if there is an HTTP judge."""
+"""Proxy variables, in upper or lower case. A value with a password is passed on only if there is an HTTP judge."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
 

@@ -36,8 +36,8 @@ class HTTPJudge:
     Args:
         retries: number of attempts after the first one.
         headers: headers of each request; ${NAME} in a value is replaced by the environment variable NAME.
-        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part of this time.
-            The limit of a request is the sum of its samples' limits; the whole answer must arrive in this time.
+        time_limit_seconds: time limit for one sample. A request for n samples has n times this limit for all attempts.
+            Each attempt gets an equal part of 80 % of it. The whole answer must arrive in that time.
 
     Raises:
         UserError: a header names an environment variable that is not set.
@@ -190,7 +190,7 @@ class MathVerify:
 
 
 class RetryExactMatch(ExactMatch):
-    """Judges attempts over several turns: a wrong answer gets a hint, and each further attempt halves the reward."""
+    """Judges attempts over several turns: after a wrong answer, the model may try again for half the reward."""
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:
         tries = sum(message["role"] == "assistant" for message in message_log)

@@ -140,7 +140,7 @@ def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
 def locate_nonfinite(
     logprobs: Float[Tensor, "batch predicted"], mask: Float[Tensor, "batch predicted"]
 ) -> tuple[int, int] | None:
-    """Return the row and token position of the first log-probability that is not finite and not masked, or None.
+    """Return the row and token position of the first unmasked log-probability that is not finite, or None.
 
     The host waits for the device.
 
@@ -155,8 +155,8 @@ class LogprobLoss(LossFunction):
     """A loss that is a function of next-token log-probabilities. Subclasses implement `from_logprobs`.
 
     If the loss is called with logits, it first computes the log-probabilities (over vocabulary and context shards).
-    On the CPU, a log-probability that is not masked and not finite raises an error with its row and position. On a
-    GPU this check is omitted, because it would wait for the device; the caller can use `locate_nonfinite`.
+    On the CPU, an unmasked log-probability that is not finite raises an error with its row and position. On a GPU this
+    check is omitted, because it would wait for the device; the caller can use `locate_nonfinite`.
 
     A policy computes the log-probabilities itself: it checks `takes_logprobs` and then calls `from_logprobs`.
     """
@@ -192,7 +192,7 @@ class LogprobLoss(LossFunction):
 
         Raises:
             ContractError: a key is missing, or a shape or count is wrong.
-            ValueError: a log-probability that is not masked is not finite (checked on the CPU only).
+            ValueError: an unmasked log-probability is not finite (checked on the CPU only).
         """
         if data is None or isinstance(data, Tensor) or (next_token_logits is None) == (next_token_logprobs is None):
             raise ContractError(
@@ -478,7 +478,7 @@ class NLLLoss(LogprobLoss):
 
 
 class DFTLoss(LogprobLoss):
-    """−Σ sg(p)·log p / global_valid_toks over the tokens that carry loss (dynamic fine-tuning, arXiv:2508.05629).
+    """Dynamic fine-tuning (arXiv:2508.05629): −Σ p·log p / global_valid_toks over the tokens that carry loss.
 
     The weight p, a token's probability, has no gradient. The metric `nll_loss` is the mean of −log p.
     """

@@ -229,9 +229,9 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return the divergences of p and q that need not sum to one: forward Σ p·log(p / q) − p + q, and reverse.
+    """Return the forward divergence Σ p·log(p / q) − p + q, and the reverse: the same sum with p and q exchanged.
 
-    The reverse divergence is the same sum with p and q exchanged.
+    Neither p nor q need sum to 1.
     """
     log_p, log_q = log_p.clamp(min=LOG_ZERO), log_q.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
     p, q = log_p.exp(), log_q.exp()
@@ -239,12 +239,12 @@ def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) 
 
 
 class SampledDistillationLossFn(LogprobLoss):
-    """Policy gradient of the reverse KL at the student's own samples: −sg(w·A)·log π at each sampled token.
+    """Reverse KL between student and teachers, estimated at the student's own samples by a policy gradient.
 
+    The gradient is that of −w·A·log π, averaged over the sampled tokens; w and A have no gradient.
     A = Σ_m weight_m·(log π_m − log π), over the teachers m, is the advantage of the sampled token (arXiv:2601.02780).
-    w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. Averaged over
-    samples, the gradient is the gradient of KL(π ‖ π_m) at each position, for the given prefix. The loss is a mean over
-    tokens.
+    w = min(π / π_sampled, `max_importance_weight`) corrects a sampler that differs from the policy. Without this bound,
+    the mean gradient at a position is that of Σ_m weight_m·KL(π ‖ π_m), for the given prefix.
 
     The loss reads these entries of the data:
 

@@ -79,7 +79,7 @@ class LossOptions:
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Keys of NeMo RL's configuration that are accepted although the loss does not read them."""
     required: ClassVar[frozenset[str]] = frozenset()
-    """Inherited keys that dictionaries must have, in addition to those of `option`."""
+    """Inherited options that a dictionary must contain, in addition to the fields made by `option`."""
 
     def __post_init__(self) -> None:
         for name, kind in _types(type(self)).items():
@@ -245,16 +245,16 @@ class DPOOptions(LossOptions):
 
     sigmoid: L(Δr) = −log σ(β·Δr). sigmoid_norm: the same, but each reward is divided by the response's token count.
     ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17). hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
-    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased if a fraction ε of the pairs has chosen and rejected
-    exchanged (arXiv:2403.00409).
+    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased if chosen and rejected are exchanged in a fraction ε of the
+    pairs (arXiv:2403.00409).
     exo_pair: KL((σ(β·Δr), σ(−β·Δr)) ‖ (1 − ε, ε)) (arXiv:2402.00856, eq. 16).
     discopop: L(Δr)·(1 − m) + exp(−β·Δr)·m, m = σ(β·Δr / τ) (arXiv:2406.08414, eq. 5).
     apo_zero: 1 − σ(β·c) + σ(β·r); apo_down: σ(β·c) + 1 − σ(β·Δr) (arXiv:2408.06266, eq. 7 and 8).
     nca_pair: −log σ(β·c) − ½·log σ(−β·c) − ½·log σ(−β·r) (arXiv:2402.05369).
     bco_pair: −log σ(β·c) − log σ(−β·r) (arXiv:2404.04656, without its running shift of the rewards).
     sppo_hard: (c − 1 / 2β)² + (r + 1 / 2β)² (arXiv:2405.00675, eq. 4.7, with probabilities 1 and 0).
-    aot: L of the k-th smallest margin of the policy minus the k-th smallest margin of the reference, of all pairs of
-    the batch; aot_unpaired: L of the k-th smallest c minus the k-th smallest r (arXiv:2406.05882).
+    aot: L(k-th smallest margin of the policy − k-th smallest margin of the reference), among all pairs of the batch.
+    aot_unpaired: L(k-th smallest c − k-th smallest r) (arXiv:2406.05882).
     simpo: −log σ(β·Δr − γ) (arXiv:2405.14734). orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691). Rewards of
     simpo and orpo are mean log-probabilities of the policy; these losses have no reference."""
     preference_loss_weights: tuple[NonNegative, ...] | None = None
@@ -400,8 +400,8 @@ class KTOOptions(LossOptions):
     (arXiv:2402.01306, eq. 7), with z₀ the mean reward of mismatched prompts and responses, or 0 if it is negative.
     apo_zero_unpaired: the same with z₀ = 0 (arXiv:2408.06266, eq. 7); nothing is mismatched."""
     mismatched: Literal["dataset", "batch"] = "dataset"
-    """Record whose response each prompt is combined with to compute z₀. dataset: the record half a dataset away. batch:
-    the previous record of the global batch; for the first record, the last one (as in the paper)."""
+    """Source of the mismatched response of each prompt, for z₀. dataset: the record half a dataset away. batch: the
+    previous record of the global batch; for the first record, the last one (as in the paper)."""
     reference_policy_kl_penalty: NonNegative = option(0.1)
     """Factor β of the rewards."""
     desirable_weight: NonNegative = option(1.0)
@@ -438,7 +438,7 @@ class DistillationOptions(LossOptions):
     """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the
     generalised Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with
     m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1). reverse_unnormalized: Σ q·(log q − log p) − q + p over
-    the k tokens, with probabilities over the whole vocabulary (arXiv:2606.30406)."""
+    the k tokens, for the student's q and the teacher's p over the whole vocabulary (arXiv:2606.30406)."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
     """Weight of the forward KL for kl_type=mixed; the reverse KL has 1 minus this weight."""
     js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5

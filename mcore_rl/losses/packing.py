@@ -126,7 +126,7 @@ class SequencePackingLossWrapper:
 def accepted_groups(
     loss_fn: Any, rank: int | None, vocab_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return keyword arguments for parallel groups, as far as `loss_fn` has parameters for them.
+    """Return the rank and the groups for which `loss_fn` has a parameter, as keyword arguments.
 
     Raises:
         ContractError: logits are split over a group for which `loss_fn` has no parameter.

@@ -2,7 +2,8 @@
 
 Each policy-gradient loss is a short function. It maps a batch to values per token; `POLICY_LOSSES` lists these
 functions by name. `PolicyGradientLossFn` adds what the losses share: importance weights, the off-policy mask,
-aggregation, the KL term, entropy and likelihoods.
+aggregation, the KL term, entropy and likelihoods. In formulas, A is the advantage, π the token's probability under the
+current policy, and r = π / π_prev its ratio to the previous policy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from mcore_rl.losses.policy_options import (
 # In nats. exp() of a larger value times the clip's zero gradient would be NaN; e²⁰ is outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 SMALLEST_LOG_WEIGHT = math.log(1e-8)
-"""In nats: VESPO's log W is at least this, as in its authors' code and TRL."""
+"""Lower bound of VESPO's log W in nats, as in its authors' code and TRL."""
 
 
 def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -94,8 +95,9 @@ class PolicyTerms:
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
-    clipped_low: True for the tokens that the lower bound clips. None: those with `clipped_ratio` above `ratio`.
-    clipped_high: True for the tokens that the upper bound clips. None: those with `clipped_ratio` below `ratio`.
+    clipped_low: True for the tokens that the lower bound clips; None if these are the tokens with `clipped_ratio` >
+        `ratio`.
+    clipped_high: the same for the upper bound; None if these are the tokens with `clipped_ratio` < `ratio`.
     metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
@@ -117,7 +119,7 @@ def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) 
 
 
 def clipped_pg(batch: PolicyBatch, options: ClippedPGOptions) -> PolicyTerms:
-    """Return −A·r with the clips of PPO, or of CISPO; without a ratio, −A·log π."""
+    """Return PPO's −A·r with its clips, CISPO's −A·clip(r)·log π, or −A·log π without a ratio."""
     advantages = batch.advantages
     if options.disable_ppo_ratio:
         ratio = clipped = batch.current
@@ -160,8 +162,8 @@ def dppo_kl(batch: PolicyBatch, options: DPPOOptions) -> PolicyTerms:
 def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> PolicyTerms:
     """Return −A·min(r, c)·log π. r is the ratio π / π_prev, without gradient; c is the option `ratio_clip_c`.
 
-    The result is 0 for a token whose probability has moved in the direction that A demands, if its `divergence` is
-    above the limit in `options`.
+    The result is 0 if the token's probability has moved in the direction that A demands, and its `divergence` is above
+    the limit in `options`.
     """
     advantages, log_ratio = batch.advantages, batch.log_ratios.detach()
     ratio = bounded_ratio(log_ratio)
@@ -231,7 +233,7 @@ POLICY_LOSSES: Mapping[PolicyLossName, PolicyLoss] = {
     "dro": dro,
 }
 WEIGHED_BY_THEMSELVES: frozenset[PolicyLossName] = frozenset({"vespo"})
-"""Losses that read the importance weights themselves; the values of other losses are multiplied by the weights."""
+"""Losses whose own formula contains the importance weights. The values of other losses are multiplied by them."""
 
 
 if TYPE_CHECKING:
@@ -255,7 +257,7 @@ def importance_weights(
     mask: Float[Tensor, "batch predicted"],
     sequence_level: bool,
 ) -> Float[Tensor, "batch weights"]:
-    """Return exp(prev − generation) per token [B, S − 1], or exp of the sum over the sequence [B, 1]."""
+    """Return exp(prev − generation) per token [B, S − 1], or exp(Σ(prev − generation)) per sequence [B, 1]."""
     difference = prev_logprobs - generation_logprobs
     return finite_exp(masked_sum(difference, mask, dim=-1)[:, None] if sequence_level else difference)
 
@@ -375,9 +377,9 @@ class ClippedPGLossDataDict(TypedDict):
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
 
-    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: the number of tokens of all
-    samples with a positive reward in the global batch. Every row has this number. `observation_nll_weight` requires
-    `num_observation_tokens` [B]: the number of tokens of `observation_mask` in the global batch.
+    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: in every row, the number of
+    tokens in samples of the global batch with a positive reward. `observation_nll_weight` requires
+    `num_observation_tokens` [B]: in every row, the number of tokens of `observation_mask` in the global batch.
     """
 
     input_ids: Tensor
@@ -396,9 +398,9 @@ Mean = Callable[[Tensor], Tensor]
 class PolicyGradientLossFn(LogprobLoss):
     """A policy-gradient loss: a function from `POLICY_LOSSES`, chosen by `name`, plus KL and other terms.
 
-    L = mean(w·ℓ) + β·mean(KL(π ‖ π_ref)) − entropy and likelihood terms. ℓ is the chosen function's value for a token,
-    and w the token's importance weight. ℓ, KL and entropy are aggregated in the same way. Log-ratios are clamped to ±20
-    nats.
+    The loss is mean(w·ℓ) + β·mean(KL(π ‖ π_ref)), minus a multiple of the entropy, plus negative log-likelihoods. ℓ is
+    the chosen function's value for a token, and w the token's importance weight. ℓ, KL and entropy are aggregated in
+    the same way. Log-ratios are clamped to ±20 nats.
 
     Raises:
         ContractError: no loss has this name, or the loss does not read one of the options.
@@ -620,11 +622,10 @@ class PolicyGradientLossFn(LogprobLoss):
 
 @reads_options(ClippedPGOptions)
 class ClippedPGLossFn(PolicyGradientLossFn):
-    """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
+    """The clipped loss of PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants.
 
-    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`. The values
-    of the options are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to
-    ±20 nats.
+    By default it is E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref) with r = π / π_prev. The values
+    of `ClippedPGOptions` are also attributes of the loss.
     """
 
     reads_counted_tokens_only = True
@@ -684,10 +685,11 @@ class ValueLossDataDict(TypedDict):
 
 
 class ValueLossFn(LossFunction):
-    """½·E[max((V − R)², (V_clip − R)²)] over tokens, V_clip = V_prev + clamp(V − V_prev, −ε, ε).
+    """The critic's loss: half the mean squared error of values V to returns R, with an optional clip.
 
-    The clip is from PPO's original implementation (arXiv:1707.06347; described in arXiv:2005.12729, section 3). There
-    is no gradient if V has moved further than ε and toward R. Without `value_clip`: ½·E[(V − R)²].
+    With the clip: ½·E[max((V − R)², (V_clip − R)²)] over tokens, V_clip = V_prev + clamp(V − V_prev, −ε, ε). It is from
+    PPO's original implementation (arXiv:1707.06347; described in arXiv:2005.12729, section 3). There is no gradient if
+    V has moved further than ε and toward R.
 
     Args:
         value_clip: ε, more than 0, or None for no clip.

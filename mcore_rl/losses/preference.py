@@ -38,7 +38,7 @@ from mcore_rl.losses.common import (
 from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, PreferenceLossType, typed_dict
 
 LARGEST_EXPONENT = 80.0
-"""In nats: a power of a probability ratio is at most exp(LARGEST_EXPONENT). This is finite in fp32."""
+"""Upper bound, in nats, of the logarithm of a power of a probability ratio. Its exponential is finite in fp32."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """For aot and aot_unpaired (if in `kinds`), return the values [2n] with which the rows' values are compared.
+    """Return, for aot and aot_unpaired if in `kinds`, the values [2n] with which the rows' values are compared.
 
-    Both losses sort values over the global batch, and compare the n-th largest with the n-th largest. aot compares a
-    pair's policy margin with a reference margin. aot_unpaired compares a chosen reward with a rejected reward, and vice
-    versa. Equal values are sorted in the order of the pairs.
+    Both losses compare values of equal rank in the global batch. aot compares a pair's policy margin with a reference
+    margin. aot_unpaired compares a chosen reward with a rejected reward, and vice versa. Equal values are sorted in the
+    order of the pairs.
 
     Args:
         kinds: losses and their weights.
@@ -307,7 +307,7 @@ class DPOLossDataDict(PreferenceLossDataDict):
 
 
 class PreferenceLoss(LossFunction):
-    """−log σ(β·(r_chosen − r_rejected)), averaged over the pairs of the global batch (Bradley–Terry)."""
+    """Bradley–Terry loss −log σ(r_chosen − r_rejected), averaged over the pairs of the global batch."""
 
     loss_type = LossType.SEQUENCE_LEVEL
     rows_per_unit = 2

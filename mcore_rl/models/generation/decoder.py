@@ -201,8 +201,8 @@ class KeyValueLayerCache(LayerCache):
     """Cache of one layer's keys and values.
 
     storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-    gathered: for each shape of a block, a workspace: a tensor to which the blocks of a part of the sequences are copied
-        before attention. All layers share the workspaces.
+    gathered: workspaces by the shape of a block. Before attention, the blocks of a part of the sequences are copied to
+        a workspace. All layers share the workspaces.
 
     Args:
         sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
@@ -386,7 +386,7 @@ class SequenceCache:
         return x
 
     def ranges(self) -> list[tuple[slice, int]]:
-        """Divide the running sequences into parts; return each part's slice of their list, and its greatest length.
+        """Divide the list of running sequences into parts; return for each part its slice and its greatest length.
 
         Attention copies the keys and values of one part at a time into a workspace, padded to the part's longest
         sequence. A part has as many sequences as fit into a workspace of limited size.
@@ -503,7 +503,7 @@ class Decoder:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Inside the context the model's modules are set up for generation; `forward` may be called only there."""
+        """Return a context in which the model's modules are set up for generation. `forward` needs this context."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
         faster = [

@@ -63,7 +63,7 @@ class GenerationOutputSpec(TypedDict):
 class GenerationInterface(ABC):
     """A generator of responses to prompts. All ranks call each method together.
 
-    All ranks pass the same arguments. Only the prompts may differ: as a `LocalBatch`, each replica passes its own.
+    All ranks pass the same arguments, except for prompts in a `LocalBatch`: each replica passes its own prompts.
 
     max_sequence_length: maximum number of tokens in a prompt and its response together.
     """
