@@ -1,3 +1,3 @@
-"""Preference and reinforcement learning on Megatron-Core, exact under every parallel layout."""
+"""Preference and reinforcement learning of language models on Megatron-Core."""
 
 __version__ = "0.1.0"

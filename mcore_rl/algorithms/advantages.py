@@ -1,8 +1,7 @@
 """Computes advantages from the rewards of a step's groups (P prompts, G responses each), and from a critic's values.
 
-Everything is computed in fp64, and equal rewards give an advantage of exactly 0. In floating point, r − mean may differ
-slightly from 0 if all rewards are, for example, 0.7. The standard deviation of such rewards is equally small, so the
-quotient would be an advantage of ordinary size.
+Everything is computed in fp64. Equal rewards give an advantage of exactly 0. Without a special case, rounding could
+make r − mean and the standard deviation tiny instead of 0, and their quotient would be an advantage of ordinary size.
 """
 
 from __future__ import annotations
@@ -119,11 +118,11 @@ def optimal_token_baseline_advantages(
     groups: int,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute the advantages G_t − b_t. b_t is the baseline of least variance (verl's optimal_token_baseline).
+    """Compute each token's return G_t minus the baseline b_t of least variance (verl's optimal_token_baseline).
 
     t counts the response tokens of a sample, and G_t is the sum of the token rewards from t on. The baseline is
-    b_t = Σ_i G_it·W_it / Σ_i W_it over the samples i of the group. W_t is the sum, up to t, of
-    ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π². b_t is 0 if only one sample of the group has a response token t.
+    b_t = Σ_i G_it·W_it / Σ_i W_it over the samples i of the group; 0 if only one of them has a response token t. W_t is
+    the sum of ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π² over the response tokens up to t; Σ π² is over the vocabulary.
 
     Args:
         token_rewards: reward of each token.
@@ -210,8 +209,8 @@ def gae_advantages(
     """Compute advantages A and returns R by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
 
     δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. t runs over a sample's response tokens in
-    their order; tokens between responses are skipped. V and A are 0 after the last token, even if the response was
-    truncated: the token limit is part of the task.
+    their order; tokens between responses are skipped. V and A are 0 after the last token, where the episode ends, even
+    if the response was truncated.
 
     Args:
         token_rewards: reward of each token.

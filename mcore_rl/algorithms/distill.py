@@ -154,14 +154,13 @@ class DistillationObjective(Objective):
     def _read_by_teacher(
         self, batch: TrainingBatch, own: Sequence[int], share: BatchShare
     ) -> tuple[LocalBatch[Any], list[int]]:
-        """Return the rows that a teacher reads, and for each row how many tokens longer its prompt is than in `batch`.
+        """Return the rows that a teacher reads, and how many tokens longer each row's prompt is than the student's.
 
-        If `teacher_prompt` is set, the teacher's prompt replaces the student's prompt in these rows. If it is
-        shorter, the number is negative.
+        The number is 0 without `teacher_prompt`, and negative if the teacher's prompt is shorter.
 
         Args:
             own: indices of the rows of `batch` that the teacher scores.
-            share: places of the rows `own` among the rows of all replicas that the teacher scores.
+            share: positions of these rows among the rows that the teacher scores on all replicas.
         """
         rows = batch.rows.select_indices(own)
         if self.options.teacher_prompt is None:

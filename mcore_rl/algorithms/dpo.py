@@ -63,9 +63,9 @@ class DPOObjective(Objective):
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns for losses that sort the pairs of the whole global batch; {} for all other losses.
+        """Return the columns of `DPOLossFn.batch_columns`, which aot and aot_unpaired read; {} for other losses.
 
-        `DPOLossFn.batch_columns` describes the columns. They need an additional forward pass of the policy.
+        They need an additional forward pass of the policy.
         """
         assert isinstance(self.loss_fn, DPOLossFn)
         if not self.loss_fn.needs_batch:

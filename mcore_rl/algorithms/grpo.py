@@ -423,8 +423,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """Run the policy updates of a step.
 
         Returns:
-            The metrics of the last update. With several minibatches: means over the updates, and the loss and gradient
-            norm of each update.
+            The metrics of the last update; with `train_global_batch_size`, means over all updates, and each update's
+            loss and gradient norm.
         """
         updates = list[dict[str, Any]]()
         for minibatch in [*minibatches] * passes:
@@ -482,7 +482,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
         """Raise TrainingError if too many samples could not be judged in each of the last `max_failed_steps` steps.
 
-        If the run has fewer steps, the error is raised if this happens in all of them.
+        If this process makes fewer steps, the error is raised when this has happened in all of them.
         """
         errors = [outcome.error for outcome in generated if outcome.error is not None]
         judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction

@@ -34,9 +34,9 @@ def train_kto(config: KTOConfig) -> Path | None:
 
 
 class KTOObjective(Objective):
-    """The KTO loss; the rows get the reference's log-probabilities and the reference point z₀.
+    """The KTO loss, and its columns, such as the reference's log-probabilities and the reference point z₀.
 
-    For z₀, each prompt is combined with the response of another record.
+    z₀ is computed from rows that combine each prompt with the response of another record.
     """
 
     def __init__(self, config: KTOConfig, policy: MegatronPolicy, pad_token_id: int) -> None:

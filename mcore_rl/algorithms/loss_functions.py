@@ -1,6 +1,6 @@
-"""The losses. Each is normalised over the global batch, and exact under every parallel layout.
+"""The losses. Each is normalised over the global batch, so its value does not depend on the parallel layout.
 
-Importing this module imports torch, but nothing heavier.
+Importing this module imports no large package except torch.
 """
 
 from typing import TypeVar

@@ -70,9 +70,9 @@ class Objective:
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the columns that frozen models compute, such as the reference.
+        """Return the columns that frozen models, such as the reference, compute.
 
-        For a validation set, they are computed once and reused until the reference is updated.
+        The columns of a validation set are computed once and reused until the reference is updated.
         """
         return {}
 

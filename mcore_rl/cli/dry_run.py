@@ -67,8 +67,7 @@ def describe_run(
     """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
-        on_gpu: the configuration as on a GPU: each `auto` has the value that it gets there. It is used to estimate
-            memory.
+        on_gpu: the configuration for which memory is estimated: each `auto` has its value for a run on GPUs.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
@@ -152,7 +151,7 @@ def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
     """Yield lines about the packs of the first step.
 
-    Each sequence counts with all of its tokens, even if the run computes common prefixes only once.
+    Common prefixes are counted in every sequence, even if the run stores them only once.
     """
     replicas = config.parallel.data_parallel_size(world_size)
     batching = microbatch_planner(config, config.rows_per_unit, replicas)

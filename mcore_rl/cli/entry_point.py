@@ -1,8 +1,7 @@
-"""The entry point of every script: its arguments, errors of one line for the user, and its exit status.
+"""The entry point of every script: its arguments, its one-line errors and its exit status.
 
-Under torchrun every rank runs this. A user's error occurs on all ranks: the first rank prints it; the other ranks print
-nothing and wait until torchrun ends them. torchrun also reads the error from the error file, and prints it again when
-torchrun ends.
+Under torchrun, every rank runs this code, and a user's error occurs on all ranks. Rank 0 prints the error; the other
+ranks wait for torchrun to end them. torchrun also reads the error from the error file and prints it again at its end.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PEER_SECONDS = 5.0
 """Seconds that a rank waits for another rank's error before it prints its own."""
 
 SPIN_COUNT = 10_000_000
-"""Number of times that a waiting thread looks for work before it sleeps; libgomp's own number is 300,000."""
+"""Number of times that a waiting thread looks for work before it sleeps; libgomp's default is 300,000."""
 
 LONGEST_LINE = 200
 """Largest number of characters of a `key=value` on the console; a longer one is shortened."""
@@ -99,9 +98,9 @@ def run_script(
         arguments: arguments of the command line; by default, those of this process.
         prog: name of the program in messages; by default, the name of its file.
 
-    The exit status is 0 after success; 1 after a failure, with its traceback; 2 after a user's error and 3 if training
-    cannot continue, with a message of one line; 130 after Ctrl-C before training. torchrun itself exits with 1 after
-    any failure.
+    The exit status is 0 after success, 1 after a failure with a traceback, 2 after a user's error, 3 if training cannot
+    continue, and 130 after Ctrl-C before training. Messages for 2 and 3 have one line. torchrun itself exits with 1
+    after any failure.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
@@ -143,12 +142,12 @@ def run_script(
 
 @contextmanager
 def _threads_spin() -> Iterator[None]:
-    """Context for importing PyTorch: its threads wait for their next work in a loop (10 ms) before they sleep.
+    """Context in which to import PyTorch, so that its threads spin (wait in a loop) for 10 ms before they sleep.
 
-    Waking a thread takes longer than many operations of a training step. The threads spin only if the processes of this
-    machine together have no more threads than cores, and if the user has set neither GOMP_SPINCOUNT nor
-    OMP_WAIT_POLICY. PyTorch reads the setting when it is imported. Afterwards the setting is removed: child processes,
-    such as vLLM's servers, share the cores with this one.
+    Waking a thread takes longer than many operations of a training step. The threads spin only if this machine has a
+    core for each thread of its processes, and the user has set neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY. PyTorch
+    reads the setting when it is imported. Afterwards the setting is removed, so that child processes, such as vLLM's
+    servers, do not inherit it.
     """
     cores, threads = processors(), os.environ.get("OMP_NUM_THREADS", "")
     # Without a number, or with 0, PyTorch uses all cores.
@@ -164,9 +163,9 @@ def _threads_spin() -> Iterator[None]:
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with `--dry-run` replaced by `--dry-run=N` where needed; N is the number of processes.
+    """Return the arguments; before a configuration file or an override, `--dry-run` becomes `--dry-run=N`.
 
-    It is needed if the next argument is a configuration file or an override: argparse would take that for N.
+    N is the number of processes. argparse would otherwise take the next argument for N.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):

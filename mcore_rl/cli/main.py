@@ -133,7 +133,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
 
 
 def doctor() -> Iterator[str]:
-    """Yield lines about this machine and packages: versions, and what missing ones are for. No file is written."""
+    """Yield lines about this machine and the packages: versions, and what each missing package is for."""
     import mcore_rl
     from mcore_rl.platform import describe_gpus, te_problem
 

@@ -30,10 +30,10 @@ class DPOAlgorithmConfig(DPOOptions):
     """Options of the loss, and the source of the reference log-probabilities."""
 
     reference: Literal["auto", "swap", "precompute"] = "auto"
-    """How the reference's log-probabilities are computed. swap: for each batch, with the initial weights in the
-    policy's place (LoRA: without the adapters), or with `reference_model`. precompute: all before training; they are
-    kept in output_dir. auto: precompute if the run goes over all training data at least once, does not start from a
-    checkpoint, and has a fixed reference; otherwise swap."""
+    """When the reference's log-probabilities are computed. precompute: all before training; they are stored in
+    output_dir. swap: for each batch; without `reference_model`, the initial weights take the policy's place meanwhile
+    (LoRA: the adapters are left out). auto: precompute if the run goes over all training data at least once, does not
+    start from a checkpoint, and has a fixed reference; otherwise swap."""
     reference_model: str | None = None
     """A model directory to use as the reference instead of the initial policy; any size, same tokenizer."""
 
@@ -111,18 +111,19 @@ class DistillationAlgorithmConfig(DistillationOptions):
     """Options of the loss, of the teacher, and of the responses on which the student is trained."""
 
     teacher: str | Mapping[str, str]
-    """A model directory of any size, with the student's vocabulary; or several as `{name: directory}`. Then the
-    `teacher` column of a record has one name, or several as `{name: weight}`. `policy` is the student itself."""
+    """Directory of a model of any size with the student's vocabulary, or several as `{name: directory}`. With several,
+    each record's column `teacher` has one name, or several as `{name: weight}`. The directory `policy` means the
+    student itself."""
     teacher_parallel: LayoutConfig | None = None
-    """Parallel layout of the teachers, with the keys and defaults of the sizes in `parallel`; null: the student's
-    layout. The teachers use the student's processes."""
+    """Parallel layout of the teachers on the student's processes; null: the student's layout. The keys are the sizes in
+    `parallel`, with the same defaults."""
     teacher_prompt: str | None = None
-    """Prompt that the teacher reads instead of the record's, such as "{prompt}\n\nAn example:\n{demonstration}". Names
-    in braces stand for the texts of the record's columns. In a record of messages, it replaces only the last message
-    before the response."""
+    """Prompt that the teacher reads instead of the record's, such as "{prompt} An example: {demonstration}". Each name
+    in braces is replaced by the text of that column. If the record has messages, this prompt replaces only the last
+    message before the response."""
     form: Literal["divergence", "sampled"] = "divergence"
-    """divergence: `kl_type` at each position. sampled: policy gradient of the reverse KL at the student's samples, from
-    the log-probabilities of the sampled tokens alone; needs on_policy=true."""
+    """divergence: minimise the divergence `kl_type` at each position. sampled: minimise the reverse KL by policy
+    gradient, from the log-probabilities of the student's sampled tokens alone; needs on_policy=true."""
     topk: Annotated[int, Bounds(ge=1)] | None = 64
     """Compare the distributions over this many of the teacher's most likely tokens; null: over the whole vocabulary."""
     on_policy: bool = False
@@ -345,11 +346,10 @@ def judge_config(config: RLConfig) -> RLConfig:
 
 
 def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
-    """Return `config`, the configuration of a model that is not trained, with the parallel layout `own`.
+    """Return `config`, the configuration of a frozen model, with the parallel layout `own` (None: leave it as it is).
 
-    If `own` is None, the model has the trained model's layout. If batch.tokens_per_pack is set, it is raised to the
-    length of this model's longest record. That record may be longer, or have more padding, than the trained model's
-    longest record.
+    If batch.tokens_per_pack is too small for the frozen model's longest record, it is raised. That record may be
+    longer, or have more padding, than the trained model's longest record.
     """
     if own is not None:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update=own.model_dump())})

@@ -37,7 +37,7 @@ def _form(value: Any) -> str:
 
 
 def _no_list(form: str) -> BeforeValidator:
-    """Return a validator that refuses a list of sources; its error says that several sources are written as `form`."""
+    """Return a validator that refuses a list of sources; its error shows `form`, the form for several sources."""
 
     def refuse(value: Any) -> Any:
         if isinstance(value, list):

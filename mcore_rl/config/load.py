@@ -38,9 +38,9 @@ contains the secrets."""
 
 @dataclass(frozen=True)
 class Unset:
-    """Stands in place of a value that names an environment variable which is not set.
+    """Placeholder for a value that names an environment variable which is not set.
 
-    It is an error only if no file or override replaces the value.
+    `refuse_unset` raises an error for it, unless another file or an override has replaced the value.
     """
 
     message: str
@@ -213,8 +213,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 FORM = re.compile(r"\(\w+\)|[\w-]+\[.*\]")
-"""Pattern of the words that pydantic inserts into an error's location to name the form of a value that it tried. They
-are not parts of the key."""
+"""Pattern of the parts of a pydantic error's location that name a tried type; they are not parts of the key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:

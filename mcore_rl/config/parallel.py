@@ -29,7 +29,7 @@ class PipelineConfig(Section):
     pipeline_model_parallel_size: PositiveInt = 1
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default follows
+    """Number of model chunks (virtual stages) on each pipeline stage; their passes are interleaved. The default follows
     from pipeline_model_parallel_layout, or is 1."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first stage, which also has the embedding; the default is an even share."""
@@ -100,8 +100,7 @@ class PipelineConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of microbatches must be a multiple of this number: with interleaved chunks, the stages work in
-        rounds of one microbatch per stage."""
+        """Required divisor of the number of microbatches: interleaved chunks work on one per stage in each round."""
         return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 
     def layers_of_chunks(self, layers: int) -> list[int]:
@@ -172,8 +171,8 @@ class PipelineConfig(Section):
     def distinct_stages(self) -> list[int]:
         """Return the pipeline stages that can differ in cost: the first, the last and some between them.
 
-        If the split is uneven, the result has one stage between them for each number of layers: the earliest stage
-        that has this number, because it keeps the activations of the most microbatches.
+        If inner stages have equal numbers of layers, the result has only the earliest of them, which keeps the
+        activations of the most microbatches. If the split is even, the result has no inner stage.
         """
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
@@ -252,7 +251,7 @@ class LayoutConfig(PipelineConfig):
     context_parallel_size: PositiveInt = 1
     """Processes that share the tokens of each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Processes that share the experts of a mixture; taken from data, context and tensor parallelism."""
+    """Processes that share the experts of an MoE layer; taken from data, context and tensor parallelism."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share the weights of each expert; the default is `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
@@ -444,8 +443,8 @@ class ParallelLayout:
 def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
     """Return a layout for every possible combination of choices such as `["tp=1,2", "cp=1,2"]`.
 
-    The keys are the sizes tp, pp, vpp, cp, dp, ep and etp, and sp, packing and prefix (0 or 1). For pipelines, they are
-    also first and last (number of layers of the first and last stage), and stages (a layout string as `E|t*4L`).
+    The keys are the sizes tp, pp, vpp, cp, dp, ep and etp, and the switches sp, packing and prefix (0 or 1). Pipelines
+    also have the keys first and last (layers of the first and last stage) and stages (a layout string like `E|t*4L`).
 
     Raises:
         UserError: a choice does not have that form.

@@ -122,8 +122,8 @@ class EnvironmentConfig(JudgeOptions):
     """reward_model: maximum length of a conversation in the judge's tokens; a longer conversation fails. The default is
     twice data.max_sequence_length."""
     parallel: LayoutConfig | None = None
-    """reward_model: parallel layout of the judge, with the keys and defaults of the sizes in `parallel`; null: the
-    policy's layout. The judge uses the policy's processes."""
+    """reward_model: parallel layout of the judge on the policy's processes; null: the policy's layout. The keys are the
+    sizes in `parallel`, with the same defaults."""
     max_turns: PositiveInt = 1
     """Maximum number of responses in a conversation."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
@@ -132,9 +132,9 @@ class EnvironmentConfig(JudgeOptions):
     start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
     """Time limit for a judging process to import its judge and be ready."""
     environment_variables: list[Annotated[str, Field(pattern=r"^[\w*]+$")]] = Field(default=[])
-    """Environment variables that judging processes get, by name or by pattern (`OPENAI_*`; `*` for all), in addition to
-    those that Python, PyTorch, tokenizers, locales and proxies need and those that `headers` names. They do not get
-    other variables of the trainer (`HF_TOKEN`, `WANDB_API_KEY`, …)."""
+    """Further environment variables for judging processes, by name or by pattern (`OPENAI_*`; `*` for all). Without
+    this key, the processes get only the variables that `headers` names, and those that Python, PyTorch, tokenizers,
+    locales and proxies need; `HF_TOKEN` and `WANDB_API_KEY`, for example, are not passed on."""
     num_workers: PositiveInt = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
     batch_size: PositiveInt = 1
@@ -235,11 +235,11 @@ class GenerationConfig(Section):
     max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
     """End the run if a step's `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
     offload: bool = False
-    """During generation, keep the policy's tensors in host memory. megatron: all except the weights. vllm: all, because
-    the servers use the GPUs that train; the servers sleep during scoring and training."""
+    """During generation, keep the policy's tensors in host memory. megatron: all tensors except the weights. vllm: all
+    tensors; the servers use the same GPUs, and sleep during scoring and training."""
     cuda_graphs: bool = True
-    """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. Mixtures, models under tensor or
-    pipeline parallelism, and `deterministic` runs do without it. vLLM has its own options for this (vllm.arguments)."""
+    """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. No effect for MoE
+    models, under tensor or pipeline parallelism, or in `deterministic` runs. For vLLM, see vllm.arguments."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")
@@ -269,10 +269,10 @@ class RolloutOptions(Section):
     min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.0
     """Sample only from tokens with at least this fraction of the most likely token's probability."""
     keep_sampling_mask: bool | None = None
-    """Train in the distribution over the tokens that top_k, top_p and min_p keep. The default is true if one of them
-    leaves out tokens (docs/rollouts.md)."""
+    """In training, normalise probabilities over only the tokens that top_k, top_p and min_p keep. The default is true
+    if one of them leaves out tokens (docs/rollouts.md)."""
     max_kept_tokens: PositiveInt = 1024
-    """Upper bound of the sampling mask: a token is sampled from at most this many of the most likely tokens."""
+    """Maximum number of tokens in a sampling mask. Each token is sampled from at most this many most likely tokens."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64
@@ -288,22 +288,22 @@ class RolloutOptions(Section):
     """Maximum number of rounds of sampling in a step. After each round, new prompts replace the groups whose rewards do
     not differ (DAPO). 1: such groups stay."""
     max_staleness: Count = 0
-    """Number of future steps whose responses are generated while a step is trained. A response is trained at most this
+    """Number of future steps whose responses are generated during a step. A response is used in training at most this
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
-    """Number of tokens below max_new_tokens over which a penalty on a response grows with its length (DAPO); null: no
+    """Number of tokens below max_new_tokens over which a penalty on longer responses rises from 0 to 1 (DAPO); null: no
     penalty."""
     mask_truncated: bool = False
-    """Leave responses that max_new_tokens cut off out of the loss."""
+    """Exclude truncated responses (cut off by max_new_tokens) from the loss."""
     num_validation_generations: PositiveInt = 1
     """Responses to each validation prompt. 1: a greedy response. More: sampled responses, whose metrics include pass@k
     and maj@k (docs/rollouts.md)."""
     validation_k: tuple[PositiveInt, ...] | None = None
     """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
-    """Number of samples of each step that are written to samples.jsonl and to the trackers (MLflow:
-    samples/step_000123.json), from different prompts if possible. Each is written with its reward, its mean advantage,
-    and the record's `answer` as ground truth."""
+    """Number of samples of each step that are written to samples.jsonl and to the trackers, from different prompts if
+    possible. Each has its reward, its mean advantage, and the record's `answer` as ground truth. MLflow gets a file
+    samples/step_000123.json."""
 
     @property
     def filters_tokens(self) -> bool:
@@ -322,7 +322,7 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Samples whose rewards must not be all equal, because an update would learn nothing: a "group" or the "batch".
+        """Set of samples in which rewards must differ, so that an update learns something: a "group" or the "batch".
 
         A group has the samples of one prompt. None if an update can learn even from equal rewards.
         """
@@ -516,8 +516,7 @@ class RLConfig(TrainingConfig):
         return (only and self.samples_exactly(replays)) if chosen is None else chosen
 
     def scores_samples(self, replays: bool = False) -> bool:
-        """Return whether a step computes log-probabilities before its updates, because the loss or the rewards cannot
-        use the sampler's log-probabilities."""
+        """Return whether a step computes log-probabilities before its updates, instead of using the sampler's."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
     def effective_loss_options(self, replays: bool = False) -> PolicyLossOptions:
@@ -624,8 +623,7 @@ class GRPOAlgorithmConfig(RolloutOptions):
 
     @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
-        """Whether the baseline of a response leaves out its own reward, and whether advantages are divided by the
-        standard deviation."""
+        """Whether baselines leave out the response's own reward, and whether to divide by the standard deviation."""
         if self.advantage_estimator == "grpo":
             return bool(self.use_leave_one_out_baseline), self.normalize_rewards is not False
         return self.advantage_estimator == "rloo", False
@@ -707,14 +705,15 @@ class CriticConfig(Section):
     """The critic, which predicts the value of each token's state."""
 
     path: Directory | None = None
-    """Model that the critic starts from: a reward model, or a language model, which gets a new head of zeros. It may
-    have any size, with the policy's vocabulary, if the parallel layout fits it. The default is `model.path`. Only
-    with the model of `model.path`, the router options and recompute_modules of `model` apply to the critic too."""
+    """Model that the critic starts from: a reward model, or a language model, which gets a new head of zeros. The
+    default is `model.path`. Another model needs the policy's vocabulary, and must fit the parallel layout; the router
+    options and recompute_modules of `model` do not apply to it."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """Optimizer of the critic, which is updated as often as the policy in each step, and also in pretraining_steps."""
+    """Optimizer of the critic. A step updates the critic as often as the policy; pretraining_steps update only the
+    critic."""
     value_clip: PositiveFloat | None = 0.2
-    """Largest change of a value from the value before the step's first update; larger changes are clipped. null: no
-    clipping."""
+    """PPO's clipping of values: once a value has moved toward its return by more than this within a step, it gets no
+    gradient. null: no clipping."""
     pretraining_steps: Count = 0
     """Number of steps at the start of the run in which only the critic is trained."""
     offload: bool = False

@@ -120,8 +120,7 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
 def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
     """Describe a section whose keys depend on its key `name`; `forms` has one class for each value of that key.
 
-    The result has the keys of all forms. The description of a key that not all forms share begins with the names of
-    the forms that have it.
+    The result has the keys of all forms. If only some forms have a key, its description begins with their names.
     """
     base = next(cls for cls in inspect.getmro(forms[0]) if all(issubclass(form, cls) for form in forms))
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -142,9 +141,9 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that not all forms of a section share (see `_joined_forms`).
+    """Return a key that only some forms of a section have (see `_joined_forms`).
 
-    `defaults` has a text `DEFAULT (FORM)` for each form with this key.
+    `defaults` has a text `DEFAULT (FORM)` for each of these forms.
     """
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)
@@ -172,7 +171,7 @@ def _default(value: Any) -> str:
 
 
 def forms_of_section(annotation: Any) -> list[Any]:
-    """Return the classes of all forms of a section from `annotation`, or [] if this annotates no section."""
+    """Return the classes of all forms of the section that `annotation` describes; [] if it describes no section."""
     if inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return [annotation]
     parts = get_args(annotation)[: 1 if hasattr(annotation, "__metadata__") else None]
@@ -229,7 +228,7 @@ def _joined(text: str) -> str:
 
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
-"""JSON schema of a text with `${…}`, which may stand in place of a number, for example."""
+"""JSON schema of a text with an environment variable `${…}`; allowed in place of, for example, a number."""
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:

@@ -35,9 +35,9 @@ class LoRAConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685) on linear layers, in fp32. Only the adapters are trained."""
 
     rank: PositiveInt | None = None
-    """Rank of the adapters; the default is that of `path`, or 16."""
+    """Rank of the adapters. The default is the rank of the adapters in `path`, or 16 without `path`."""
     alpha: PositiveFloat | None = None
-    """The output of an adapter is multiplied by alpha / rank; the default is that of `path`, or 32."""
+    """Factor of the adapters' outputs: alpha / rank. The default is the alpha of `path`, or 32 without `path`."""
     lr_ratio: PositiveFloat = 1.0
     """Ratio of the learning rate of the B matrices, which start as zeros, to that of the A matrices (LoRA+,
     arXiv:2402.12354)."""
@@ -45,8 +45,8 @@ class LoRAConfig(Section):
     """Fraction of an adapter's inputs that dropout sets to zero during training."""
     target_modules: tuple[Name, ...] = ()
     """Projections to adapt, by their names in the Hugging Face model (`q_proj`, …; for routed experts
-    `experts.gate_up_proj`, `experts.down_proj`). The default is those of `path`, or all projections of attention and
-    MLP (in mixtures of experts: of attention)."""
+    `experts.gate_up_proj`, `experts.down_proj`). The default is the projections of `path`. Without `path`, it is all
+    projections of attention and, except in MoE models, of the MLP."""
     path: Directory | None = None
     """A PEFT adapter directory to start from."""
 
@@ -62,8 +62,8 @@ class ModelConfig(Section):
     on the CPU."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
     """Implementation of the layers: transformer_engine, or local (PyTorch only). auto: transformer_engine if it is
-    installed, there is a GPU, and the dtype is bfloat16. In float32, Transformer Engine's products on a GPU have only
-    TF32's precision (about 3 digits). Checkpoints are the same."""
+    installed, there is a GPU, and the dtype is bfloat16. In float32, Transformer Engine's matrix products have only the
+    precision of TF32 (about 3 digits). Both implementations use the same checkpoints."""
     head: Literal["lm", "reward"] = "lm"
     """reward: the model predicts one number per sequence, at its last token, instead of logits."""
     trust_remote_code: bool = False
@@ -87,7 +87,7 @@ class ModelConfig(Section):
     """In log-probabilities and training, send tokens to the experts that they were sent to during sampling
     (arXiv:2510.11370); for GRPO and PPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
-    """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
+    """Amount by which each update raises or lowers the router's expert biases, in model families that have them."""
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return this section with each `auto` replaced. A simulation always gets transformer_impl=local.
@@ -272,12 +272,12 @@ class CheckpointConfig(Section):
     allow_partial: bool = False
     """Resume a checkpoint that lacks optimizer, schedule, random states or data position."""
     resume: str = "auto"
-    """auto: the newest checkpoint in output_dir. none: start a new run. A directory: the checkpoint to start from if
-    output_dir has no checkpoint yet, or, if it is one of output_dir's checkpoints, the one to go back to."""
+    """auto: the newest checkpoint in output_dir. none: start a new run. A checkpoint directory in output_dir:
+    go back to it. Another directory: start from its checkpoint if output_dir has none yet."""
     overwrite: bool = False
     """Remove the files of an earlier run from output_dir; needs resume=none. Otherwise such a directory is refused."""
     best_metric: Name | None = None
-    """A validation metric, such as `loss`; with several sets of data.validation as SET/METRIC, such as
+    """A validation metric, such as `loss`. If data.validation has several sets, write SET/METRIC, such as
     `math/reward_mean`. A checkpoint is saved at each new best value, and the best checkpoint is always kept."""
     best_mode: Literal["min", "max"] | None = None
     """Whether the lowest or the highest best_metric is best; the default is min for losses and errors, max for
@@ -340,9 +340,9 @@ class BatchConfig(Section):
     micro_batch_size: PositiveInt = 1
     """Rows (or pairs) per microbatch without packing."""
     share_prefixes: bool = False
-    """Store the common prefix of a pair or group, its prompt, only once in a pack."""
+    """Store the common prefix of a pair or group, such as its prompt, only once in a pack."""
     min_shared_tokens: PositiveInt = 32
-    """share_prefixes: a common prefix with fewer tokens is stored in each sequence instead."""
+    """share_prefixes: minimum number of tokens in a common prefix that is stored only once."""
 
     @model_validator(mode="after")
     def _used(self) -> BatchConfig:
@@ -361,8 +361,8 @@ class BatchConfig(Section):
 
 LARGEST_BFLOAT16_BETA = 0.95
 """Largest decay β of a running mean that is kept in bfloat16. Rounding to 8 significant bits loses relative changes
-below 2⁻⁹. The running mean of equal numbers therefore stops at a relative distance of 2⁻⁹ / (1 − β) from them:
-4 % here."""
+below 2⁻⁹, so the running mean of equal numbers stops at a relative distance of 2⁻⁹ / (1 − β) from them: 4 % for this β.
+"""
 
 
 class OptimizerConfig(Section):
@@ -440,7 +440,7 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """When training ends, when it validates, and when it prints metrics. The limit that is reached first ends it."""
+    """When training ends, when it validates, and when it prints metrics. Training ends at the first limit reached."""
 
     max_steps: PositiveInt | None = None
     """Maximum number of steps."""
@@ -633,8 +633,10 @@ class TrainingConfig(Section):
         return self.batch.global_batch_size
 
     def total_steps(self, num_samples: int) -> int:
-        """Return the number of steps of a run on `num_samples` samples, the smaller of the limits max_steps and
-        max_epochs. The last batch may be smaller than the others."""
+        """Return the number of steps of a run on `num_samples` samples: max_steps, or the steps of max_epochs if fewer.
+
+        The last batch may be smaller than the others.
+        """
         limits = [self.trainer.max_steps or math.inf]
         if self.trainer.max_epochs:
             limits.append(math.ceil(self.trainer.max_epochs * num_samples / self.samples_per_step))

@@ -116,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's description. Null values directly in its object `function` are left out, deeper ones kept."""
+    """Return a tool's description without the null values at the top of its object `function`; keep deeper ones."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
@@ -182,10 +182,10 @@ def chat_day(tokenizer: Any) -> date | None:
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return arguments of `apply_chat_template` that make the template use the date of `set_chat_day`, if one is set.
+    """Return arguments for `apply_chat_template` that set the template's date; {} if `set_chat_day` has set none.
 
-    The argument `chat_template` is the usual template (the one for `tools`) after the definition of a macro
-    `strftime_now`. It is a macro because transformers does not accept a function.
+    The argument `chat_template` is a macro `strftime_now`, followed by the tokenizer's template (the one for `tools`).
+    transformers does not accept a function in place of the macro.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
@@ -358,9 +358,9 @@ class _Marked:
     def start(self, before: str) -> int:
         """Return the position in `text` where the response starts, after its header.
 
-        The header is the text with which the template requests a response. If `text` contains only the beginning of
-        this request (for example, because the request also opens a thought for the model), this beginning is the
-        header. If `text` contains nothing of the request, the response starts with its content.
+        The header is the request: the text with which the template asks for a response. If `text` contains only the
+        beginning of the request, this beginning is the header; for example, the request may also open a thought. If
+        `text` contains nothing of the request, the response starts with its content.
 
         Args:
             before: text before the message's content.

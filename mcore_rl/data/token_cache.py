@@ -29,7 +29,7 @@ from mcore_rl.utils.console import PrintLine
 from mcore_rl.utils.files import digest_of_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-"""Suffixes of files in a model directory that do not belong to the tokenizer; all other files may."""
+"""Suffixes of files in a model directory that cannot belong to the tokenizer."""
 
 SOURCE_BYTES_TO_REMEMBER = 1 << 20
 """Minimum size of a file whose digest is remembered. Digests of smaller files are computed each time."""
@@ -116,7 +116,7 @@ class TokenCache:
         """Wait until another process of this node has created the store `path`.
 
         Raises:
-            UserError: the store is missing, and no process creates it: no process has held its lock file for some time.
+            UserError: the store is missing, and no process has held its lock file for `LOST_SECONDS`.
         """
         lost_since = None
         while not path.is_dir():
