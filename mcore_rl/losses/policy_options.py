@@ -377,7 +377,7 @@ def options_class(cfg: Mapping[str, Any]) -> type[PolicyLossOptions]:
     for key in sorted(set(cfg) - known):
         if owners := [other for other, kind in POLICY_LOSS_OPTIONS.items() if key in kind.__dataclass_fields__]:
             raise ContractError(
-                f"{key}: is an option of name={' or '.join(owners)}, not of name={name}; leave {key} out"
+                f"{key}: has an effect only with name={' or '.join(owners)}, got name={name}; leave {key} out"
             )
     return chosen
 

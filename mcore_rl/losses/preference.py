@@ -327,7 +327,7 @@ class PreferenceLoss(LossFunction):
         """
         rewards = rewards if logits is None else logits
         if rewards is None or data is None:
-            raise ContractError(f"{type(self).__name__}: needs rewards [2n] and data")
+            raise ContractError(f"{type(self).__name__}: needs rewards [2n] of n pairs, and data")
         require_keys(data, ("sample_mask",), self)
         rewards = rewards.squeeze(-1) if rewards.ndim == 2 else rewards
         rewards = rewards if rewards.dtype == torch.float64 else rewards.float()

@@ -112,7 +112,7 @@ def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:
         if line.endswith(b"\n"):
             entry = json.loads(line)
             if not (isinstance(entry, dict) and isinstance(entry.get("step"), int)):
-                raise ValueError("a line of it is not an object with its step")
+                raise ValueError("a line is not an object with an integer step")
             yield line, entry
 
 

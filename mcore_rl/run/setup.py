@@ -106,12 +106,13 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
         rows = family_of(found[key]).vocab_size
         if rows > own and config.distillation.form == "divergence":
             raise UserError(
-                f"{key}: the LM head of {path} has {rows} rows, but the student's has only {own}, so a likely "
-                "token of the teacher may be missing in the student; set distillation.topk=null"
+                f"{key}: the LM head of {path} has {rows} rows, but the student's has only {own}, so the "
+                "student may lack a likely token of the teacher; set distillation.topk=null"
             )
         if topk > rows:
             raise UserError(
-                f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens; choose a smaller k"
+                f"distillation.topk={topk}: the teacher {name and name + ' '}has only {rows} tokens; choose at most "
+                f"{rows}"
             )
 
 
@@ -171,9 +172,8 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
         token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
         ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
         raise UserError(
-            f"{model} has another vocabulary than {POLICY}; use a model with the policy's tokenizer. The "
-            f"vocabularies have {len(own)} and {len(policy)} tokens; {token!r} is {ids[0]} in the first and "
-            f"{ids[1]} in the second"
+            f"{model} has another vocabulary than {POLICY} ({len(own)} tokens instead of {len(policy)}; {token!r} is "
+            f"{ids[0]} instead of {ids[1]}); use a model with the policy's tokenizer"
         )
 
 

@@ -313,15 +313,9 @@ def test_tokens_outside_the_teachers_k_have_a_gradient_of_exactly_zero(model_of)
 def test_another_vocabulary_is_told_by_its_first_token():
     student = {"a": 0, "b": 1, "c": 2}
     for teacher, told in (
-        (
-            {"a": 0, "c": 1, "b": 2},
-            "The vocabularies have 3 and 3 tokens; 'b' is id 2 in the first and id 1 in the second",
-        ),
-        ({"a": 0, "b": 1}, "The vocabularies have 2 and 3 tokens; 'c' is no token in the first and id 2 in the second"),
-        (
-            {**student, "d": 3},
-            "The vocabularies have 4 and 3 tokens; 'd' is id 3 in the first and no token in the second",
-        ),
+        ({"a": 0, "c": 1, "b": 2}, "(3 tokens instead of 3; 'b' is id 2 instead of id 1)"),
+        ({"a": 0, "b": 1}, "(2 tokens instead of 3; 'c' is no token instead of id 2)"),
+        ({**student, "d": 3}, "(4 tokens instead of 3; 'd' is id 3 instead of no token)"),
     ):
         with pytest.raises(UserError, match="has another vocabulary") as error:
             _check_vocabulary("TEACHER", teacher, student)

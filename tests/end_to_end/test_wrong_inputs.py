@@ -61,7 +61,7 @@ COMMANDS = [
     ("serve_vllm", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where must be a Hugging Face model"),
     ("report", [], "the following arguments are required: RUN"),
     ("report", ["{root}/nowhere"], "nowhere: is not the output directory of a run"),
-    ("report", ["{root}/logs"], "cannot be read (a line of it is not an object with its step)"),
+    ("report", ["{root}/logs"], "cannot be read (a line is not an object with an integer step)"),
     ("report", ["{root}/an_ended_run", "--output", "{root}/mine"], "mine: exists and was not written by mcore-rl report"),
     ("convert_checkpoint", [], "the following arguments are required: command"),
     ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
@@ -495,7 +495,7 @@ OPTIONS = [
     (["--lengths", "9", "--response-part", "nan"], "--response-part nan: must be a fraction of a sequence, above 0"),
     (
         ["--hardware", "tpu"],
-        "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; a kind of your own file is written FILE:NAME",
+        "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; for a GPU of your own file, write FILE:NAME",
     ),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
     (["--search", "--ranks", "first"], "--ranks: needs a single layout; leave out --search"),

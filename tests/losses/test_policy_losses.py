@@ -95,8 +95,11 @@ def test_observations_are_between_responses():
     ("cfg", "message"),
     [
         ({"name": "sappo"}, "name: must be one of clipped_pg, .*, got 'sappo'"),
-        ({"tau_pos": 1.0}, "tau_pos: is an option of name=sapo, not of name=clipped_pg"),
-        ({"name": "gmpo", "ratio_clip_max": 0.2}, "ratio_clip_max: is an option of name=clipped_pg or luspo, not of"),
+        ({"tau_pos": 1.0}, "tau_pos: has an effect only with name=sapo, got name=clipped_pg"),
+        (
+            {"name": "gmpo", "ratio_clip_max": 0.2},
+            "ratio_clip_max: has an effect only with name=clipped_pg or luspo, got",
+        ),
         ({"name": "dro", "dro_beta": 0.0}, "dro_beta: must be more than 0"),
         ({"name": "sapo", "tau_poss": 1.0}, "unknown keys tau_poss .did you mean tau_pos"),
         ({"name": "vespo", "importance_sampling_level": "token"}, "needs use_importance_sampling_correction"),

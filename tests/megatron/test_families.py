@@ -156,9 +156,7 @@ def test_types_of_layers_that_transformers_passes_over(family, tmp_path):
 def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
     config = make_config(family, rope_parameters=rope)
-    with pytest.raises(
-        UserError, match=rf"partial_rotary_factor=0.5 is not supported; {family} must rotate whole heads"
-    ):
+    with pytest.raises(UserError, match=rf"partial_rotary_factor=0.5 is not supported; for {family} it must be 1"):
         family_of(config).check(16)
 
 

@@ -182,7 +182,7 @@ def test_the_command(tmp_path):
     for arguments, message in [
         ((tmp_path / "nowhere",), f"{tmp_path}/nowhere: is not the output directory of a run"),
         ((tmp_path,), f"{tmp_path}: has no metrics.jsonl; give the output_dir of a run"),
-        ((tmp_path / "broken",), "broken/metrics.jsonl: cannot be read (a line of it is not an object with its step)"),
+        ((tmp_path / "broken",), "broken/metrics.jsonl: cannot be read (a line is not an object with an integer step)"),
         (
             (run, "--output", tmp_path / "mine.html"),
             "mine.html: exists and was not written by mcore-rl report; choose another file",

@@ -8,7 +8,7 @@ from mcore_rl.run.metrics import JsonLinesLog, read_step_log
 def test_lines_that_are_of_no_step_are_refused(tmp_path):
     for line in ('{"loss": 1}', "[1]"):
         (tmp_path / "metrics.jsonl").write_text(line + "\n")
-        with pytest.raises(ValueError, match="not an object with its step"):
+        with pytest.raises(ValueError, match="not an object with an integer step"):
             read_step_log(tmp_path / "metrics.jsonl")
 
 

@@ -54,7 +54,7 @@ def decode_routed_experts(
     chosen = array[:, list(experts.sparse_layers)].astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts.count:
         raise ValueError(
-            f"routed_experts from {chosen.min()} to {chosen.max()}, but the model has {experts.count} experts"
+            f"routed_experts with ids {chosen.min()} to {chosen.max()}, but the model has {experts.count} experts"
         )
     ordered = np.sort(chosen, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():  # true of rows that were never written
@@ -377,7 +377,9 @@ class ServerPool:
         if not numbers or min(numbers) < oldest:
             has = "/".join(sorted({name for name, _ in answer.spans}))
             wanted = next((name for name, number in self._versions.items() if number == oldest), "none")
-            raise WrongServerError(f"{server.url}: has weights of version {has}; version {wanted} or newer is needed")
+            raise WrongServerError(
+                f"{server.url}: has weights of version {has}, but must have version {wanted} or newer"
+            )
         spans = [(number, tokens) for number, (_, tokens) in zip(numbers, answer.spans, strict=True)]
         return replace(answer.response, weight_versions=spans)
 

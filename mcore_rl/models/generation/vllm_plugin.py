@@ -129,7 +129,7 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
         if self.receiver is None or self.copies is None:
-            raise RuntimeError("update_weights: no trainer has opened a group with this worker, or no update has begun")
+            raise RuntimeError("update_weights: call init_weight_transfer_engine and start_weight_update first")
         with torch.device(self.device), self.copies:
             self.receiver.update_weights_from_collective()
 

@@ -238,7 +238,7 @@ class GroupedQueryAttention(KeyValueMixer):
 
     def check(self) -> None:
         if self.output_bias and not self.qkv_bias:
-            raise UserError("model.path: a model with a bias on the output projection alone is not supported")
+            raise UserError("model.path: attention with a bias on the output projection alone is not supported")
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
         """Return the parts of the Hugging Face weights that are the query, key and value projections.

@@ -186,8 +186,8 @@ def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:
     if bool(lacking.any()):
         row, position = lacking.nonzero()[0].tolist()
         raise ContractError(
-            f"kept_tokens: row {row} must have kept tokens for position {position + 1}, because this position "
-            "carries loss"
+            f"kept_tokens: row {row} must have kept tokens for position {position + 1}, because the loss "
+            "counts this token"
         )
     return kept
 

@@ -314,7 +314,7 @@ class ShardedWriter:
     def _check(self) -> None:
         written = SafetensorsDirectory(self.directory)
         if written.stored_names() != set(self.expected):
-            raise RuntimeError(f"{self.directory}: the tensors of the export are not the expected ones")
+            raise RuntimeError(f"{self.directory}: the export lacks tensors, or has tensors that the model lacks")
         for name, (shape, dtype) in self.expected.items():
             found = written.read(name)
             if tuple(found.shape) != shape or found.dtype != dtype:

@@ -377,8 +377,8 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
     if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
         raise UserError(
-            f"model.lora.dropout: is not supported for {', '.join(adapted)}, which PEFT adapts as parameters; "
-            "leave model.lora.dropout out"
+            f"model.lora.dropout: is not supported for {', '.join(adapted)}, because PEFT has no dropout "
+            "for experts; leave model.lora.dropout out"
         )
     table = {
         adapter.megatron: adapter

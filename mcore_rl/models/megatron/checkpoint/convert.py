@@ -171,9 +171,8 @@ def megatron_to_hf(
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
-        raise UserError(
-            f"{iteration}: all weights must have the same precision, but they have {len(dtypes)} precisions"
-        )
+        found = ", ".join(sorted(map(_name, dtypes)))
+        raise UserError(f"{iteration}: all weights must have the same precision, found {found}")
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
         tensors = in_precision(_load_all(iteration, index, model, progress), SafetensorsDirectory(source))
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)

@@ -115,8 +115,8 @@ def check_trusted(iteration: Path) -> Metadata:
     for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
             raise UserError(
-                f"{iteration}: {name} refers to {', '.join(sorted(named))}. To load this could run code, so the "
-                "checkpoint is refused; choose another checkpoint"
+                f"{iteration}: {name} refers to {', '.join(sorted(named))}, which could run code when it is loaded; "
+                "choose another checkpoint"
             )
     return index
 
@@ -214,7 +214,8 @@ class RegionReader:
         entry = self.index.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != dimensions:
             raise UserError(
-                f"{self.iteration} does not fit the model: it has no tensor {key} with {dimensions} dimensions"
+                f"{self.iteration} does not fit the model: the checkpoint has no tensor {key} with {dimensions} "
+                "dimensions"
             )
         return entry
 

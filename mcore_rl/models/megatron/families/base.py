@@ -147,8 +147,7 @@ class Family:
         part = rope_parameters(self.hf)["partial_rotary_factor"]
         if part != 1 and not self.rotates_partly:
             raise UserError(
-                f"model.path: partial_rotary_factor={part} is not supported; {self.model_type} must rotate whole "
-                "heads (1.0)"
+                f"model.path: partial_rotary_factor={part} is not supported; for {self.model_type} it must be 1"
             )
         return rope_frequencies(self.hf)
 
