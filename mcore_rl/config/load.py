@@ -171,7 +171,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
+        raise UserError(f"{path}: must be a YAML mapping of sections, found a {type(values).__name__}")
     values = expand_variables(values, "", f"{path}: ")
     if BASE not in values:
         return values

@@ -442,13 +442,13 @@ class RLConfig(TrainingConfig):
     def _observes(self) -> Self:
         if self.loss.observation_nll_weight and self.environment.max_turns == 1:
             raise ValueError(
-                "loss.observation_nll_weight: needs observations, but environment.max_turns=1 ends conversations "
-                "before the first one; set more turns, or leave loss.observation_nll_weight out"
+                "loss.observation_nll_weight: needs observations, but with environment.max_turns=1 conversations have "
+                "none; raise environment.max_turns, or leave loss.observation_nll_weight out"
             )
         if self.loss.observation_nll_weight and self.rollouts.sampled_at_most is not None:
             raise ValueError(
-                "loss.observation_nll_weight: the sampling mask has no kept tokens for observations, because "
-                f"they are not sampled; set {self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
+                "loss.observation_nll_weight: cannot be used with a sampling mask, which covers only sampled tokens, "
+                f"not observations; set {self.algorithm}.keep_sampling_mask=false, or sample from all tokens"
             )
         return self
 
@@ -553,7 +553,8 @@ class RLConfig(TrainingConfig):
         if self.loss.force_on_policy_ratio and self.updates_per_step > 1:
             why = "num_updates_per_rollout" if self.rollouts.num_updates_per_rollout > 1 else "train_global_batch_size"
             raise ValueError(
-                f"loss.force_on_policy_ratio: needs exactly one update in each step; {own}.{why} makes several"
+                f"loss.force_on_policy_ratio: needs exactly one update in each step, but {own}.{why} causes several; "
+                "leave out one of the two keys"
             )
         if self.rollouts.max_staleness:
             self._check_stale()
@@ -584,8 +585,8 @@ class RLConfig(TrainingConfig):
             raise ValueError(f"{name}: trains on samples of older weights; leave out loss.force_on_policy_ratio")
         if self.generation.max_token_mult_prob_error is not None:
             raise ValueError(
-                f"{name}: trains on samples of older weights, whose log-probabilities differ; leave out "
-                "generation.max_token_mult_prob_error"
+                f"{name}: trains on samples of older weights, so sampler and trainer compute different "
+                "log-probabilities; leave out generation.max_token_mult_prob_error"
             )
 
 

@@ -490,7 +490,7 @@ class LoggingConfig(Section):
             if getattr(self, name) not in (None, False) and find_spec(name) is None:
                 raise ValueError(f"{name}: install the {name} extra with pip install 'mcore_rl[{name}]'")
         if self.wandb_tags and self.wandb is None:
-            raise ValueError("wandb_tags: need wandb, the name of the project")
+            raise ValueError("wandb_tags: need a W&B project; set wandb to its name, or leave wandb_tags out")
         if self.run_name is not None and self.wandb is None and self.mlflow is None:
             raise ValueError("run_name: requires wandb or mlflow")
         return self

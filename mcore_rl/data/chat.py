@@ -213,7 +213,7 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template, which messages need; set data.chat_template")
+        raise ValueError("messages need a chat template, but the tokenizer has none; set data.chat_template")
     messages = [_without(message, "weight") for message in messages]
     try:
         return str(
@@ -310,7 +310,7 @@ def _by_marks(
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            "the tokenizer does not return the positions of its tokens in a text, which messages need; use a "
+            "messages need the position of each token in the text, but this tokenizer does not return it; use a "
             "fast tokenizer"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -377,7 +377,8 @@ class _Marked:
                 return shared if content is None else min(shared, content)
         if content is None:
             raise ValueError(
-                f"the chat template changes the text before {self.name} when the content of this message changes"
+                f"the chat template changes the text before {self.name} when the content of this message changes; "
+                "mark responses with {% generation %} in the template"
             )
         return content
 
@@ -399,7 +400,10 @@ def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
     """
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
-        raise ValueError(f"the text that the chat template writes after {marked.name} depends on the message's content")
+        raise ValueError(
+            f"the chat template changes the text after {marked.name} when the content of this message changes; mark "
+            "responses with {% generation %} in the template"
+        )
     start, content_end = marked.start(before), len(marked.text) - len(after)
     if start > content_end:
         raise ValueError(f"the chat template rewrites {marked.name}")

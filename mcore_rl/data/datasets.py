@@ -278,9 +278,9 @@ class Teaching:
         response = max(min(len(sequence), max_length) - own, min(self.max_new_tokens or 0, max_length - own))
         if length + response > max_length:
             raise ValueError(
-                f"distillation.teacher_prompt: the teacher's prompt has {length} tokens and the response "
-                f"{response}, together more than data.max_sequence_length={max_length}; raise "
-                "data.max_sequence_length, or remove the record"
+                f"distillation.teacher_prompt: the teacher's prompt ({length} tokens) and the response ({response} "
+                f"tokens) together exceed data.max_sequence_length={max_length}; raise data.max_sequence_length, or "
+                "remove the record"
             )
         return unit
 

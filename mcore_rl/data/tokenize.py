@@ -126,7 +126,9 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
     wanted = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and m.get("weight", 1)]
     if not wanted:
         if len(messages) > first:
-            raise ValueError("the record has no response tokens: no message of the assistant is trained on")
+            raise ValueError(
+                "the record has no response tokens: no message of the assistant has weight 1 (the default)"
+            )
         return TokenSequence((), ())
     for index in wanted:
         if not messages[index].get("content", "").strip() and not messages[index].get("tool_calls"):

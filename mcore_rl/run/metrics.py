@@ -150,7 +150,7 @@ def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def text_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
-    """Return `sample_rows` with all values as texts: in some tables all values of a column must have the same type."""
+    """Return `sample_rows` with all values but None as text, for tables that need one type in each column."""
     return [[None if value is None else str(value) for value in row] for row in sample_rows(samples)]
 
 
@@ -179,7 +179,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run: the output directory has the id."""
+    """Tracker that logs to Weights & Biases. A resumed run continues its W&B run: output_dir has the id."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -214,7 +214,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Tracker that logs to MLflow: to the server or directory that the variable `MLFLOW_TRACKING_URI` names."""
+    """Tracker that logs to the MLflow server or directory that the environment variable `MLFLOW_TRACKING_URI` names."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import mlflow
@@ -296,7 +296,7 @@ def console_metrics(config: TrainingConfig) -> tuple[str, ...]:
 
 
 MORE_OF_ROLLOUTS = ("response_length_mean", "truncated_fraction", "kl_penalty", "approx_entropy")
-"""Metrics that the console also shows in training on rollouts, for steps only."""
+"""Metrics that the console also shows for a step (not for a validation) if the run trains on rollouts."""
 
 
 class MetricsReporter:

@@ -134,10 +134,11 @@ def is_restart(output_dir: Path) -> bool:
 
 
 def check_output(config: TrainingConfig) -> None:
-    """Check that the run will not overwrite files of others in `output_dir`, nor files that it reads.
+    """Check that the run can use `output_dir`, and will overwrite neither files that no run wrote nor its own inputs.
 
     Raises:
-        UserError: the run would overwrite such files; the message names the key and the files.
+        UserError: it would overwrite such files, or `output_dir` is not writable or has an earlier run that is neither
+            resumed nor removed. The message names the key and the files.
     """
     directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
     afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
@@ -164,7 +165,7 @@ def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) ->
     Args:
         key: configuration key of the input.
         directory: the run's output directory.
-        exports: whether exported models count as written.
+        exports: whether the run also writes to the directories of exported models.
     """
     if path.resolve() == directory.path.resolve():
         return key.startswith("data.")  # logs may be read as data files, but no output as a model's file

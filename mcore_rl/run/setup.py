@@ -1,4 +1,4 @@
-"""Start of a run: checks of models, agreement of all processes, inputs, the output directory."""
+"""The start of a run: check the models, load the inputs, lock the output directory, and compare the processes."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
 
 @contextmanager
 def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
-    """Context that rewrites a UserError about a model: the new error names the keys of this model and of its layout.
+    """Context in which a UserError about a model names the keys of this model and of its layout.
 
-    Checks of models are written for the policy, and name its keys.
+    The checks of models name the policy's keys, so the error's text is changed.
     """
     try:
         yield
@@ -198,7 +198,7 @@ def _named_by(key: str, path: Path, layout: str = "parallel") -> Iterator[None]:
 
 
 SHARED_FILE_SECONDS = 60.0
-"""Maximum delay in seconds until a node sees a new file on a network file system (NFS: acdirmax)."""
+"""Maximum delay in seconds until a node sees a new file on a network file system (the option `acdirmax` of NFS)."""
 VALIDATION = "data.validation"
 OTHER_CODE = ": other code of "
 PACKAGE = Path(__file__).parents[1]
@@ -208,8 +208,8 @@ PACKAGE = Path(__file__).parents[1]
 class ProcessInputs:
     """Describes what a process has read, for comparison with process 0.
 
-    read: fingerprints of training data, validation sets in their order, chat template and options, by key. The first
-        process of a node adds the result of `files_of`: digests of the other input files.
+    read: by key, fingerprints of training data, validation sets (in their order), chat template and options. On the
+        first process of a node, also the digests that `files_of` returns.
     identity: identity of the run as JSON; only on the first process of a node.
     software: versions of the software; only on the first process of a node.
     sees_output: whether the first process of a node finds the output directory of process 0.
@@ -223,10 +223,10 @@ class ProcessInputs:
 
 
 def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
-    """Check that every process has the same inputs as process 0. Process 0 has locked `output_dir`. Collective.
+    """Check that every process has the same inputs as process 0, which has locked `output_dir`. Collective.
 
     Args:
-        options: options of the command line, with their values or the values' digests. They are compared too.
+        options: options of the command line to compare, each with its value or a digest of its value.
 
     Raises:
         UserError: a process has other inputs. Raised on every process; the message names the input and the process.
@@ -312,10 +312,7 @@ def disagreement(everyone: Sequence[ProcessInputs]) -> str:
 
 
 def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
-    """Return the differences between a process's inputs and the inputs of process 0 (`first`).
-
-    Likely causes come first. Differences that may follow from these causes come later.
-    """
+    """Return the differences between a process's inputs and the inputs of process 0 (`first`), likely causes first."""
     differences = []
     if given.identity:
         theirs, own = first.software, given.software
@@ -362,7 +359,7 @@ class RunInputs(Generic[DatasetT]):
     identity: str = ""
     """Identity of the run (JSON), on the first process of each node."""
     cache: Path | None = None
-    """Directory of the token cache if a dry run wrote to it."""
+    """Directory of the token cache, if this is a dry run that wrote to it; otherwise None."""
     day: date | None = None
     """Date that the chat templates insert, or None; see `check_tokenizers`."""
 
@@ -441,10 +438,7 @@ def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tupl
 
 
 def _first_day(config: TrainingConfig) -> date | None:
-    """Return the date that the resumed run's chat templates inserted into its prompts, or None if no run is resumed.
-
-    None is also returned if these chat templates use no date.
-    """
+    """Return the date that the resumed run's chat templates insert; None for a new run or templates without a date."""
     earlier = _earlier_identity(config)
     return date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else None
 
@@ -461,8 +455,7 @@ def claim_output_dir(
 ) -> RunInputs[DatasetT]:
     """Lock the output directory for this run; return `inputs` with the checkpoints to resume from. Collective.
 
-    Rank 0 checks the directory before it locks it; nothing else is written before the first step. Then all processes
-    compare their inputs, before they build models.
+    Rank 0 checks the directory, and then locks it. Then all processes compare their inputs.
 
     Args:
         options: options of the command line. The processes compare them too.

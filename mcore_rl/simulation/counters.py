@@ -28,16 +28,20 @@ from mcore_rl.platform import cpu
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 STAND_INS = Path(cpu.__file__)
-"""File of the functions that replace functions of `torch.cuda`. If such a function reads a value, its caller counts as
-the reader."""
+"""File with replacements of functions of `torch.cuda`. A host read in it counts as a read by the function's caller."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
-"""Kinds of storages: weights, gradients and optimizer state; tensors computed from hidden states and the LM head;
-receive buffers of collectives; all others."""
+"""Kinds of storages.
+
+STATE: weights, gradients and optimizer state.
+LOGITS: tensors computed from hidden states and the LM head.
+COMMUNICATION: receive buffers of collectives.
+ACTIVATIONS: all others.
+"""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all existing tensors that were created while the mode was active.
+    """Dispatch mode that counts the bytes of live tensors: those created in it and not yet freed.
 
     live: current number of bytes.
     peaks: largest number of bytes in each phase.
@@ -125,8 +129,7 @@ def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...
 
 
 _LEFT_OUT: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm: _added_product}
-"""Functions that return the number of operations, for operators that torch's counter does not count. Older torch
-versions have no grouped product."""
+"""Functions that return an operator's number of operations, for operators that torch's counter cannot handle."""
 if hasattr(torch.ops.aten, "_grouped_mm"):
     _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
@@ -138,11 +141,10 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """Replaces the module tracker of torch's FLOP counter; it names the current phase and part instead of modules.
+    """Replaces the module tracker of torch's FLOP counter, so that operations are counted by phase and part.
 
-    The counter then counts each operation for this phase and part, and for "Global": the whole step.
-    torch's tracker would install hooks on the inputs and outputs of every module. These hooks keep recomputed
-    activations alive until the counting ends, and so use memory that a real run does not use.
+    "Global" is the whole step. The hooks of torch's tracker would keep recomputed activations alive, and so use memory
+    that a real run does not use.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:
@@ -157,9 +159,10 @@ class _Tracker(contextlib.nullcontext[None]):
 class Product(NamedTuple):
     """Kind of a matrix product: phase and part in which it is computed, and the properties that determine its rate.
 
+    For a grouped product, the sizes are those of one expert's product, as if all experts had equally many tokens.
+
     dtype: precision of the factors, as torch names it.
-    narrow: the smaller dimension of the result. For a grouped product, the result is that of one expert, as if all
-        experts had equally many rows.
+    narrow: the smaller dimension of the result.
     inner: size of the dimension that is summed over.
     """
 
@@ -174,7 +177,7 @@ class Product(NamedTuple):
         """Return the kind of the product a × b.
 
         Args:
-            ends: where each expert's part ends, in a grouped product; None for any other product.
+            ends: for a grouped product, the end of each expert's tokens; None for any other product.
         """
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         if ends is not None and b.ndim == 3:
@@ -185,10 +188,10 @@ class Product(NamedTuple):
 
 
 class ProductCounter(FlopCounterMode):
-    """Counts the operations of matrix products while the mode is active.
+    """Dispatch mode that counts the operations of matrix products.
 
     counts: number of floating-point operations, by kind of product.
-    operands: number of elements in the factors of matrix products, without factors that are weights; by phase and part.
+    operands: number of elements in those factors of matrix products that are not weights, by phase and part.
 
     Args:
         now: function that returns the current phase and part.
@@ -217,12 +220,12 @@ ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 FILLS = ("zero", "ones", "full", "fill", "new_", "arange", "copy")
 SELECTS = ("index_select", "embedding", "gather", "index")
 ADDS_TO_PARTS = ("index_add_", "scatter_add_", "scatter_", "index_put_", "index_copy_")
-"""Functions of PyTorch that read or write less memory than all elements of their tensors.
+"""Names of PyTorch functions that read or write less memory than all elements of their tensors.
 
-ALLOCATES: beginnings of the names of functions that touch no memory.
-FILLS: beginnings of the names of functions that write to a tensor without reading it.
-SELECTS: names of functions that read only some elements of their first tensor.
-ADDS_TO_PARTS: names of functions that change only some elements of their first tensor.
+ALLOCATES (beginnings of names): touch no memory.
+FILLS (beginnings of names): write to a tensor without reading it.
+SELECTS: read only some elements of their first tensor.
+ADDS_TO_PARTS: change only some elements of their first tensor.
 """
 
 
@@ -246,7 +249,7 @@ class _OneKernel:
         self._sizes: dict[int, int] = {}
 
     def note(self, tensor: Tensor, of: dict[int, dict[int, int]]) -> None:
-        """Note that the kernel reads or changes `tensor`; `of` is either `read` or `changed`.
+        """Note in `of` (`self.read` or `self.changed`) that the kernel reads or changes `tensor`.
 
         Tensors that the kernel itself has made are ignored. Several views of the same elements count once.
         """
@@ -269,11 +272,11 @@ class _OneKernel:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts kernels, and the memory that they read and write, while the mode is active.
+    """Dispatch mode that counts kernels, and the memory that they read and write.
 
-    Every operation that computes counts as a kernel: it reads its inputs and writes its results. Only the operations
-    inside of a `fused` function count together as one kernel. The bytes of a matrix product are counted only if the
-    result has a wider type than the factors; otherwise they are included in the rate of products.
+    Every operation that computes counts as a kernel, but all operations inside of a `fused` function count as one. Of a
+    matrix product, only the bytes of result and summand are counted, and only if the result has a wider type than the
+    factors. The rate of products includes all other bytes.
 
     launches: number of kernels, by phase.
     bytes: bytes that kernels read and write, by phase and part.
@@ -397,9 +400,9 @@ class _Done:
 class Traffic:
     """Number of bytes and of calls of every kind of transfer.
 
-    For a gather or scatter, the bytes of all ranks' parts together are counted. For an all-to-all, either the bytes
-    that this rank sends or the bytes that it receives are counted, whichever are more. For an all-reduce, broadcast or
-    message, the bytes of the tensor are counted.
+    For a gather or scatter, the bytes of all ranks' parts together are counted. For an all-to-all, the larger
+    of the bytes that this rank sends and receives is counted. For an all-reduce, broadcast or message, the bytes of the
+    tensor are counted.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
@@ -423,7 +426,7 @@ class Traffic:
 
 
 class Operation(NamedTuple):
-    """The operation of a function of torch.distributed, and the names of its arguments.
+    """How calls of a function of torch.distributed are counted: as which operation, and from which arguments.
 
     whole: name of the argument that contains the parts of all ranks.
     received: name of the argument for a buffer that is filled with received data; "" if there is no such buffer.
@@ -459,8 +462,8 @@ def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
 
     Args:
         arguments: arguments of the call, by name.
-        peer: `Operation.peer` of the function, "dst" or "src" for messages. If the call instead gives the other rank's
-            index in the group, as `group_dst` or `group_src`, this argument is used.
+        peer: `Operation.peer` of the function. If it is "dst" or "src", the call may instead give the other rank's
+            index in the group, as `group_dst` or `group_src`.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -542,7 +545,7 @@ class HostReads:
 
 
 def note_host_reads(reads: HostReads) -> None:
-    """From now on, record in `reads` where the host reads values of simulated tensors; every such value is 1."""
+    """From now on, record in `reads` where the host reads values of simulated tensors. Each value read is 1."""
     tensor_class: Any = Tensor
 
     def replaced(name: str, value: Any) -> None:
@@ -615,7 +618,7 @@ OF_MODULES = {
     "shared_experts": "experts",
     "output_layer": "reward head",
 }
-"""Parts by the names of modules in a layer or a model; the innermost of nested modules counts."""
+"""Part of the model, by the name of a module. Of nested modules, the innermost one in this table counts."""
 
 
 def part_of(name: str) -> str:
@@ -626,8 +629,8 @@ def part_of(name: str) -> str:
 class Parts:
     """Tracks which part of the model is computing.
 
-    In a forward pass, this is the part whose module was entered last. In a backward pass, this is the part in which the
-    current autograd node was created. torch numbers the nodes in order, including those of recomputed forward passes.
+    In a forward pass, the part is that of the module entered last. In a backward pass, it is the part that created the
+    current autograd node, which the node's sequence number shows.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,8 @@ class Hardware(BaseModel):
         the smaller dimension of the result, and the dimension that is summed over. The first size is the key of the
         outer dict, the second size the key of an inner dict. For a grouped product, the sizes are those of one expert's
         product.
-
-    All other fields are efficiencies: fractions of these peak rates and bandwidths.
+    product_efficiency, attention_efficiency, memory_efficiency, transfer_efficiency: fractions of these peak rates and
+        bandwidths that a run reaches.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -100,10 +100,10 @@ class Hardware(BaseModel):
     def within_and_across(self, transfer: Transfer, size: int) -> tuple[float, float]:
         """Return two numbers: the bytes that a rank sends inside of its node, and the bytes that it sends across nodes.
 
-        With n ranks, a gather or scatter by rings sends (n − 1)/n of the bytes, an all-reduce twice as many, and a
-        message all bytes once. The bytes go across nodes if the ranks are on several nodes. In an all-to-all, a rank
-        sends an equal part to every rank. The result is for the slowest rank: the rank with the fewest peers in its
-        node.
+        In a ring of n ranks, a rank sends (n − 1)/n of the bytes for a gather or scatter, and twice as many for an
+        all-reduce. A message or broadcast sends all bytes once. All of these bytes count as sent across nodes if the
+        ranks are on several nodes. In an all-to-all, a rank sends an equal part to every rank. The result is for the
+        slowest rank, which has the fewest peers in its node.
 
         Args:
             size: bytes of the transfer, as `Traffic` counts them.
@@ -169,18 +169,16 @@ class Hardware(BaseModel):
     def exposed_seconds(self, report: RankReport, dtype: str, chunks: int = 1) -> float:
         """Return the seconds of those transfers between ranks that do not overlap with computation.
 
-        If each pipeline stage has several `chunks`, messages between stages overlap with the computation of another
-        chunk, for at most the time of this computation. `step_seconds` adds the messages of the bubble.
+        Three kinds of transfers overlap, each for at most the time of the computation:
 
-        Two more kinds of transfers overlap if their options are set. The reduce-scatters of gradients
-        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack. This pass takes two thirds of a
-        pack's time. The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first
-        pack. This pass takes one third of a pack's time. The all-gathers do not overlap if the policy generates or
-        scores before training, because the policy then needs the weights.
-
-        At most the time of these passes is hidden, and one bucket of each kind is never hidden: the gradients that are
-        ready last, and the weights that are needed first. No other transfers are hidden, not even the all-gathers of a
-        critic's weights: the critic needs the weights to compute values before it is trained.
+        - Messages between pipeline stages overlap with the computation of another chunk, if each stage has several
+          `chunks`. `step_seconds` adds the messages of the bubble.
+        - Reduce-scatters of gradients (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack:
+          two thirds of a pack's time. The bucket of gradients that is ready last does not overlap.
+        - All-gathers of the policy's weights (`overlap_param_gather`) overlap with the forward pass of the first pack:
+          one third of a pack's time. The bucket of weights that is needed first does not overlap. No all-gather
+          overlaps if the policy generates or scores before training, because these phases need the weights. For the
+          same reason, a critic's all-gathers do not overlap.
         """
         hidden = self._hidden_messages(report, dtype, chunks)
         for operation, phases, part in (
@@ -201,7 +199,7 @@ class Hardware(BaseModel):
         return min(sent, self.device_seconds(report, dtype, *OF_PACKS))
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Return the seconds that a collective on weights or gradients takes for all but one bucket of each update.
+        """Return the seconds of a collective on weights or gradients, without one bucket of each update.
 
         Each call of the collective transfers one bucket.
         """

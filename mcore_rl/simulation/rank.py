@@ -137,10 +137,10 @@ def updates_of(config: TrainingConfig) -> int:
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Return functions that run the forward passes of a step, except the passes of training.
+    """Return functions, one for each forward pass that a step runs before training.
 
-    The functions run passes of the reference, of the policy before its update, of a judge, and of teachers. The judge's
-    conversations are assumed to be as long as the policy's.
+    These are passes of the reference, the policy, a judge, and teachers. The judge's conversations are assumed to be as
+    long as the policy's.
     """
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 

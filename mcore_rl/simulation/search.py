@@ -41,9 +41,9 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     """Return the ranks that `wanted` names.
 
     Args:
-        wanted: rank numbers or words, separated by commas. A word selects pipeline stages; one rank of each selected
-            stage is returned. `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the
-            first and the last stage and, in an uneven pipeline, the first stage with each number of layers.
+        wanted: numbers of ranks, or words, separated by commas. A word selects the first rank of some pipeline stages.
+            `first`: the first stage. `last`: the last stage. `stages`: all stages. `distinct`: the first and the last
+            stage and, in an uneven pipeline, one stage for each number of layers.
 
     Raises:
         UserError: a word is unknown, or a number is not a rank of this run.
@@ -213,9 +213,9 @@ def layouts_to_try(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield layouts, each as a text and as values of the configuration. All sizes are powers of 2.
 
-    The configuration may refuse some of them. Tensor parallelism stays inside of a node and is combined with sequence
-    parallelism. Pipelines (with even stages) and context parallelism have up to 16 ranks. Expert parallelism divides
-    the `experts` of a layer, without splitting an expert.
+    The configuration may refuse some of them. Tensor parallelism stays inside of a node, and comes with sequence
+    parallelism. Pipelines have even stages. Pipeline and context parallelism have up to 16 ranks each. Expert
+    parallelism divides the `experts` of a layer, but no single expert.
     """
 
     def powers(largest: int) -> list[int]:
@@ -419,11 +419,9 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
-    """Return the bytes of the report's transfers.
+    """Return the bytes of the report's transfers by (operation, number of ranks, whether they cross nodes), most first.
 
-    The keys are (operation, number of ranks, whether the bytes cross nodes).
-
-    An all-to-all can have two keys, because some of its bytes cross nodes and others do not.
+    An all-to-all can have two entries, because some of its bytes cross nodes and others do not.
     """
     rows = Counter[tuple[str, int, bool]]()
     for transfer, size in report.traffic.items():

@@ -93,8 +93,8 @@ class Watch:
     def missing_state(self) -> dict[str, int]:
         """Return, for each phase, the bytes of optimizer state that were created after the phase had started.
 
-        The memory measured in a phase lacks these bytes: in the first step the updates create the optimizer state, but
-        in later steps the state exists from the start.
+        The simulated step is a first step: its updates create the optimizer state. In later steps, the state exists
+        from the start.
         """
         return {phase: self._made - before for phase, before in self._made_before.items()}
 
@@ -123,10 +123,9 @@ class Watch:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Context in which some functions count as a single kernel, as they are on a GPU with Triton.
+        """Context in which a norm, gated activation, rotation or reduction of a tile of logits counts as one kernel.
 
-        These functions are a norm, a gated activation, a rotation, and the reduction of a tile of logits, forward and
-        backward.
+        On a GPU, Triton kernels compute these functions.
         """
         from mcore_rl.distributed import logprobs
         from mcore_rl.models.megatron import layers
@@ -215,7 +214,7 @@ class RankReport:
     kernel_bytes: bytes that all kernels except products read and write in memory, by phase and part of the model.
     copied_weights: the part of `kernel_bytes` that is read and written to copy weights.
     gradient_bytes: the part of `kernel_bytes` that is read and written to add gradients to fp32 sums, by phase.
-    operands: number of elements in the factors of matrix products, without factors that are weights; by phase and part.
+    operands: number of elements in those factors of matrix products that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights in linear layers, without routers and LM heads.
     traffic, calls: number of bytes and of calls of every kind of transfer.
@@ -225,12 +224,10 @@ class RankReport:
     updates: number of updates in a step.
     packs: number of microbatches in an update.
     tokens: number of tokens in the packs, without and with padding.
-    work: two numbers: the work of this replica, and the work of the replica with the most; 1 is the mean of all
-        replicas.
+    work: work of this replica, and of the replica with the most work, as multiples of the mean over all replicas.
     model_flops: operations of a step's training on all ranks, without recomputation and scoring.
     seconds: duration of the simulation itself.
-    is_mixture: whether the model is a mixture of experts; if so, the simulation assumes that
-        every expert receives equally many tokens.
+    is_mixture: whether a model of the run is a mixture of experts.
     """
 
     rank: int
@@ -281,11 +278,11 @@ class RankReport:
 
 
 CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
-"""Bytes that a cast of an element moves, and bytes of the two copies that it writes, by the precision of products.
+"""For each precision of products: the bytes that the cast of one element moves, and the bytes of its two copies.
 
-A tensor is needed in two forms: as it is, and transposed. A cast reads the tensor once (2 bytes) and writes both forms.
-FP8 with the current scale first reads the tensor once more to find its largest value. MXFP8 has a scale of one byte for
-32 elements.
+Products need a tensor in two forms: as it is, and transposed. A cast reads the tensor once (2 bytes) and writes both
+forms. FP8 with the current scale first reads the tensor once more to find its largest value. MXFP8 has a scale of one
+byte for 32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
 """Parts whose products are in FP8: Transformer Engine leaves the router and the LM head in the model's precision."""
@@ -293,7 +290,7 @@ LINEAR = ("projections", "MLP", "experts")
 
 @dataclass(frozen=True)
 class Implementation:
-    """A choice of kernels and precisions, for which `of` converts the report of a simulation.
+    """Kernels and precisions of a run. `of` converts the report of a simulation to them.
 
     The simulation itself runs the package's own layers.
 
@@ -312,7 +309,7 @@ class Implementation:
     moments: str = ""
 
     def of(self, report: RankReport) -> RankReport:
-        """Convert `report` to these kernels and precisions. It must be a report of the package's own layers."""
+        """Return `report`, which must be of the package's own layers, converted to these kernels and precisions."""
         if self.transformer_engine:
             report = _without_copies(report)
         if self.products:
@@ -478,7 +475,8 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 class PlannedShare(BatchShare):
     """The `BatchShare` of a simulated replica, with the rows of all replicas.
 
-    From these rows it computes (plans) the packs of the other replicas, which a real run would learn from them.
+    In a real run, replicas tell each other the number and width of their packs. A simulated replica plans the packs of
+    the others itself.
 
     batch: the global batch.
     division: row numbers of each replica.

@@ -143,10 +143,7 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return, as JSON, the identity of the run that wrote a checkpoint.
-
-    Return None if the checkpoint has no identity or is damaged.
-    """
+    """Return, as JSON, the identity of the run that wrote a checkpoint; None if it is missing or damaged."""
     import torch
 
     try:
@@ -157,7 +154,7 @@ def stored_identity(iteration: Path) -> str | None:
 
 
 def _is_rest(iteration: Path) -> bool:
-    """Return whether a directory contains a user's files, but none of the files of a checkpoint (any more)."""
+    """Return whether a directory contains a user's files, but none of the files of a checkpoint."""
     try:
         names = os.listdir(iteration)
     except OSError:  # it has just been removed, or is no directory

@@ -60,9 +60,9 @@ class Progress:
 
 
 class RunConsole(Console):
-    """A console that prints nothing more once standard output cannot be written, instead of ending the run.
+    """A console that does not end the run if standard output cannot be written, but prints nothing more.
 
-    The reason may be a full disk, or a pipe whose reader has ended.
+    The cause may be a full disk, or a pipe whose reader has ended.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:

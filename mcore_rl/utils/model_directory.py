@@ -28,10 +28,9 @@ MODEL_TYPES = (
     *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_5_text", "qwen3_5_moe_text"),
 )
-"""The `model_type` of the supported models: the types in `models.megatron.families`. Here they are known before PyTorch
-is imported."""
+"""The `model_type` of all models in `models.megatron.families`, which needs PyTorch; this module does not."""
 PUSH = "checkpoint.push_to_hub"
-"""Configuration key of the repository. Errors name this key."""
+"""Configuration key that names the repository; used in errors."""
 
 
 def is_hub_name(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The bond of a child process to its parent: the child must not outlive it."""
+"""Sends a signal to a child process when its parent ends, so that the child ends too."""
 
 import ctypes
 import os

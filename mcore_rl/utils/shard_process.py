@@ -47,7 +47,7 @@ MESSAGE_BYTES = 1 << 15
 READY, WRITTEN = b"ready", b"written"
 """Messages of the process: READY after its imports; WRITTEN when the shard of a job is on disk, before the commit."""
 KILL_SECONDS = 5.0
-"""Maximum time in which a killed process ends, unless the file system hangs."""
+"""Maximum time to wait for the end of a killed process. It takes longer only if the file system hangs."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """Replaces torch's save planner. torch's file writer uses a planner only to get the value to write for an entry."""
+    """Replaces torch's save planner: it gives torch's file writer the value to write for each entry."""
 
     values: dict[Any, Any]
 

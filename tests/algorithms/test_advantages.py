@@ -259,7 +259,7 @@ def test_options_that_an_estimator_does_not_read(options, message):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({}, "max_turns=1 ends conversations before the first one; set more turns"),
+        ({}, "max_turns=1 conversations have none; raise environment.max_turns"),
         (
             {"environment": {"name": "try_again", "max_turns": 2}, "grpo": {"top_k": 5}},
             "set grpo.keep_sampling_mask=false",

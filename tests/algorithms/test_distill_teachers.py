@@ -311,8 +311,8 @@ def test_options_that_do_not_fit_are_refused(values, message):
         ({"teacher": {"first": -1}}, 0, "the weight of first must be a positive number, got -1"),
         ({"hint": None}, 1, "the key hint has no value"),
         ({"hint": 3}, 1, "hint: must be a text, because distillation.teacher_prompt inserts it; got 3"),
-        ({"hint": "long " * 40}, 1, "together more than data.max_sequence_length=40"),
-        ({"completion": "a" * 60}, 1, "together more than data.max_sequence_length=40"),  # truncated, not dropped
+        ({"hint": "long " * 40}, 1, "together exceed data.max_sequence_length=40"),
+        ({"completion": "a" * 60}, 1, "together exceed data.max_sequence_length=40"),  # truncated, not dropped
         ({"teacher": "second"}, 3, "'second' is not a name in distillation.teacher; the names are first"),
     ],
     ids=str,

@@ -253,7 +253,7 @@ def test_templates_that_lose_text_are_refused(tokenizer_of):
     with pytest.raises(ValueError, match="must write message 2 exactly once"):
         tokenize_messages(tokenizer, conversation("a", "b"))
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"no chat template, which messages need; set data\.chat_template"):
+    with pytest.raises(ValueError, match=r"need a chat template, but the tokenizer has none; set data\.chat_template"):
         tokenize_messages(tokenizer, conversation("a", "b"))
 
 

@@ -374,7 +374,7 @@ def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
             {},
             "a.jsonl, line 1: lacks the key prompt; the record has completion, question",
         ),
-        (chat, {}, "a.jsonl, line 1: the tokenizer has no chat template, which messages need"),
+        (chat, {}, "a.jsonl, line 1: messages need a chat template, but the tokenizer has none"),
         (chat, {"chat_template": "{{ messages }}"}, None),
         ({"prompt": "a", "completion": "b"}, {}, None),
         (chat, {"max_sequence_length": 65}, "the model has 64 positions.*; set data.max_sequence_length=64 or less"),
