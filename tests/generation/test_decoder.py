@@ -91,9 +91,9 @@ class RecordedGraph:
         return self.result
 
 
-def in_recorded_graphs(config, params, slots, prompts):
-    """Return what steps of fixed sizes generate, the distance to the trainer, how many of them were replayed, and how
-    many caches are left."""
+def in_recorded_graphs(config, params, slots, prompts, most=64):
+    """Return what steps of fixed sizes generate, the distance to the trainer, how many of them were replayed, how many
+    caches are left, and how many graphs each pool had."""
     from mcore_rl.models.generation import megatron_generation
 
     use_small_blocks(lag=1)
@@ -106,10 +106,20 @@ def in_recorded_graphs(config, params, slots, prompts):
 
     megatron_generation.SequenceCache = cache_of
     gc.disable()
-    platform.GraphPool = lambda: SimpleNamespace(recorded=RecordedGraph)
+    graphs = []
+
+    def recorded(function):
+        graphs[-1] += 1
+        return RecordedGraph(function)
+
+    def pool():
+        graphs.append(0)
+        return SimpleNamespace(recorded=recorded)
+
+    platform.GraphPool, megatron_generation.MAX_GRAPHS = pool, most
     Decoder.can_replay = True
     out, apart = generate(config, params, slots=slots, prompts=prompts)
-    return out, apart, RecordedGraph.replays, sum(cache() is not None for cache in caches)
+    return out, apart, RecordedGraph.replays, sum(cache() is not None for cache in caches), graphs
 
 
 SAMPLED = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, seed=3, stop_token_ids=tuple(range(1, 8)))
@@ -151,12 +161,28 @@ def test_replayed_steps_generate_the_same(family, slots, options, model_path):
     """Sequences of many lengths end and begin; unused rows, a growing cache, and recorded tensors change nothing."""
     config, params, prompts = config_of(model_path(family)), replace(SAMPLED, **options), groups_of(2, rows=13)
     (expected, _), *_ = run_processes(generate, config, params, False, slots, prompts, world_size=1)
-    out, apart, replays, left = run_processes(in_recorded_graphs, config, params, slots, prompts, world_size=1)[0]
+    out, apart, replays, left, _ = run_processes(in_recorded_graphs, config, params, slots, prompts, world_size=1)[0]
     assert not left, "the cache's memory is free when generation ends"
     assert replays > 5, "steps are replayed"
     assert sequences(out) == sequences(expected)
     assert (out["logprobs"] - expected["logprobs"]).abs().max() < 1e-5
     assert apart < 1e-4
+
+
+@pytest.mark.long
+def test_graphs_are_freed_only_for_a_new_size(model_path):
+    """Graphs are freed if the cache moved, or if there are as many as allowed and a step has another size."""
+    config, prompts = config_of(model_path("llama")), groups_of(2, rows=13)
+
+    def limited_to(most):
+        return run_processes(in_recorded_graphs, config, SAMPLED, 9, prompts, most, world_size=1)[0]
+
+    out, *_, graphs = limited_to(64)
+    assert max(graphs) > 1, "steps have several sizes"
+    assert limited_to(max(graphs))[-1] == graphs
+    of_one, *_, graphs_of_one = limited_to(1)
+    assert set(graphs_of_one) == {1}
+    assert sequences(of_one) == sequences(out)
 
 
 def stop_late(config, params, lag):

@@ -298,11 +298,12 @@ class ContinuousBatch:
         lengths = [coarse_size(blocks_for(len(s) + self.steps_ahead - 1), 8) * BLOCK_SIZE for s in self.going]
         held += [[self.spare_block] * width] * unused
         self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
-        if self.addresses != (addresses := self.cache.addresses()) or len(self.steps_by_size) == MAX_GRAPHS:
+        sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
+        is_full = len(self.steps_by_size) == MAX_GRAPHS and sizes not in self.steps_by_size
+        if self.addresses != (addresses := self.cache.addresses()) or is_full:
             self.addresses = addresses
             self._forget_graphs()
             self.graphs = platform.GraphPool()  # a pool that has lost all of its graphs takes no new ones
-        sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
         if sizes not in self.steps_by_size:
             self.steps_by_size[sizes] = ReplayedStep(self._next, self.cache, self.graphs)
         self.current_step = self.steps_by_size[sizes]
