@@ -46,7 +46,7 @@ OF_PRODUCTS = {"torch": (0.55, 0.45), "oneDNN": (None, None)}
 
 
 def main() -> int:
-    parser = parser_of(__doc__, steps=6, warm_up="two")
+    parser = parser_of(__doc__, steps=4, warm_up="two")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side == "trl":
@@ -74,7 +74,7 @@ def main() -> int:
         for mode in MODES
     ]
     columns = ("ours, tokens/s", "TRL, tokens/s", "ours / TRL")
-    whole = arguments.steps >= 6
+    whole = arguments.steps >= 4
     missed = finish("dpo", "DPO: real tokens a second", columns, rows, whole)
     columns = ("ours, MB", "TRL, MB", "ours / TRL")
     return missed | finish("dpo_memory", "DPO: most resident memory, one process", columns, heavier, whole)
