@@ -423,8 +423,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """Run the policy updates of a step.
 
         Returns:
-            The metrics of the last update; with `train_global_batch_size`, means over all updates, and each update's
-            loss and gradient norm.
+            The metrics of the last update. With `train_global_batch_size`, the metrics of all updates combined, and
+            the loss and gradient norm of each update.
         """
         updates = list[dict[str, Any]]()
         for minibatch in [*minibatches] * passes:
@@ -482,7 +482,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
         """Raise TrainingError if too many samples could not be judged in each of the last `max_failed_steps` steps.
 
-        If this process makes fewer steps, the error is raised when this has happened in all of them.
+        If this process makes fewer steps in total, it raises the error if too many samples failed in all of them.
         """
         errors = [outcome.error for outcome in generated if outcome.error is not None]
         judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction
@@ -500,7 +500,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             )
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
-        """Raise TrainingError if sampler and trainer compute too different log-probabilities with the same weights."""
+        """Raise TrainingError if log-probabilities of sampler and trainer differ too much at the same weights."""
         if step == self.config.first_update_step and not self.config.model.begins_with_dropout:
             self._check_first(metrics)
         bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]

@@ -163,9 +163,9 @@ def _threads_spin() -> Iterator[None]:
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments; before a configuration file or an override, `--dry-run` becomes `--dry-run=N`.
+    """Return the arguments, with `--dry-run=N` in place of a `--dry-run` before a configuration file or an override.
 
-    N is the number of processes. argparse would otherwise take the next argument for N.
+    N is the number of processes. Otherwise argparse would take the file or the override for N.
     """
     words = list(arguments)
     for place, after in enumerate(words[1:]):

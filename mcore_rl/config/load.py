@@ -47,7 +47,7 @@ class Unset:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the sections of a file as `read_overridable` does, with all variables set.
+    """Return the sections of a configuration file as `read_overridable` does, but require that all variables are set.
 
     Raises:
         UserError: as in `read_overridable`, or a variable is not set.
@@ -259,7 +259,7 @@ def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _FlowDumper(yaml.SafeDumper):
-    """Writes texts with line breaks in double quotes; each line break becomes `\\n`."""
+    """Writes a text that has line breaks in double quotes, with `\\n` for each line break."""
 
 
 def _flow_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

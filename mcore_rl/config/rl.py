@@ -272,18 +272,18 @@ class RolloutOptions(Section):
     """In training, normalise probabilities over only the tokens that top_k, top_p and min_p keep. The default is true
     if one of them leaves out tokens (docs/rollouts.md)."""
     max_kept_tokens: PositiveInt = 1024
-    """Maximum number of tokens in a sampling mask. Each token is sampled from at most this many most likely tokens."""
+    """Maximum number of tokens in a sampling mask. Any further, less likely tokens are not sampled."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64
     """Sequences that a replica generates at the same time."""
     advantage_epsilon: NonNegative = 1e-4
-    """Constant that is added to the divisor of advantages: a standard deviation, or for maxrl the mean reward."""
+    """Constant added to the divisor of advantages, which is a standard deviation, or for maxrl the mean reward."""
     num_updates_per_rollout: PositiveInt = 1
     """Passes over each step's rollouts. A pass is one optimizer step, or several with train_global_batch_size."""
     train_global_batch_size: PositiveInt | None = None
     """Number of responses in one update, over all processes; a multiple of the group size. The groups are shuffled in
-    each step, and each response is in one update of each pass. The default is all responses of a step."""
+    each step. Each pass (num_updates_per_rollout) uses each response once. The default is all responses of a step."""
     dynamic_sampling_rounds: PositiveInt = 1
     """Maximum number of rounds of sampling in a step. After each round, new prompts replace the groups whose rewards do
     not differ (DAPO). 1: such groups stay."""
@@ -291,15 +291,15 @@ class RolloutOptions(Section):
     """Number of future steps whose responses are generated during a step. A response is used in training at most this
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
-    """Number of tokens below max_new_tokens over which a penalty on longer responses rises from 0 to 1 (DAPO); null: no
-    penalty."""
+    """Penalize responses of more than max_new_tokens minus this number of tokens. The penalty rises linearly to 1 at
+    max_new_tokens (DAPO). null: no penalty."""
     mask_truncated: bool = False
     """Exclude truncated responses (cut off by max_new_tokens) from the loss."""
     num_validation_generations: PositiveInt = 1
     """Responses to each validation prompt. 1: a greedy response. More: sampled responses, whose metrics include pass@k
     and maj@k (docs/rollouts.md)."""
     validation_k: tuple[PositiveInt, ...] | None = None
-    """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
+    """Values of k for pass@k and maj@k, at most num_validation_generations. null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
     """Number of samples of each step that are written to samples.jsonl and to the trackers, from different prompts if
     possible. Each has its reward, its mean advantage, and the record's `answer` as ground truth. MLflow gets a file
@@ -685,7 +685,7 @@ Fraction01 = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 
 
 class PPOAlgorithmConfig(RolloutOptions):
-    """Options of rollouts, and of their advantages by GAE (arXiv:1506.02438)."""
+    """Options of PPO's rollouts, and of GAE (arXiv:1506.02438), which computes their advantages."""
 
     num_generations_per_prompt: PositiveInt = 1
     """Responses to each prompt."""

@@ -153,9 +153,9 @@ class DataConfig(Section):
     """A Jinja template that replaces the tokenizer's chat template, or the path of a file that contains one. It is
     exported with the model."""
     columns: Columns = Field(default={})
-    """Column names of all sources, by the field that each column gives: `{prompt: question, completion: answer}`. Or
-    per source: `{math.jsonl: {prompt: question, completion: answer}}`; the columns of other sources keep their
-    names."""
+    """Column of each field, for all sources: `{prompt: question, completion: answer}` reads `prompt` from the column
+    `question`. Or for single sources: `{math.jsonl: {prompt: question, completion: answer}}`. The columns of other
+    sources keep their names."""
     max_samples: PositiveInt | None = None
     """Read only this many records of each source of `train`."""
     cache_dir: Path | None = None
@@ -257,8 +257,8 @@ class CheckpointConfig(Section):
     save_interval: PositiveInt | None = None
     """Steps between checkpoints. A checkpoint is always saved at the end of the run."""
     save_minutes: PositiveFloat | None = 30.0
-    """Also save a checkpoint when the last one is older than this many minutes. It is removed once a later checkpoint
-    exists, unless `keep_last` keeps it."""
+    """Also save a checkpoint when the last one is older than this many minutes. This additional checkpoint is
+    removed once a later one exists, unless `keep_last` keeps it."""
     keep_last: PositiveInt | None = None
     """Number of newest checkpoints to keep; the default is all."""
     keep_every: PositiveInt | None = None
@@ -360,8 +360,9 @@ class BatchConfig(Section):
 
 
 LARGEST_BFLOAT16_BETA = 0.95
-"""Largest decay β of a running mean that is kept in bfloat16. Rounding to 8 significant bits loses relative changes
-below 2⁻⁹, so the running mean of equal numbers stops at a relative distance of 2⁻⁹ / (1 − β) from them: 4 % for this β.
+"""Largest decay β that is allowed for a running mean in bfloat16. Rounding to 8 significant bits loses relative changes
+below 2⁻⁹. The running mean of equal numbers therefore stops at a relative distance of 2⁻⁹ / (1 − β) from them. For this
+β, the distance is 4 %.
 """
 
 

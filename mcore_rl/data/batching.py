@@ -276,7 +276,7 @@ class MicrobatchPlanner:
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
     ) -> list[PackUnitSize]:
-        """Divide b rows of a global batch into units, which stay in one pack each; return the units' sizes.
+        """Divide b rows of a global batch into units, and return the units' sizes. Each unit stays in one pack.
 
         Args:
             lengths: [b] lengths of the rows.

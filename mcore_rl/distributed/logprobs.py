@@ -75,10 +75,10 @@ def combine_over_vocabulary(
 
 
 def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """Return the entropy log Σ z − Σ z·log z / Σ z of the weights z = exp(x − peak); 0 if `total` is 0.
+    """Return the entropy of the softmax of logits x: log Σ z − (Σ z·log z) / Σ z with z = exp(x − peak); 0 if Σ z is 0.
 
     log Σ exp x − E[x] is the same number in exact arithmetic. But its rounding errors would grow with the size of the
-    logits x, not only with the size of the entropy.
+    logits, not only with the size of the entropy.
 
     Args:
         total: Σ z.
@@ -173,8 +173,8 @@ def logprob_gradient(
 ) -> Float[Tensor, "tokens columns"]:
     """Return −p·(g + h·(log p + entropy)): the gradient of g·(−log Z) + h·entropy with respect to the logits x.
 
-    p = exp(x − lse) are the probabilities. The caller adds g at the targets, for the gradient of the targets' logits.
-    The result is written to `out`, which may be x.
+    p = exp(x − lse) are the probabilities; log Z is `lse`. The caller adds g at the targets, for the gradient of the
+    targets' logits. The result is written to `out`, which may be x.
     """
     logp = torch.sub(x, lse[:, None], out=out)
     if h is None:
@@ -343,7 +343,7 @@ def unpack_next_token_values(
     width: int,
     context_parallel_group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
-    """Convert next-token values of this rank's positions, [T / CP], to whole rows [N, width − 1]; one all-gather."""
+    """Gather next-token values [T / CP] of all context-parallel ranks; return them as rows [N, width − 1]."""
     local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
     packed = gather_context_parallel(local, layout, context_parallel_group)
     rows = [layout.unpack_next_token(values, width) for values in packed.unbind(1)]
@@ -620,7 +620,7 @@ class Tiles:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
     def all(self, local: Tensor) -> Iterator[Tile]:
-        """Yield all tiles of the shard. `local` [T, K]: the targets' columns, counted from the shard's start."""
+        """Yield all tiles of the shard, given the targets' columns `local` [T, K], counted from the shard's start."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -690,7 +690,9 @@ class Tiles:
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shard's log Σ exp x [T], the targets' logits [T, K] (0 if in another shard), and the entropy [T] or 0.
+    """Return the log-sum-exp [T], the targets' logits [T, K] and the entropy [T] of the shard's logits.
+
+    The logit of a target in another shard is 0. Without `with_entropy`, the entropy is 0.
 
     Args:
         local: the targets' columns in the shard, [T, K], contiguous.

@@ -62,7 +62,7 @@ class PackLayout:
 
     @classmethod
     def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
-        """Return the layout of sequences, each padded to a multiple of `multiple`; T is `total` if given."""
+        """Return the layout of sequences; pad them to multiples of `multiple`, and the pack to `total` if given."""
         padded = tuple(round_up(n, multiple) for n in lengths)
         return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
 
@@ -374,7 +374,7 @@ class PrefixLayout(PackLayout):
 
     @classmethod
     def of(cls, tree: PrefixTree, cp_size: int, multiple: int, total: int | None = None) -> PrefixLayout:
-        """Return the layout of `tree`, each segment padded to a multiple of `multiple`; T is `total` if given."""
+        """Return the layout of `tree`; pad segments to multiples of `multiple`, and the pack to `total` if given."""
         padded = tuple(round_up(n, multiple) for n in tree.lengths)
         return cls(tree.lengths, padded, sum(padded) if total is None else total, cp_size, tree)
 

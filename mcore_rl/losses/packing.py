@@ -126,7 +126,7 @@ class SequencePackingLossWrapper:
 def accepted_groups(
     loss_fn: Any, rank: int | None, vocab_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the rank and the groups for which `loss_fn` has a parameter, as keyword arguments.
+    """Return keyword arguments for `loss_fn`: the vocabulary rank and the groups, if it has parameters for them.
 
     Raises:
         ContractError: logits are split over a group for which `loss_fn` has no parameter.

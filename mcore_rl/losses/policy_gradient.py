@@ -119,7 +119,10 @@ def clipped_surrogate(advantages: Tensor, ratio: Tensor, clipped_ratio: Tensor) 
 
 
 def clipped_pg(batch: PolicyBatch, options: ClippedPGOptions) -> PolicyTerms:
-    """Return PPO's −A·r with its clips, CISPO's −A·clip(r)·log π, or −A·log π without a ratio."""
+    """Return each token's loss: PPO's clipped −A·r, CISPO's −A·clip(r)·log π, or −A·log π with `disable_ppo_ratio`.
+
+    A is the advantage. r is the ratio π / π_prev of the token, or of its sequence with `has_sequence_ratios`.
+    """
     advantages = batch.advantages
     if options.disable_ppo_ratio:
         ratio = clipped = batch.current
@@ -216,7 +219,7 @@ def gmpo(batch: PolicyBatch, options: GMPOOptions) -> PolicyTerms:
 
 
 def dro(batch: PolicyBatch, options: DROOptions) -> PolicyTerms:
-    """Return −(A·log π − β/2·(log π − log π_prev)²)."""
+    """Return DRO's loss −(A·log π − β/2·(log π − log π_prev)²) for each token, with the advantages A."""
     log_ratio = batch.log_ratios
     loss = -(batch.advantages * batch.current - 0.5 * options.dro_beta * log_ratio.square())
     return PolicyTerms(loss, bounded_ratio(log_ratio.detach()))
@@ -233,7 +236,7 @@ POLICY_LOSSES: Mapping[PolicyLossName, PolicyLoss] = {
     "dro": dro,
 }
 WEIGHED_BY_THEMSELVES: frozenset[PolicyLossName] = frozenset({"vespo"})
-"""Losses whose own formula contains the importance weights. The values of other losses are multiplied by them."""
+"""Losses whose formula contains the importance weights. All other losses are multiplied by these weights."""
 
 
 if TYPE_CHECKING:

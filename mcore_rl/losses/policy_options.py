@@ -52,8 +52,8 @@ class PolicyLossOptions(LossOptions):
     """Use the current log-probabilities in place of the previous ones, so that the ratio is 1. This is exact for a
     single update on samples of the current weights. null: false; in GRPO, true if it is exact (the run prints this)."""
     off_policy_mask_threshold: Positive | None = None
-    """In each sequence whose mean of generation − current log-probability is above this value (nats), leave out the
-    tokens with a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, eq. 9). null: leave out no tokens."""
+    """Leave out tokens with a negative advantage if their sequence's mean of (generation − current log-probability) is
+    above this value in nats (DeepSeek-V3.2, arXiv:2512.02556, eq. 9). null: leave out no tokens."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the KL: k1, k2 or k3; see `calculate_kl`."""
     kl_clamp: NonNegative | None = 20.0

@@ -242,7 +242,7 @@ def batch_partners(
     reference: Float[Tensor, " rows"],
     counted: Bool[Tensor, " n"],
 ) -> dict[PreferenceLossType, Float[Tensor, " rows"]]:
-    """Return, for aot and aot_unpaired if in `kinds`, the values [2n] with which the rows' values are compared.
+    """Return the values with which aot and aot_unpaired compare the rows' values: [2n] for each of them in `kinds`.
 
     Both losses compare values of equal rank in the global batch. aot compares a pair's policy margin with a reference
     margin. aot_unpaired compares a chosen reward with a rejected reward, and vice versa. Equal values are sorted in the

@@ -175,10 +175,10 @@ KEPT_BYTES = {-3: 2**24, -1: 2**28}
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MB of freed memory, for blocks of up to 16 MB, instead of returning it to Linux.
+    """Let glibc keep up to 256 MB of freed memory instead of returning it to Linux.
 
-    Otherwise Linux maps the memory of each new tensor and fills it with zeros, page by page, which takes a tenth of the
-    processor time of a training step. Larger blocks are not kept: with blocks of up to 32 MB, a DPO run needs a seventh
+    Otherwise Linux maps the memory of each new tensor and fills it with zeros, page by page. This takes a tenth of the
+    processor time of a training step. Blocks above 16 MB are not kept: with a limit of 32 MB, a DPO run needs a seventh
     more memory and no less time. Without glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

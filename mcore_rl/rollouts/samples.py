@@ -496,7 +496,7 @@ def to_batch(
 
 
 def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the rollout's experts; −1 for all experts if the rollout has no response because its request failed."""
+    """Return the experts chosen for the rollout's tokens; all −1 if its request failed before any response."""
     if experts is None or not rollout.error or rollout.turns:
         return rollout.routed_experts
     return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)

@@ -279,7 +279,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process named in a lock file may be running: on this host if its pid exists, else always."""
+    """Return whether the process named in a lock file may be running: its pid exists, or it is on another host."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

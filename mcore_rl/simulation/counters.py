@@ -143,8 +143,8 @@ ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 class _Tracker(contextlib.nullcontext[None]):
     """Replaces the module tracker of torch's FLOP counter, so that operations are counted by phase and part.
 
-    "Global" is the whole step. The hooks of torch's tracker would keep recomputed activations alive, and so use memory
-    that a real run does not use.
+    All operations are also counted under the name "Global". The hooks of torch's tracker would keep recomputed
+    activations alive, and so use memory that a real run does not use.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:

@@ -148,7 +148,7 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient; zeros for a router's bias: such a bias has no gradient."""
+    """Return the parameter's gradient; zeros for a router's bias, which has no gradient."""
     gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return torch.zeros_like(parameter) if gradient is None else gradient.float()
 

@@ -48,7 +48,7 @@ class Progress:
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """Report that `count` records are done, which are the fraction `part` of the work.
+        """Report that `count` records, the fraction `part` of the work, are done.
 
         A line is printed only if 10 seconds have passed since the start or the previous line.
         """

@@ -34,7 +34,7 @@ PUSH = "checkpoint.push_to_hub"
 
 
 def is_hub_name(path: Path) -> bool:
-    """Return whether `path` is a name on the hub: it does not exist, and is OWNER/NAME or OWNER/NAME@REVISION."""
+    """Return whether `path` is a name on the hub: OWNER/NAME or OWNER/NAME@REVISION, and no such path exists."""
     return not path.exists() and _NAME.fullmatch(str(path)) is not None
 
 

@@ -82,7 +82,7 @@ class RunningSequence:
     slot: int = -1
     """Number of the sequence's slot in the cache."""
     prompt_state: Tensor = field(init=False)
-    """[hidden], final hidden state of the prompt's last token; valid on the last stage."""
+    """Final hidden state [hidden] of the prompt's last token; valid only on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
     """Experts of the prompt's tokens, [tokens, layers, topk] int16, if experts are recorded."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
@@ -358,7 +358,7 @@ class ContinuousBatch:
         return drawn[0].long(), drawn[1].float(), kept
 
     def _look(self, lag: int) -> None:
-        """Read the data of all steps except the last `lag`; mark the sequences that ended in these steps.
+        """Read the results of all steps except the last `lag`, and mark the sequences whose end these results show.
 
         All ranks of a replica mark the same sequences.
         """

@@ -196,9 +196,9 @@ def _nucleus_threshold(
 ) -> Float[Tensor, " n"]:
     """Return the threshold of top-p: the tokens at or above this log-probability have at least `top_p` of the mass.
 
-    The result is the highest such threshold, as an integer of 32 bits in the order of `_ordered_bits`, converted back.
-    Four steps find eight bits each, from a histogram: the mass of the tokens for each value of these bits. Each step
-    all-reduces [n, 256]; the host does not wait.
+    The result is the highest such threshold. It is found as an integer of 32 bits (`_ordered_bits`), in four steps of
+    eight bits. A step sums the mass of the tokens for each value of its bits, and all-reduces these sums [n, 256]. The
+    host does not wait.
     """
     keys, masses = _ordered_bits(logprobs) + 2**31, _masses(logprobs)
     found = above = wanted = torch.zeros_like(keys[:, 0])

@@ -105,7 +105,7 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Return the row numbers of the keys in chunk `number` of these segments, counted in the rows of all ranks."""
+        """Return the row numbers of the keys in chunk `number` of each segment, counted in the rows of all ranks."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
@@ -616,9 +616,9 @@ def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
 
 
 def _shares_heads(dtype: torch.dtype) -> bool:
-    """Return whether the CPU kernel accepts fewer key heads than query heads, and sums their gradients exactly.
+    """Return whether the CPU kernel can be called with fewer key heads than query heads.
 
-    It does so since PyTorch 2.10. In half precision it rounds after adding each query head, so the sum is not exact.
+    It accepts them since PyTorch 2.10. But in half precision, it rounds their gradients after adding each query head.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and dtype.itemsize >= 4

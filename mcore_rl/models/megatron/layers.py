@@ -485,7 +485,7 @@ def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
 
 
 def scaled_frequencies(hf_config: Any, rope_type: str, **options: Any) -> tuple[Tensor, float]:
-    """Return what `rope_frequencies` returns, computed by transformers' function for `rope_type`."""
+    """Return the inverse frequencies, and the factor of cos and sin, that transformers computes for `rope_type`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inverse, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
@@ -501,8 +501,8 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding, which also accepts the positions of a pack's tokens.
 
-    For the positions of this rank's tokens it computes angles token by token, so the rotation needs no loop over
-    sequences, and no further sharding under context parallelism.
+    Given the positions of this rank's tokens, it computes only their angles. The rotation then needs no loop over
+    sequences, and no sharding of the angles under context parallelism.
 
     Args:
         frequencies: inverse frequencies of each kind of layer. The angles of all kinds are concatenated; each layer

@@ -70,7 +70,7 @@ def of_expert(name: str, expert: int, count: int) -> str:
 
 
 def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
-    """Convert the shapes of single experts' matrices to the shapes of PEFT's tensors of all experts.
+    """Convert the shapes of single experts' matrices to those of PEFT's tensors, which contain all experts of a layer.
 
     Other shapes are unchanged.
     """

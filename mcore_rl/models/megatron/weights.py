@@ -202,7 +202,7 @@ def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
 
 
 def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """Yield what `named_mappings` yields for one chunk, together with each weight's name in the chunk."""
+    """Yield the name, the mapping and the tensor of each of a chunk's weights; see `named_mappings`."""
     for name, tensor in weights_of(chunk):
         if (name == "output_layer.weight" and model.family.ties_embeddings) or ADAPTER in name:
             continue

@@ -212,7 +212,7 @@ class ScoringModel:
         return self._flops_of_weights * sum(lengths) + sum(mixing)
 
     def _count_flops(self) -> None:
-        """Compute what `training_flops` needs: the weights' operations per token, and the layers per token mixer."""
+        """Compute the operations of the weights per token, and count the layers of each token mixer."""
         family, lora = self.model.family, self.model.lora
         self._flops_of_weights = 6.0 * family.active_parameters()
         if lora is not None:
@@ -283,7 +283,7 @@ class ScoringModel:
         return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
-        """Return the log-probability of each token in the rows of `data`, [B, S]; 0 in the padding and column 0."""
+        """Return the log-probability of each token in the rows of `data`, [B, S]; 0 in padding and in column 0."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:

@@ -282,7 +282,7 @@ class _ByFirstRow:
         self.tallest = max((chunk.sizes[0] if chunk.sizes else 1 for chunk in self.chunks), default=0)
 
     def near(self, offsets: Shape, sizes: Shape) -> list[Any]:
-        """Return every shard that contains rows of the region at `offsets`; the result may have further shards."""
+        """Return all shards that may contain rows of the region at `offsets`."""
         if not sizes:
             return self.chunks
         begin = bisect.bisect_right(self.firsts, offsets[0] - self.tallest)

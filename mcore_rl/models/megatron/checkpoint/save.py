@@ -505,7 +505,7 @@ class PendingSave:
             raise
 
     def _on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run `action`, which uses files, on rank 0 with a time limit; return its result on all ranks."""
+        """Run the file operation `action` on rank 0 with a time limit; return its result on all ranks."""
         result: T = run_on_rank_zero(lambda: within(self._file_seconds, action))
         return result
 
@@ -541,7 +541,7 @@ class PendingSave:
                     within(DISCARD_SECONDS, lambda: shutil.rmtree(self.partial, ignore_errors=True))
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait at most `seconds` until the checkpoint is committed and return True; otherwise discard it.
+        """Return True once the checkpoint is committed; if that fails or takes too long, discard it and return False.
 
         Not collective.
         """

@@ -57,7 +57,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
     """Yield those parts of the fp32 parameters and moments that this rank writes.
 
     Args:
-        model_state: sharded state dict of the model. It determines names, places and shapes of the parts.
+        model_state: sharded state dict of the model. It determines names, offsets and shapes of the parts.
     """
     for entry, region in _optimizer_regions(optimizer, model_state):
         if not any(entry.replica_id[:-1]):  # otherwise another tensor-parallel rank or stage writes it
@@ -110,9 +110,8 @@ def _rectangular_regions(
     """Divide a range of a parameter's elements into rectangles; elements outside `part` are left out.
 
     Args:
-        first: number of the part's first element in the parameter.
-        values: the elements of the range.
-        start, end: the range is start … end − 1, in row-major order.
+        first: index of the part's first element among the parameter's elements.
+        values: the range, which is elements start … end − 1 of the parameter in row-major order.
 
     Yields:
         The rectangle's offsets in the stored tensor, its values, the stored tensor's shape, and whether a smaller
@@ -340,7 +339,7 @@ class MovingReference(Protocol):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a run as a checkpoint contains it, without the state of the training loop.
+    """The parts of a run's state that a checkpoint contains, except the state of the training loop.
 
     reference: the reference weights, if the run has a copy of them. A checkpoint contains the reference weights if they
         have changed.

@@ -105,7 +105,7 @@ class Qwen35MoEText(Hybrid, Mixture):
 
     @property
     def intermediate_size(self) -> int:
-        """Width of an expert: no layer is dense, and the configuration has no `intermediate_size`."""
+        """Width of an expert. The configuration has no `intermediate_size`, because no layer is dense."""
         return self.experts.width
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
