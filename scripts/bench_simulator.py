@@ -257,7 +257,8 @@ def config_of(published: Published, model: Path) -> SFTConfig:
     tp, pp, chunks, ep = published.layout
     parallel: dict[str, Any] = {
         "tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1 if ep > 1 else None,
+        "context_parallel_size": published.context, "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1 if ep > 1 else None,
         "overlap_grad_reduce": True, "overlap_param_gather": True,
     }  # fmt: skip
     if chunks > 1:
