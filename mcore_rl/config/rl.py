@@ -379,7 +379,7 @@ class RolloutOptions(Section):
             )
         if self.validation_k == ():
             raise ValueError(
-                "validation_k: must not be empty; leave validation_k out to get 1 and num_validation_generations"
+                "validation_k: must not be empty; leave validation_k out to get [1, num_validation_generations]"
             )
         return self
 

@@ -377,7 +377,7 @@ class _Marked:
                 return shared if content is None else min(shared, content)
         if content is None:
             raise ValueError(
-                f"the chat template changes the text before {self.name} when the content of this message changes; "
+                f"the chat template changes the text before {self.name} when only the content of {self.name} changes; "
                 "mark responses with {% generation %} in the template"
             )
         return content

@@ -150,8 +150,8 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """Wait until the work of all ranks is done; return the result of this rank's `work`, or None without work.
 
-    The processes communicate every `seconds`. If work fails, all ranks raise its exception, as in `broadcast_result`.
-    If it fails on several ranks, all ranks raise the exception of the lowest of them.
+    While a rank waits, it communicates with the others once per `seconds` seconds. If the work of a rank fails, all
+    ranks raise its exception. If the work of several ranks fails, they raise the exception of the lowest of them.
     """
     while True:
         if work is not None:

@@ -276,8 +276,8 @@ class DPOOptions(LossOptions):
     """Weight, from 0 to 1, of the tokens by which a response is longer than the other response of its pair (LD-DPO,
     arXiv:2409.06411); null: 1."""
     use_weighting: bool = False
-    """Multiply each pair's preference loss by a factor for the chosen and one for the rejected response. The factor is
-    exp of the mean over the tokens of log p − log Σ p², without a gradient (WPO, arXiv:2406.11827, eq. 2)."""
+    """Multiply each pair's preference loss by two factors, one for each response. The factor of a response is exp(m),
+    without a gradient; m is the mean of log p − log Σ p² over its tokens (WPO, arXiv:2406.11827, eq. 2)."""
 
     @property
     def needs_reference(self) -> bool:

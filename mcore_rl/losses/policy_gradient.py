@@ -140,7 +140,7 @@ def clipped_pg(batch: PolicyBatch, options: ClippedPGOptions) -> PolicyTerms:
 
 
 def luspo(batch: PolicyBatch, options: LUSPOOptions) -> PolicyTerms:
-    """Return GSPO's loss at each token. LUSPO sums it over tokens, so a sequence's loss is multiplied by its length."""
+    """Return GSPO's loss of the sequence at each of its tokens. Their sum is the sequence's loss times its length."""
     ratio = bounded_ratio(batch.sequence_means(batch.log_ratios))
     clipped = ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
     return PolicyTerms(clipped_surrogate(batch.advantages, ratio, clipped), ratio, clipped)

@@ -66,7 +66,7 @@ class PolicyLossOptions(LossOptions):
     use_kl_in_reward: bool = False
     """Put the KL term into the advantages (REINFORCE++, PPO) instead of the loss."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Importance weights: one per token, or one per sequence; null for the level of the ratios."""
+    """Whether each token or each sequence has an importance weight. null: the same as for the policy ratios."""
     truncated_importance_sampling_type: TruncationType | None = None
     """Treatment of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
     truncated_importance_sampling_ratio: Positive | None = None

@@ -98,7 +98,8 @@ def read_recording(
     if with_mask - {keeps_mask}:
         has, value = ("without", "false") if keeps_mask else ("with", "true, and the same top_k, top_p and min_p")
         raise UserError(
-            f"--replay {path}: was recorded {has} the sampling mask; set {section}.keep_sampling_mask={value}"
+            f"--replay {path}: was recorded {has} the sampling mask of each token; "
+            f"set {section}.keep_sampling_mask={value}"
         )
     for name, value in sorted(required.items()):
         if found[name] != value:

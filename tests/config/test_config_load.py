@@ -153,7 +153,7 @@ def test_files_that_are_no_configuration(write, tmp_path):
         load_config(DPOConfig, tmp_path / "missing.yaml")
     with pytest.raises(UserError, match="not valid YAML"):
         load_config(DPOConfig, write("a: [1"))
-    with pytest.raises(UserError, match="must hold sections"):
+    with pytest.raises(UserError, match="must be a YAML mapping of sections"):
         load_config(DPOConfig, write("- a"))
     with pytest.raises(UserError, match="output_dir is required; model is required"):
         load_config(DPOConfig, write("data: {train: x}"))

@@ -74,5 +74,5 @@ def test_the_schema_explains():
     schema = json_schema(PROGRAMS["dpo"].config)
     assert schema["$defs"]["OptimizerConfig"]["properties"]["clip_grad"]["description"].startswith("Maximum norm")
     assert schema["$defs"]["DPOAlgorithmConfig"]["properties"]["reference"]["description"].startswith(
-        "How the reference"
+        "When the reference"
     )

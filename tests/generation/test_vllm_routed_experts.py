@@ -71,7 +71,7 @@ WRONG = {
     ),
     "long": (encode(told(9).astype(np.int64)), "type int64"),
     "no such expert": (changed((3, 2, 1), 300), "to 300, but the model has 300 experts"),
-    "negative": (changed((0, 4, 0), -1), "from -1 to"),
+    "negative": (changed((0, 4, 0), -1), "ids -1 to"),
     "twice": (changed((7, 1), (4, 4)), "that contain the same expert twice"),
     "not written": (changed((5,), 0), "that contain the same expert twice"),
     "not base64": ("%%%", "that cannot be read as an array"),

@@ -306,4 +306,4 @@ def test_a_run_keeps_the_mask_records_it_and_replays_it(tmp_path, monkeypatch):
         "grpo.keep_sampling_mask=false", check=False,
     )  # fmt: skip
     assert unmasked.returncode == 2
-    assert "was recorded with the sampling mask; set grpo.keep_sampling_mask=true" in unmasked.stderr_text
+    assert "was recorded with the sampling mask of each token; set grpo.keep_sampling_mask=true" in unmasked.stderr_text

@@ -159,7 +159,11 @@ class SafetensorsDirectory:
         return self._scaled(name, tensor, rows, columns) if name + FP8_SCALE in self.file_of else tensor
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
-        """Decode `tensor`, the given `rows` and `columns` of the FP8 tensor `name`, by the scales of its blocks."""
+        """Multiply a part of the FP8 tensor `name` by the scales of its blocks; return it in bfloat16.
+
+        Args:
+            tensor: the values of the part, which has these `rows` and `columns` (None: all columns).
+        """
         assert self._block_size is not None, "`check` rejects such a tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):

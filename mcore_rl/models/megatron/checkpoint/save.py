@@ -193,8 +193,8 @@ def within(seconds: float, action: Callable[[], T]) -> T:
     wait([done], seconds)
     if not done.done():
         raise TimeoutError(
-            f"the file system has not answered within {seconds:g} s; it hangs, or checkpoint.timeout_seconds is "
-            "too short (at most half of parallel.timeout_seconds)"
+            f"the file system has not answered within {seconds:g} s; if it is only slow, raise "
+            "checkpoint.timeout_seconds, and parallel.timeout_seconds to at least twice as much"
         )
     return done.result()
 
