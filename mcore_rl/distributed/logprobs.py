@@ -690,9 +690,7 @@ class Tiles:
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp [T], the targets' logits [T, K] and the entropy [T] of the shard's logits.
-
-    The logit of a target in another shard is 0. Without `with_entropy`, the entropy is 0.
+    """Return the shard's log-sum-exp [T], targets' logits [T, K] (0 for targets of other shards), and entropy [T] or 0.
 
     Args:
         local: the targets' columns in the shard, [T, K], contiguous.
