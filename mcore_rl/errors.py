@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
 
 
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
-"""Texts in an error's message, in lower case, which show that another rank has ended."""
+"""Lower-case texts in an error's message that indicate that another rank has ended."""
 
 
 def is_lost_peer(error: BaseException) -> bool:

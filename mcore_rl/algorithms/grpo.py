@@ -232,7 +232,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.failed_steps = 0
         """Number of consecutive steps in which too many samples could not be judged."""
         self.judged_in_failed_steps = 0
-        """Number of samples that could be judged in the steps that `failed_steps` counts."""
+        """Number of judged samples in the steps that `failed_steps` counts."""
         self.steps_before = 0
         """Number of steps of the run before this process resumed it."""
 

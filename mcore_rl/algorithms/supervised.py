@@ -199,8 +199,8 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
 def loss_by_source(loss_fn: LossFunction, batch: TrainingBatch) -> LossFunction:
     """Return `loss_fn` with additional metrics for each source, if the dataset is a mixture. Collective.
 
-    The function adds a column `source` to the batch's rows. `loss_fn` is returned unchanged if the dataset has a single
-    source, or if the loss needs more than log-probabilities.
+    Also add a column `source` to the batch's rows. If the dataset has a single source, or the loss needs more than
+    log-probabilities, change nothing and return `loss_fn`.
     """
     store, rows = batch.dataset.units, batch.rows
     if not store.labels or not (takes_logprobs(loss_fn) and reads_counted_tokens_only(loss_fn)):

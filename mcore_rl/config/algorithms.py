@@ -111,9 +111,9 @@ class DistillationAlgorithmConfig(DistillationOptions):
     """Options of the loss, of the teacher, and of the responses on which the student is trained."""
 
     teacher: str | Mapping[str, str]
-    """Directory of a model of any size with the student's vocabulary, or several as `{name: directory}`. With several,
-    each record's column `teacher` has one name, or several as `{name: weight}`. The directory `policy` means the
-    student itself."""
+    """Directory of a model of any size with the student's vocabulary; `policy` means the student itself. Several
+    teachers are written as `{name: directory}`. In each record, the column `teacher` then has the name of one teacher,
+    or the weights of several teachers as `{name: weight}`."""
     teacher_parallel: LayoutConfig | None = None
     """Parallel layout of the teachers on the student's processes; null: the student's layout. The keys are the sizes in
     `parallel`, with the same defaults."""
@@ -133,7 +133,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
     temperature: Annotated[float, Bounds(gt=0)] = 1.0
     """on_policy: temperature of the answers."""
     max_importance_weight: Annotated[float, Bounds(ge=1)] = 2.0
-    """form=sampled: upper bound of the ratio of the student's probability of a token to the sampler's."""
+    """form=sampled: upper bound of a token's importance weight (student's probability / sampler's probability)."""
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -229,7 +229,7 @@ class RewardAlgorithmConfig(Section):
     """Options of the Bradley–Terry loss."""
 
     center_rewards_coefficient: NonNegative = 0.0
-    """Weight of the mean of (r_chosen + r_rejected)², which keeps rewards near zero."""
+    """Weight of the loss term that keeps rewards near zero: the mean of (r_chosen + r_rejected)²."""
 
 
 class RMConfig(TrainingConfig):

@@ -213,7 +213,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 FORM = re.compile(r"\(\w+\)|[\w-]+\[.*\]")
-"""Pattern of the parts of a pydantic error's location that name a tried type; they are not parts of the key."""
+"""Pattern of those parts of a pydantic error's location that name a type, and are thus not parts of the key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -346,7 +346,7 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
-    """For a key of another trainer (such as TRL), return a text: which key is used here, or why there is none.
+    """Return a text about a key of another trainer (such as TRL): its name here, or why it has no counterpart.
 
     The key is searched in the table of other trainers' keys: first the whole key, then its last parts. The result is
     None if nothing is found, or if the best matches lead to different keys."""

@@ -193,8 +193,8 @@ class VLLMConfig(Section):
     """Numbers of the GPUs on which the servers run, one for each process, in order; the default is the first visible
     GPUs."""
     host: Name = "127.0.0.1"
-    """Address that the servers listen on. Whoever can reach it can replace the weights and run code without a password,
-    so use this machine only, or a network that you trust."""
+    """Address that the servers listen on. Whoever can reach the servers can replace the weights and run code without a
+    password, so use an address of this machine only, or of a network that you trust."""
     port: Annotated[int, Field(ge=1024, lt=2**16), BeforeValidator(refuse_bool)] = 8100
     """Port of the first server; the others use the following ports."""
     python: Directory = Path(".venv-vllm/bin/python")

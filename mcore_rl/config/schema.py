@@ -215,7 +215,7 @@ def meanings_of(cls: Any) -> dict[str, str]:
 
 
 def meaning_of_section(cls: Any) -> str:
-    """Return the first paragraph of the docstring of a section's class or, without one, of its nearest base class."""
+    """Return the first paragraph of the docstring of a section's class, which may be inherited from a base class."""
     for base in inspect.getmro(cls):
         text = base.__dict__.get("__doc__") or ""
         if base.__module__.startswith("mcore_rl") and text and not text.startswith(f"{base.__name__}("):
@@ -228,7 +228,7 @@ def _joined(text: str) -> str:
 
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
-"""JSON schema of a text with an environment variable `${…}`; allowed in place of, for example, a number."""
+"""JSON schema of a text with an environment variable `${…}`. Such a text may replace, for example, a number."""
 
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:

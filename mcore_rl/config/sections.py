@@ -37,7 +37,7 @@ class LoRAConfig(Section):
     rank: PositiveInt | None = None
     """Rank of the adapters. The default is the rank of the adapters in `path`, or 16 without `path`."""
     alpha: PositiveFloat | None = None
-    """Factor of the adapters' outputs: alpha / rank. The default is the alpha of `path`, or 32 without `path`."""
+    """The adapters' outputs are multiplied by alpha / rank. Default: the alpha of `path`, or 32 without `path`."""
     lr_ratio: PositiveFloat = 1.0
     """Ratio of the learning rate of the B matrices, which start as zeros, to that of the A matrices (LoRA+,
     arXiv:2402.12354)."""
@@ -74,10 +74,10 @@ class ModelConfig(Section):
     """Keep only the input of each layer for the backward pass, and recompute the layer."""
     recompute_modules: tuple[Literal["mlp", "moe", "shared_experts"], ...] = ()
     """Recompute only these parts of each layer and keep the rest. mlp: the MLP of layers without experts. moe: the
-    whole MLP of layers with experts, of which shared_experts is a part. Attention scores are never kept, so recomputing
-    core attention would save nothing."""
+    whole MLP of layers with experts. shared_experts: only the shared experts of that MLP. Attention scores are never
+    kept, so recomputing core attention would save nothing."""
     moe_aux_loss_coeff: NonNegative = 0.0
-    """Coefficient of the loss that balances experts within each sequence. It does not depend on how the batch is
+    """Coefficient of the loss that balances experts within each sequence. This loss does not depend on how the batch is
     divided."""
     moe_z_loss_coeff: NonNegative = 0.0
     """Coefficient of the loss that keeps router logits small."""
@@ -652,12 +652,10 @@ class TrainingConfig(Section):
         return rows_per_unit * -(-self.data.max_sequence_length // multiple) * multiple
 
     def pack_width(self, rows_per_unit: int) -> int:
-        """Return the number of tokens in a pack.
-
-        The longest record, of `rows_per_unit` sequences, must fit into a pack.
+        """Return the width of a pack in tokens: batch.tokens_per_pack or, if that is not set, `longest_record`.
 
         Raises:
-            UserError: batch.tokens_per_pack is too small for that record.
+            UserError: batch.tokens_per_pack is smaller than `longest_record`.
         """
         width, longest = self.batch.tokens_per_pack, self.longest_record(rows_per_unit)
         if width is not None and width < longest:

@@ -184,8 +184,8 @@ def chat_day(tokenizer: Any) -> date | None:
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
     """Return arguments for `apply_chat_template` that set the template's date; {} if `set_chat_day` has set none.
 
-    The argument `chat_template` is a macro `strftime_now`, followed by the tokenizer's template (the one for `tools`).
-    transformers does not accept a function in place of the macro.
+    The argument `chat_template` is a macro `strftime_now`, followed by the tokenizer's template for `tools`. It is a
+    macro because transformers does not accept a function of this name.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}

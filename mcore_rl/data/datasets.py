@@ -287,8 +287,8 @@ class Teaching:
     def of(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the data about a record's teachers that is stored with the record.
 
-        `teachers`, only if teachers have names: the weight of each of the record's teachers, by name.
-        `prompt`, only if teachers read another prompt than the student: this prompt, and its tools.
+        `teachers`: weight of each of the record's teachers, by name. Present only if teachers have names.
+        `prompt`: the teachers' prompt and its tools. Present only if it differs from the student's prompt.
         """
         own: dict[str, Any] = {}
         if self.have_names:

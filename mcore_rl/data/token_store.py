@@ -1,4 +1,4 @@
-"""Token stores, of one source or of several mixed sources, and the order in which a run uses their records.
+"""Stores of tokenized records, mixtures of several stores, and the order in which a run uses their records.
 
 The directory of a store contains `ids.bin` (int32 token ids), `mask.bin` (a byte per token: whether it carries loss),
 `ends.bin` (int64: where each sequence ends), and JSON data of each record.
@@ -101,7 +101,7 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Return, for each sample of a period, its source and how many earlier samples of the period have this source."""
+    """Return, for each sample of a period, its source, and the number of earlier samples from this source."""
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()
     for slot in SampleOrder(PERIOD, seed).indices(period * PERIOD, PERIOD):
@@ -183,7 +183,7 @@ DROPPED_WITH = "dropped with tokens: "
 
 
 def dropped_with(length: int) -> str:
-    """Return the name under which dropped records with `length` tokens in their longest sequence are counted."""
+    """Return the name of the counter of dropped records whose longest sequence has `length` tokens."""
     return f"{DROPPED_WITH}{length}"
 
 

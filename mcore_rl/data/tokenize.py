@@ -204,7 +204,7 @@ class TokenizationSpec:
     """Settings for the tokenization of records. The functions must be picklable, because other processes get them."""
 
     name: str
-    """Name that stands for the functions below in the key of the token cache. It must contain all of their options."""
+    """Name that identifies the functions below, with all their options, in the key of the token cache."""
     unit_of: Callable[[Any, dict[str, Any]], SequenceGroup]
     """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int

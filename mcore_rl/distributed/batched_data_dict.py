@@ -397,7 +397,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """Return the share of this rank for a batch of which all ranks have all `total` rows."""
+        """Return this rank's share of a batch if every rank has all `total` rows."""
         return cls(range(total), total)
 
     @classmethod

@@ -178,8 +178,8 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
     """Gather the rows of all ranks along `dimensions`; ranks may have different numbers of rows. No gradient.
 
-    The rows are in rank order. With several dimensions, the rank in the last dimension is the first sort key. The
-    result is on the device of `x`. Collective.
+    The rows are in rank order: by the rank in the last dimension, then by the rank in the dimension before it, and so
+    on. The result is on the device of `x`. Collective.
     """
     rows = x
     for dimension in dimensions:

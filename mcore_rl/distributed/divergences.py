@@ -56,10 +56,10 @@ class FinalHiddenStates:
     def logprobs_of(
         self, tokens: Int[Tensor, "rows seq k"], temperature: float, with_entropy: bool, normalize: bool = True
     ) -> tuple[Float[Tensor, "rows predicted k"], Float[Tensor, "rows predicted"] | None]:
-        """Return the log-probabilities of `tokens`, and the entropies of the next-token distributions (or None).
+        """Return the log-probabilities of `tokens`, and the entropies of the next-token distributions.
 
-        `tokens` has K tokens for each *input* position. With `normalize=False`, return the tokens' logits divided by
-        the temperature, in place of log-probabilities (see `linear_logprobs`).
+        `tokens` has K tokens for each *input* position. Without `with_entropy`, the entropies are None. Without
+        `normalize`, return logits divided by the temperature in place of log-probabilities (see `linear_logprobs`).
         """
         logprobs, entropy = linear_logprobs(
             self.logits.hidden,

@@ -282,7 +282,7 @@ def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: 
 def shard_topk(
     logits: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the k largest logits of a shard and their columns; if there are fewer, add logits of −inf at column 0."""
+    """Return a shard's k largest logits and their columns. A smaller shard is padded with logits −inf at column 0."""
     values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
     short = k - values.shape[1]
     return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
@@ -323,9 +323,9 @@ def next_token_logprobs_from_logits(
         layout: positions of the rows in the pack (for unpacked rows, `PackLayout.rows`).
 
     Returns:
-        logprobs [N, S − 1], whose entry (b, t) scores `input_ids[b, t + 1]`, and entropies [N, S − 1] or None; 0 where
-        a row has no token. The result is the same on every context-parallel rank, and gradients are summed over these
-        ranks. If every rank computes the whole loss, divide it by CP (see `gather_context_parallel`).
+        logprobs [N, S − 1], whose entry (b, t) scores `input_ids[b, t + 1]`; and entropies [N, S − 1], or None. Both
+        are 0 where a row has no token. They are the same on every context-parallel rank. Their gradients are summed
+        over these ranks: if every rank computes the whole loss, divide it by CP (see `gather_context_parallel`).
     """
     targets = slice_context_parallel(
         layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
@@ -538,7 +538,7 @@ class Tile(NamedTuple):
     """A tile of the product hidden × weightᵀ.
 
     columns: columns of the product, which are rows of the weight; no column occurs twice.
-    targets: [rows, K]; `targets` − `first_column` are the targets' columns in the tile. They may be outside of it.
+    targets: [rows, K]. A target's column in the tile is `targets` − `first_column`; it may be outside of the tile.
     kept: indices, in the flattened tile, of the logits that belong to the softmax; None if all logits do.
     """
 

@@ -102,7 +102,7 @@ def allgather_cp_sharded_tensor(
 def _get_tokens_on_this_cp_rank(
     input_ids: Shaped[Tensor, "*whole"], cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Shaped[Tensor, "*local"]:
-    """Return chunks `cp_rank` and 2·CP − 1 − `cp_rank` of a sequence. Its length must be a multiple of 2·CP."""
+    """Divide a sequence into 2·CP equal chunks; return the chunks `cp_rank` and 2·CP − 1 − `cp_rank`."""
     if cp_size == 1:
         return input_ids
     if input_ids.shape[seq_dim] % (2 * cp_size):

@@ -392,9 +392,9 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        """For each token, its column and a row that contains the token.
+        """For each token, a row that contains the token, and the token's column.
 
-        If several rows share the token, the row may be any of these rows.
+        If several rows share the token, the row is any of these rows.
         """
         row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
         for row, end in enumerate(self.tree.ends):

@@ -295,9 +295,9 @@ class Teacher(Protocol):
     def vocab_size(self) -> int: ...
 
     def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, HiddenAndHead]:
-        """Return, by microbatch, hidden states and LM head: their product is the logits of the tokens that carry loss.
+        """Return, for each microbatch, the hidden states of the tokens that carry loss, and the LM head.
 
-        The result is {} on ranks without the LM head.
+        Their product is the tokens' logits. The result is {} on ranks without the LM head.
         """
         ...
 

@@ -210,7 +210,7 @@ OF_BATCH: frozenset[PreferenceLossType] = frozenset(("aot", "aot_unpaired"))
 WITH_F_DIVERGENCE: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 )
-"""Losses that depend only on the difference of two scores. f-DPO's unknown normalisation cancels in this difference."""
+"""Losses that may use an f-divergence: in the difference of two scores, f-DPO's unknown normalisation cancels."""
 SMOOTHED: frozenset[PreferenceLossType] = frozenset(
     ("sigmoid", "sigmoid_norm", "robust", "simpo", "exo_pair", "aot", "aot_unpaired")
 )
@@ -276,8 +276,8 @@ class DPOOptions(LossOptions):
     """Weight, from 0 to 1, of the tokens by which a response is longer than the other response of its pair (LD-DPO,
     arXiv:2409.06411); null: 1."""
     use_weighting: bool = False
-    """Multiply each pair's preference loss by two factors, one for each response. The factor of a response is exp(m),
-    without a gradient; m is the mean of log p − log Σ p² over its tokens (WPO, arXiv:2406.11827, eq. 2)."""
+    """Multiply each pair's preference loss by the weights of its two responses (WPO, arXiv:2406.11827, eq. 2). A weight
+    is the geometric mean of p / Σ p² over the response's tokens, without a gradient; Σ is over the vocabulary."""
 
     @property
     def needs_reference(self) -> bool:
@@ -446,7 +446,7 @@ class DistillationOptions(LossOptions):
     loss_temperature: Positive = 1.0
     """Temperature by which the logits of teacher and student are divided before they are compared."""
     zero_outside_topk: bool = False
-    """Do not renormalise the student over the teacher's k tokens; outside them the teacher's probability is 0."""
+    """Compare the whole vocabulary: the teacher's probability is 0 for all tokens except its top k."""
 
     def check(self) -> None:
         self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")

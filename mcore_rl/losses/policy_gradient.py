@@ -186,9 +186,9 @@ def sapo(batch: PolicyBatch, options: SAPOOptions) -> PolicyTerms:
 
 
 def vespo(batch: PolicyBatch, options: VESPOOptions) -> PolicyTerms:
-    """Return −φ(W)·A·log π with φ(W) = W^k·exp(λ·(1 − W)), without a gradient; k and λ depend on A's sign.
+    """Return −φ(W)·A·log π with φ(W) = W^k·exp(λ·(1 − W)); k and λ depend on A's sign.
 
-    W is the ratio of the whole sequence, times its importance weights.
+    W is the ratio of the whole sequence, times its importance weights. φ(W) has no gradient.
     """
     log_ratio = batch.log_ratios.detach()
     log_w = masked_sum(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), batch.token_mask, dim=-1)[:, None]
@@ -380,9 +380,9 @@ class ClippedPGLossDataDict(TypedDict):
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
 
-    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B]: in every row, the number of
-    tokens in samples of the global batch with a positive reward. `observation_nll_weight` requires
-    `num_observation_tokens` [B]: in every row, the number of tokens of `observation_mask` in the global batch.
+    `positive_example_nll_weight` also requires `rewards` [B] and `num_positive_tokens` [B], the number of tokens in
+    samples with a positive reward. `observation_nll_weight` requires `num_observation_tokens` [B], the number of tokens
+    in `observation_mask`. Both count the tokens of the global batch and are the same in every row.
     """
 
     input_ids: Tensor

@@ -32,8 +32,8 @@ class PolicyLossOptions(LossOptions):
     """The paper's aggregation of the loss."""
 
     name: PolicyLossName = "clipped_pg"
-    """The loss of the policy; see the table in docs/algorithms.md. clipped_pg: PPO, GRPO, Dr.GRPO, DAPO, GSPO, CISPO,
-    REINFORCE, by its options. dppo_tv and dppo_kl (arXiv:2602.04879), sapo (arXiv:2511.20347), vespo
+    """The loss of the policy; see the table in docs/algorithms.md. clipped_pg: PPO, GRPO, Dr.GRPO, DAPO, GSPO, CISPO or
+    REINFORCE, depending on its options. Others: dppo_tv, dppo_kl (arXiv:2602.04879), sapo (arXiv:2511.20347), vespo
     (arXiv:2602.10693), luspo (arXiv:2602.05261), gmpo (arXiv:2507.20673), dro (arXiv:2405.19107)."""
     reference_policy_kl_penalty: NonNegative = 0.0
     """Weight β of KL(π ‖ π_ref)."""
@@ -79,8 +79,8 @@ class PolicyLossOptions(LossOptions):
     """Weight of the negative log-likelihood of samples with a positive reward, which is added to the loss (VAPO,
     arXiv:2504.05118)."""
     observation_nll_weight: NonNegative = 0.0
-    """Weight of the mean negative log-likelihood of the environment's tokens between the responses of a conversation,
-    which is added to the loss (ECHO, arXiv:2605.24517, there 0.05)."""
+    """Weight of a loss term: the mean negative log-likelihood of the environment's tokens between the responses of a
+    conversation (ECHO, arXiv:2605.24517, which uses 0.05)."""
 
     def check(self) -> None:
         self.require(
@@ -293,7 +293,7 @@ class SAPOOptions(PolicyLossOptions):
     tau_pos: Positive = 1.0
     """Temperature τ of the gate for positive advantages."""
     tau_neg: Positive = 1.05
-    """Temperature τ of the gate for the other advantages."""
+    """Temperature τ of the gate for advantages of at most 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

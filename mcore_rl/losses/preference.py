@@ -691,7 +691,7 @@ def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
 
 
 def _divided(sums: Float[Tensor, " rows"], mask: Float[Tensor, "rows predicted"]) -> Float[Tensor, " rows"]:
-    """Return each row's sum divided by the row's number of tokens where `mask` is 1; divided by 1 if there are none."""
+    """Return each of the `sums` divided by its row's number of tokens with `mask` = 1, or by 1 if there are none."""
     return sums / mask.sum(-1).clamp(min=1)
 
 

@@ -245,8 +245,8 @@ MAX_POINTS = 1000
 MAX_MARKED_STEPS = 8
 """A chart with at most this many steps marks every step."""
 MAX_PHASE_POINTS = 300
-"""Maximum number of points of stacked phases. With more steps, the means of intervals are drawn, because extremes do
-not add up."""
+"""Maximum number of points in a chart of stacked phases. With more steps, each point is the mean of an interval: the
+extremes of the phases would not add up to an extreme of the step."""
 
 GROUPS = {
     "Loss": {

@@ -287,7 +287,7 @@ def _numbers(outcome: RolloutSummary) -> list[float]:
 
 
 def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
-    """Return two numbers for each name: 1 if the sample has a reward with this name, otherwise 0; and the reward."""
+    """Return two numbers for each name: whether the sample has a reward with this name (1 or 0), and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
@@ -518,7 +518,7 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the position of each row's last response token, [B]; in a row without response, of its last token.
+    """Return the position of each row's last response token, [B]. If there is none, it is the row's last token.
 
     Args:
         data: the result of `to_batch`.

@@ -35,7 +35,7 @@ IDENTIFYING_KEYS = (
 )
 """Keys of the configuration that identify a run: a run with another value of such a key is another run."""
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""Identifying keys of adapters; a run without adapters does not have them."""
+"""Further keys that identify a run with adapters. A run without adapters does not have them."""
 NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys that contain the paths of models and adapters from which a run reads weights, except `model.path`."""
@@ -51,7 +51,7 @@ NODE_LOCAL_KEYS = (
     *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
 )
 """Patterns of keys whose values may differ between nodes: paths and servers. Weights and training data are compared by
-content. All processes use the vLLM servers of rank 0."""
+content instead. The vLLM servers of other nodes do not matter, because all processes use those of rank 0."""
 NOT_GIVEN = "(not given)"
 
 

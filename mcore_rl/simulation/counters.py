@@ -576,7 +576,7 @@ def note_host_reads(reads: HostReads) -> None:
 class AttentionFlops:
     """Counts the floating-point operations of attention, forward and backward, in `total`.
 
-    These operations must be counted explicitly, because the stand-in kernel does not compute anything.
+    A simulation replaces the attention kernel by one that computes nothing, so these operations are counted separately.
     """
 
     def __init__(self) -> None:

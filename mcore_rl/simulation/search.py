@@ -161,7 +161,7 @@ def _prepare(parent: int) -> None:
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call `function` in a process forked from this thread's server (see `_start_server`); return the result.
 
-    A simulation changes its process. If a simulation is killed, other simulations must go on.
+    Each simulation needs its own process: it changes the process, and may be killed while other simulations go on.
 
     Raises:
         UserError: the process was killed.

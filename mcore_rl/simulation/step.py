@@ -309,7 +309,7 @@ class Implementation:
     moments: str = ""
 
     def of(self, report: RankReport) -> RankReport:
-        """Return `report`, which must be of the package's own layers, converted to these kernels and precisions."""
+        """Return `report` converted to these kernels and precisions. It must describe the package's own layers."""
         if self.transformer_engine:
             report = _without_copies(report)
         if self.products:
@@ -608,8 +608,8 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
     """Return the lengths of all sequences of a global batch. The sequences take the given `lengths` in turn.
 
     Args:
-        response_part: fraction of each sequence that is trained on. The default is a half or, if responses are
-            generated, the nearest value that the limits of prompts and responses allow.
+        response_part: number of response (trained) tokens in each sequence, as a fraction of its length. The default is
+            the value nearest to a half that the limits of generated responses and their prompts allow.
 
     Raises:
         UserError: the run cannot have responses of such lengths.
@@ -732,7 +732,7 @@ def _read(regions: list[Region], writers: int) -> int:
 def _index(regions: list[Region], writers: int) -> Any:
     """Return the index (torch's `Metadata`) of an invented checkpoint, written by `writers` ranks.
 
-    `regions` are slices of tensors. The checkpoint contains every tensor that has a slice there.
+    The checkpoint contains every tensor of which `regions` has a slice.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -28,7 +28,7 @@ MODEL_TYPES = (
     *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_5_text", "qwen3_5_moe_text"),
 )
-"""The `model_type` of all models in `models.megatron.families`, which needs PyTorch; this module does not."""
+"""The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
 PUSH = "checkpoint.push_to_hub"
 """Configuration key that names the repository; used in errors."""
 

@@ -548,7 +548,7 @@ class Decoder:
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
-        """Return how many replicas now run the model on tokens, a tensor [1].
+        """Return a tensor [1] that is above 0 if any replica now runs the model on tokens.
 
         Args:
             this_one: 1 if this replica runs the model on tokens, otherwise 0.

@@ -504,7 +504,7 @@ class MegatronGeneration(GenerationInterface):
     """Generates with a model that is in training, in the same processes.
 
     lag: see `ContinuousBatch`.
-    makes_room: the policy, if it must release gradients and optimizer state during generation; otherwise None.
+    makes_room: the policy that releases its gradients and optimizer state during generation; None to release nothing.
 
     Args:
         params: sampling parameters.

@@ -187,7 +187,7 @@ def _at_most(logprobs: Tensor, most: int, group: ProcessGroup | None) -> tuple[T
 
 
 MASS = 2.0**62
-"""Denominator of probabilities as integers. Their sums are the same in any order, layout and device."""
+"""Denominator of probabilities as integers. Sums of integers are the same in any order and layout, on any device."""
 DIGIT_BITS = 8
 
 

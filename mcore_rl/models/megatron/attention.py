@@ -325,7 +325,7 @@ class PackSelfAttention(SelfAttention):
         return query, key, *others
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply outputs `x` by the sigmoid of their gates. Megatron's own method is compiled for GPUs."""
+        """Multiply outputs `x` by the sigmoid of their gates. Unlike Megatron's method, this one is not compiled."""
         return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
 
 

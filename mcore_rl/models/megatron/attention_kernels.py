@@ -52,8 +52,9 @@ class Rows:
 class Tile:
     """Ranges of queries, and for each of these ranges the keys that its queries see.
 
-    queries: the ranges of queries. keys: one or more `Rows`, each with as many ranges as `queries`. Range i of the
-        queries sees range i of each of them: all of its keys, unless `causal` or `window` is set.
+    queries: the ranges of queries.
+    keys: one or more `Rows`, each with as many ranges as `queries`. The queries in range i see the keys in range i of
+        each of these `Rows`: all of them, unless `causal` or `window` is set.
     causal: if True, there are as many keys as queries, and query i sees only the first i + 1 keys.
     window: if set, the last query sees the last `window` keys. For each earlier query the window is one key further
         back.
@@ -127,7 +128,7 @@ class _Pack:
         return self.lengths[segment] // self.number_of_chunks
 
     def start(self, segment: int, number: int) -> int:
-        """Return the row number at which chunk `number` of `segment` begins, among the rows of all ranks in order."""
+        """Return the index of the first row of chunk `number` of `segment`. Rows are indexed rank after rank."""
         is_late = number >= self.cp_size > 1
         owner = self.number_of_chunks - 1 - number if is_late else number
         return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
@@ -195,7 +196,7 @@ def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
 
 
 def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
-    """Put `ranges` one after the other; yield the rows at the positions `first` … `end` − 1 of this sequence."""
+    """Concatenate `ranges`; yield the rows at the positions `first` … `end` − 1 of the result, as ranges."""
     position = 0
     for rows in ranges:
         low, high = max(first - position, 0), min(end - position, rows.length)

@@ -330,7 +330,7 @@ class DeltaNetLayer(MegatronModule):
         return (weight * (wide * scale) * F.silu(gate)).flatten(1).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict. It shards the weights of heads over tensor-parallel ranks."""
+        """Return Megatron's sharded state dict, with the weights of heads sharded over tensor-parallel ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own, groups = dict(self.named_parameters(recurse=False)), process_groups()
         sharded = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}

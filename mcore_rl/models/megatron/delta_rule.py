@@ -37,11 +37,11 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
+    """Chunks that are computed together. Except in the first step, each of them continues a chunk of the previous step.
 
     count: number of chunks.
-    sources: for each chunk, the index of its predecessor: the chunk of the previous step that it continues. None in the
-        first step, and if every chunk i continues chunk i of the previous step.
+    sources: for each chunk, the index of the chunk that it continues. None in the first step. Also None if each chunk i
+        continues chunk i, and the two steps have equally many chunks.
     ends: indices of those chunks that are the last of their segment.
     """
 

@@ -56,7 +56,7 @@ Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]
 def run_microbatches(
     model: ModelShard, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
 ) -> list[dict[str, Any]]:
-    """Run the microbatches through the model, and with `train` also backward.
+    """Run the forward pass of the microbatches and, if `train` is True, the backward pass.
 
     Args:
         wrapped: this rank's chunks of the model, wrapped for training if they are trained.

@@ -106,7 +106,7 @@ class SafetensorsDirectory:
 
     @cached_property
     def of_experts(self) -> dict[str, ExpertPart]:
-        """Map from the separate name of each expert's weight to the weight's location in a tensor of all experts."""
+        """Map from the name of a single expert's weight to the weight's location in a tensor of all experts."""
         parts: dict[str, ExpertPart] = {}
         for name in sorted(self.file_of):
             layer, _, projection = name.rpartition(".experts.")

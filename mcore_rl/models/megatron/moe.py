@@ -62,7 +62,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
-        """Return this rank's tokens of a microbatch under context and sequence parallelism; they are on the host."""
+        """Return this rank's tokens of a microbatch, under context and sequence parallelism, in host memory."""
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
         place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
@@ -385,7 +385,7 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
     """
 
     takes_weights_of_parts = True
-    """Whether this module uses its submodules' weights without calling them. If so, hooks must be set on it."""
+    """Whether this module uses its submodules' weights without calling the submodules, so their hooks do not run."""
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:

@@ -146,7 +146,7 @@ class Muon:
                 yield from self._round(matrices[first : first + ranks.size], ranks)
 
     def _round(self, matrices: Sequence[OwnMatrix], ranks: ParallelDimension) -> Iterator[tuple[OwnMatrix, Tensor]]:
-        """Orthogonalize each matrix on a different rank; yield it with this rank's shard of its update.
+        """Orthogonalize each matrix on a different rank; yield all matrices, each with this rank's shard of its update.
 
         Args:
             matrices: at most `ranks.size` matrices.

@@ -299,7 +299,7 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 
 class AlternatingGateUp(GateUp):
-    """Gate and up projections whose rows alternate in one part. Every rank has its gate rows above its up rows."""
+    """Gate and up projections whose rows alternate in one `Part`. Every rank has its gate rows above its up rows."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         whole = self._rows_first(parts[0].read(source))

@@ -254,10 +254,10 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
-    """Mark a weight if its gradient counts in the gradient norm on this rank, even if the rank is not the first.
+    """Mark a weight if its gradient counts in the gradient norm on this rank, whichever tensor-parallel rank this is.
 
-    The gradient of an unmarked weight counts only on the model's first tensor-parallel rank. Megatron marks sharded
-    weights only if it initializes them, so all are marked here. An expert's unsharded weight is marked on the first
+    Without a mark, the gradient is counted only on the model's first tensor-parallel rank. Sharded weights are marked
+    here because Megatron marks them only if it initializes them. An expert's unsharded weight is marked on the first
     rank of the expert's tensor-parallel group, because the model's first rank may have other experts.
     """
     dimension = mapping.kind.partition_dim
@@ -280,7 +280,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     """Raise an error if the tensors of a model directory do not match its configuration.
 
     Raises:
-        UserError: the message names the first tensors that are missing, unknown, misshapen or cannot be decoded.
+        UserError: a tensor is missing, unknown or misshapen, or cannot be decoded. The message names the tensor.
     """
     family = family_of(hf)
     expected = family.shapes()

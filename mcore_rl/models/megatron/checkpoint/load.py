@@ -328,7 +328,7 @@ def _rows(
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
     """Divide a region of a row-major tensor into smaller regions whose rows fit into a block.
 
-    If a row does not fit, or the region has a single row, each row is divided as a tensor with one dimension less.
+    If a row does not fit, or the region has a single row, each row is divided like a tensor with one dimension less.
 
     Args:
         sizes: shape of the tensor.
@@ -337,8 +337,8 @@ def _rows(
         values: memory for the region.
 
     Yields:
-        For each smaller region: the number of its first row's first element in the stored shard; the shape of a row;
-        the region's offsets in a row; and the memory for the region.
+        For each smaller region: where its first row begins, as the number of an element in the stored shard; the shape
+        of a row; the region's offsets in a row; and the memory for the region.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
@@ -405,8 +405,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     """Restore the whole training state under this run's parallel layout. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit the model, refers to functions that loading would call, or lacks some
-            state although `allow_partial` is not set.
+        UserError: the checkpoint does not fit the model, is refused by `check_trusted`, or lacks a part of the state
+            while `allow_partial` is False.
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)

@@ -226,9 +226,9 @@ class ModelState:
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Return the optimizer's parameter groups, which are the same on all ranks.
 
-    They include the number of updates that the optimizer has made, as "step"; loading reads only this entry. Experts
-    have a separate optimizer with the same "step" and learning rates. Megatron's own function reads the whole state.
-    Transformer Engine's optimizer does not allow this if it has Muon's state or moments in bfloat16.
+    Loading reads only their entry "step", the number of updates. The experts' separate optimizer has the same "step"
+    and learning rates. Megatron's own function is not used because it reads the whole state of the optimizer.
+    Transformer Engine's optimizer refuses such a read if the state contains Muon's state or moments in bfloat16.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}

@@ -245,7 +245,7 @@ class Family:
         return {"attention heads": self.num_attention_heads, "intermediate size": self.intermediate_size}
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
-        """Return the sizes that must be multiples of tensor-parallel size · context-parallel size, by dimension."""
+        """Return the sizes that must be multiples of (tensor-parallel size × context-parallel size), by their names."""
         return {}
 
     # ------------------------------------------------------------ tensors
@@ -264,9 +264,9 @@ class Family:
         return {name for mapping in self.table.values() if mapping.is_float32 for name in mapping.hf_names}
 
     def ignores(self, name: str) -> bool:
-        """Return whether the directory's tensor `name` is not read.
+        """Return whether loading skips the tensor `name` of a model directory.
 
-        Such a tensor can be computed, is a copy of another tensor, or is a head that is replaced.
+        It skips tensors that can be computed, copies of other tensors, and an LM head that a reward head replaces.
         """
         headless = self.ties_embeddings or self.has_reward_head
         return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
