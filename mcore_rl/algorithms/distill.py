@@ -89,10 +89,10 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teachers' top-k logits, and the tokens that have them, at each position of the batch.
+        """Return the teachers' top-k logits and their token ids at each position of the batch.
 
-        For form=sampled, return the log-probabilities that the teachers give to the tokens of the batch. The result is
-        {} if the whole vocabulary is compared: then the loss itself runs the teacher.
+        For form=sampled, return the log-probabilities that the teachers give to the tokens of the batch. If the whole
+        vocabulary is compared, return {}: the loss itself runs the teacher.
         """
         rows = batch.rows
         only = next(iter(self.teachers.items()))

@@ -192,7 +192,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 SLOW_JUDGING = 0.25
-"""Fraction of a step's time; if judging takes a larger fraction, the console names the keys that shorten judging."""
+"""Fraction of a step's time that judging may take. Above it, the console names the keys that shorten judging."""
 
 
 class GRPOTrainer(TrainingLoop[PromptDataset]):

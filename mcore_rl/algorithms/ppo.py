@@ -78,8 +78,8 @@ class Critic:
         """Make `passes` passes over the minibatches, with an optimizer step on each minibatch.
 
         Args:
-            of_all: number of steps by which the learning-rate schedule advances in total. It may be larger than the
-                number of optimizer steps made here, because minibatches without tokens are left out.
+            of_all: number of steps by which the learning-rate schedule advances. It is larger than the number of
+                optimizer steps if minibatches without tokens were left out.
 
         Returns:
             The metrics of the last optimizer step; with several minibatches, means over the optimizer steps.

@@ -50,7 +50,7 @@ LONGEST_LINE = 200
 """Largest number of characters of a `key=value` on the console; a longer one is shortened."""
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
-"""Options that set the keys that every run needs."""
+"""Map from a command-line option to the configuration key that it sets. Every run needs these keys."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -346,9 +346,9 @@ def judge_config(config: RLConfig) -> RLConfig:
 
 
 def _in_layout(config: ConfigT, own: LayoutConfig | None) -> ConfigT:
-    """Return `config`, the configuration of a frozen model, with the parallel layout `own` (None: leave it as it is).
+    """Return a frozen model's configuration `config` with the parallel layout `own`; None leaves the layout as it is.
 
-    If batch.tokens_per_pack is too small for the frozen model's longest record, it is raised. That record may be
+    If the model's longest record needs more than batch.tokens_per_pack, this value is increased. The record may be
     longer, or have more padding, than the trained model's longest record.
     """
     if own is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
 LONGEST_LAYOUT = 10_000
-"""Largest number of letters and bars of a layout string after its repetitions are written out."""
+"""Maximum length of a layout string after its repetitions are written out."""
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?:\*(?P<count>\d{1,4}))?")
 
 
@@ -100,7 +100,7 @@ class PipelineConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """Required divisor of the number of microbatches: interleaved chunks work on one per stage in each round."""
+        """Required divisor of the number of microbatches: the number of stages if chunks are interleaved, else 1."""
         return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 
     def layers_of_chunks(self, layers: int) -> list[int]:
@@ -476,7 +476,7 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
 
 
 def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
-    """Return a layout with the configured pipeline split of a model's `layers` layers; None if the split is even.
+    """Return the configured pipeline split of a model with `layers` layers, as a layout; None if the split is even.
 
     Raises:
         UserError: the configured split is not for `layers` layers.

@@ -322,9 +322,9 @@ class RolloutOptions(Section):
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Set of samples in which rewards must differ, so that an update learns something: a "group" or the "batch".
+        """Samples whose rewards are compared: those of the same prompt ("group"), or all of a step ("batch").
 
-        A group has the samples of one prompt. None if an update can learn even from equal rewards.
+        If the compared rewards are equal, an update learns nothing. None: an update can learn even from equal rewards.
         """
         return None
 
@@ -520,7 +520,7 @@ class RLConfig(TrainingConfig):
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
     def effective_loss_options(self, replays: bool = False) -> PolicyLossOptions:
-        """Return `loss` with the `force_on_policy_ratio` that the run uses."""
+        """Return the options `loss` with the `force_on_policy_ratio` that the run uses (see `is_on_policy`)."""
         return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
 
     @property

@@ -141,9 +141,10 @@ def _joined_forms(name: str, forms: list[Any]) -> SectionReference:
 
 
 def _of_forms(key: str, kind: str, meaning: str, defaults: list[str]) -> Key:
-    """Return a key that only some forms of a section have (see `_joined_forms`).
+    """Return the description of a key that only some forms of a section have (see `_joined_forms`).
 
-    `defaults` has a text `DEFAULT (FORM)` for each of these forms.
+    Args:
+        defaults: for each of these forms, the text `DEFAULT (FORM)`.
     """
     values = {text.rpartition(" (")[0] for text in defaults}
     names = ", ".join(text.rpartition(" (")[2].removesuffix(")") for text in defaults)

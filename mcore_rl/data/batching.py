@@ -221,8 +221,8 @@ class MicrobatchPlanner:
         """Plan this replica's packs, without regard to other replicas.
 
         Returns:
-            A list of units for each pack (a unit is rows that stay together), a list of all units, and the width of
-            the widest pack.
+            The units of each pack, all units, and the width of the widest pack. A unit consists of rows that stay
+            together.
         """
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
@@ -231,9 +231,9 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each of the `boxes`, which are lists of units; an empty box becomes a filler.
+        """Return a microbatch for each list of units in `boxes`.
 
-        A filler contains the smallest unit, masked.
+        For an empty list, return a filler: a microbatch that contains the smallest unit, masked.
 
         Args:
             width: largest width of a microbatch on any rank.
@@ -289,7 +289,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Return what `unit_sizes` returns without shared prefixes; faster, because it creates no `PackUnit`."""
+        """Return the size of each unit if no prefixes are shared. This is fast, because no `PackUnit` is created."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]

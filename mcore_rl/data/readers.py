@@ -56,7 +56,7 @@ FOREIGN_COLUMNS = {
     "question": "write question as prompt, or set data.columns",
     "text": "a text does not show where its response starts; write prompt and completion",
 }
-"""Columns of other formats, with instructions for the user."""
+"""Map from a column of another data format to the advice that an error message gives."""
 
 
 @dataclass(frozen=True)

@@ -384,11 +384,11 @@ ReduceOp = torch.distributed.ReduceOp
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Tells which rows of a global batch a replica has. The methods are collective over the replicas.
+    """The rows of a global batch that this replica has. The methods are collective over the replicas.
 
     indices: for each of the replica's rows, its index in the global batch.
     total: number of rows of the global batch.
-    replicas: the replicas among which the rows are divided; its size is 1 if every rank has all rows.
+    replicas: dimension of parallelism over which the rows are divided. Its size is 1 if every rank has all rows.
     """
 
     indices: Sequence[int]

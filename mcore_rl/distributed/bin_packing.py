@@ -227,7 +227,7 @@ def plan_microbatches(
 
 
 def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[Bin]:
-    """Return bins of units of similar width. In a bin, number of units · largest width is at most `capacity`."""
+    """Return bins of units of similar widths: number of units · largest width in a bin is at most `capacity`."""
     bins: list[Bin] = []
     for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
         if widths[unit] > capacity:

@@ -36,9 +36,9 @@ class FinalHiddenStates:
     The methods return values [N, S − 1, …] of whole rows, the same on every rank, with 0 for tokens that are not
     counted.
 
-    microbatch: the microbatch, so that callers can use it as a key of their own data.
-    logits: logits as a product that is not computed yet: the n hidden states on this context-parallel rank × this
-        tensor-parallel rank's rows of the LM head.
+    microbatch: identity of the microbatch, which callers may use as a key of their data.
+    logits: the two factors of the logits: the n hidden states on this context-parallel rank, and this tensor-parallel
+        rank's rows of the LM head.
     inputs: for each of the n hidden states, the index of its input token in the flattened rows [N·S].
     vocab_size: size of the vocabulary without its padding.
     temperature: divides all logits, in addition to the temperature of a loss.

@@ -365,9 +365,9 @@ class _Growing:
 
 @dataclass(frozen=True)
 class PrefixLayout(PackLayout):
-    """Layout of a pack with shared prefixes: its segments are the segments of `tree`, in the tree's order.
+    """Layout of a pack with shared prefixes. Its segments and its N rows are those of `tree`, in the tree's order.
 
-    The N rows are the rows of the tree; a prefix that several rows share is only once in the pack.
+    The pack contains each shared prefix only once.
     """
 
     tree: PrefixTree = PrefixTree((), (), ())

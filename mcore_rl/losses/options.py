@@ -400,8 +400,8 @@ class KTOOptions(LossOptions):
     (arXiv:2402.01306, eq. 7), with z₀ the mean reward of mismatched prompts and responses, or 0 if it is negative.
     apo_zero_unpaired: the same with z₀ = 0 (arXiv:2408.06266, eq. 7); nothing is mismatched."""
     mismatched: Literal["dataset", "batch"] = "dataset"
-    """Source of the mismatched response of each prompt, for z₀. dataset: the record half a dataset away. batch: the
-    previous record of the global batch; for the first record, the last one (as in the paper)."""
+    """Response that a prompt is combined with to compute z₀. dataset: that of the record half a dataset away. batch:
+    that of the previous record of the global batch; for the first record, that of the last one (as in the paper)."""
     reference_policy_kl_penalty: NonNegative = option(0.1)
     """Factor β of the rewards."""
     desirable_weight: NonNegative = option(1.0)
@@ -437,8 +437,9 @@ class DistillationOptions(LossOptions):
     kl_type: Literal["forward", "reverse", "mixed", "js", "reverse_unnormalized"] = option("forward")
     """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the
     generalised Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with
-    m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1). reverse_unnormalized: Σ q·(log q − log p) − q + p over
-    the k tokens, for the student's q and the teacher's p over the whole vocabulary (arXiv:2606.30406)."""
+    m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1). reverse_unnormalized: Σ (q·(log q − log p) − q + p)
+    over the k tokens, with probabilities q of the student and p of the teacher that are normalised over the whole
+    vocabulary (arXiv:2606.30406)."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
     """Weight of the forward KL for kl_type=mixed; the reverse KL has 1 minus this weight."""
     js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5

@@ -95,9 +95,8 @@ class PolicyTerms:
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
-    clipped_low: True for the tokens that the lower bound clips; None if these are the tokens with `clipped_ratio` >
-        `ratio`.
-    clipped_high: the same for the upper bound; None if these are the tokens with `clipped_ratio` < `ratio`.
+    clipped_low: True for the tokens that the lower bound clips. None means `clipped_ratio` > `ratio`.
+    clipped_high: the same for the upper bound. None means `clipped_ratio` < `ratio`.
     metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
@@ -668,7 +667,7 @@ def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "ba
 
 
 def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the metrics `name`_min and `name`_max: the extremes of `values` where `mask` is 1 (±inf if nowhere)."""
+    """Return the metrics `name`_min and `name`_max of `values` where `mask` is 1; inf and −inf if it is 1 nowhere."""
     low, high = (
         F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
     )

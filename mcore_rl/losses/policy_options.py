@@ -264,7 +264,7 @@ class DPPOOptions(PolicyLossOptions):
     """Leave out a token with a positive advantage if its probability has risen and the divergence is above this
     value."""
     ratio_clip_c: Annotated[float, Bounds(gt=1)] = 20.0
-    """Upper bound of the ratio, which weighs the log-probability and has no gradient."""
+    """Upper bound of the probability ratio. The ratio is the weight of the log-probability, and has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,10 +350,9 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _series(run: Run) -> dict[str, Series]:
-    """Return those metrics of the run, by name, that are drawn as curves.
+    """Return the metrics of the run that are drawn as curves, by name.
 
-    The seconds of phases are not included. The margin between the rewards of chosen and rejected responses is computed
-    here and included.
+    The seconds of phases are left out. The reward margin between chosen and rejected responses is added.
     """
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
     for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:

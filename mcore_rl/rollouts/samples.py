@@ -270,7 +270,7 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """Put the rows of all ranks into one table [total, width], in fp64 on the host. Every rank returns it. Collective.
+    """Return a table of all ranks' rows, [total, width] fp64, on the host of every rank. Collective.
 
     Args:
         places: for each of this rank's `rows`, its index in the table.
@@ -341,8 +341,7 @@ class Rollout:
     routed_experts: torch.Tensor | None = None
     """Experts of the tokens, [tokens, layers, topk] int16, if experts are replayed."""
     kept_tokens: KeptTokens | None = None
-    """Tokens that the sampler kept at each position, up to the end of the last response, if the sampling mask is
-    kept."""
+    """Tokens that the sampler kept at each position up to the end of the last response; None without sampling mask."""
     answer: str | None = None
     """Answer that the judge found in the last response."""
 
@@ -409,8 +408,8 @@ class RolloutBatch:
     """Rollouts of all replicas. Every rank has all summaries; the tokens are on the replica that generated them.
 
     outcomes: summaries of all rollouts, in order.
-    own: rollouts that this rank has run, by their place in `outcomes`. Each rollout is run by one replica, and the
-        replica's first rank has the complete rollout.
+    own: rollouts that this rank has run. Each key is a rollout's index in `outcomes`. One replica runs each rollout,
+        and the replica's first rank has the complete rollout.
     dropped: summaries of further rollouts. They were generated, but are not trained on (dynamic sampling).
     """
 

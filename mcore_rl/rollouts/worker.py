@@ -190,7 +190,7 @@ class RolloutWorker:
         """Return the batch of all replicas' rollouts. Collective.
 
         Args:
-            own: this rank's rollouts, by their place among all rollouts.
+            own: this rank's rollouts. Each key is a rollout's index among all rollouts.
             total: number of rollouts of all replicas.
         """
         outcomes = {place: rollout.outcome for place, rollout in own.items()}

@@ -126,12 +126,12 @@ class RunDirectory:
         return "held" if _may_live(holder) else "left"
 
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
-        """Wait up to `seconds` for the lock of another process in this directory; return whether it is there.
+        """Wait up to `seconds` until this directory contains the lock of another process; return whether it does.
 
         The process that holds the lock must not call this method, because the call would release the lock.
 
         Args:
-            lock: the other process's `own_lock`.
+            lock: the result of `own_lock` in the other process.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -177,7 +177,7 @@ def _in_any_order(value: Any) -> Any:
 
 
 def model_directories(config: TrainingConfig) -> dict[str, Path]:
-    """Return all directories from which a run reads weights, by the configuration key that contains the path."""
+    """Return the directories from which a run reads weights, as a map from configuration key to directory."""
     values = flattened(config.model_dump(mode="json"))
     keys = ("model.path", *second_model_keys(values))
     return {key: Path(values[key]) for key in keys if values.get(key) not in (None, STUDENT)}
@@ -189,7 +189,7 @@ def second_model_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def input_paths(config: TrainingConfig) -> dict[str, Path]:
-    """Return all files and directories that a run reads, by the configuration key that contains the path."""
+    """Return the paths of all files and directories that a run reads, as a map from configuration key to path."""
     data, template = config.data, config.data.chat_template
     files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
     files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}

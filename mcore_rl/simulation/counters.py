@@ -28,7 +28,7 @@ from mcore_rl.platform import cpu
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 STAND_INS = Path(cpu.__file__)
-"""File with replacements of functions of `torch.cuda`. A host read in it counts as a read by the function's caller."""
+"""File that replaces functions of `torch.cuda`. A host read in this file is attributed to the function's caller."""
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
 """Kinds of storages.
@@ -137,7 +137,7 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 PRODUCTS = {*flop_registry, *_LEFT_OUT}
 """Functions that compute matrix products."""
 ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-"""Functions that add the product to their first argument."""
+"""Functions of `PRODUCTS` that add the product to their first argument."""
 
 
 class _Tracker(contextlib.nullcontext[None]):
@@ -274,9 +274,9 @@ class _OneKernel:
 class Kernels(TorchDispatchMode):
     """Dispatch mode that counts kernels, and the memory that they read and write.
 
-    Every operation that computes counts as a kernel, but all operations inside of a `fused` function count as one. Of a
-    matrix product, only the bytes of result and summand are counted, and only if the result has a wider type than the
-    factors. The rate of products includes all other bytes.
+    Every operation that computes counts as one kernel, and so does a call of a `fused` function. For a matrix product,
+    only the bytes of result and summand are counted, and only if the result has a wider type than the factors. The time
+    of all other bytes is part of the product's time.
 
     launches: number of kernels, by phase.
     bytes: bytes that kernels read and write, by phase and part.
@@ -377,7 +377,7 @@ class Transfer(NamedTuple):
 
     ranks: ranks of the group, or the two ranks of a message.
     phase: phase of the step.
-    of_state: whether the tensors are in the storage of weights or gradients.
+    of_state: whether the tensors are weights, gradients or optimizer state.
     """
 
     operation: str
@@ -409,8 +409,7 @@ class Traffic:
     calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
     memory: LiveBytes | None = None
-    """Counter of memory. It knows which storages are state, and counts those that receive data as communication
-    buffers."""
+    """Counter of memory. It tells which tensors are state, and is told which tensors receive data."""
 
     def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
         if len(ranks) == 1:
@@ -618,7 +617,7 @@ OF_MODULES = {
     "shared_experts": "experts",
     "output_layer": "reward head",
 }
-"""Part of the model, by the name of a module. Of nested modules, the innermost one in this table counts."""
+"""Map from a module's name to the part of the model. If modules are nested, the innermost one in the map counts."""
 
 
 def part_of(name: str) -> str:

@@ -419,7 +419,7 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
-    """Return the bytes of the report's transfers by (operation, number of ranks, whether they cross nodes), most first.
+    """Return ((operation, number of ranks, whether nodes are crossed), bytes) of the transfers, most bytes first.
 
     An all-to-all can have two entries, because some of its bytes cross nodes and others do not.
     """

@@ -100,7 +100,7 @@ class Watch:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Context in which everything is counted; build the models and run one step in it."""
+        """Context in which memory, kernels and matrix products are counted. Build the models and run one step in it."""
         from mcore_rl.models.policy import megatron_policy, reference, scoring
 
         with (

@@ -200,7 +200,7 @@ def _digest_of_file(file: Path) -> bytes:
 
 
 def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
-    """Return (offset, size) of each block to read. The tensor has `size` bytes and begins at offset `begin`."""
+    """Return (offset, size) of each block to read of a tensor that begins at offset `begin` and has `size` bytes."""
     if size <= WHOLE_TENSOR_BYTES:
         return [(begin, size)]
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]

@@ -201,8 +201,8 @@ class KeyValueLayerCache(LayerCache):
     """Cache of one layer's keys and values.
 
     storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-    gathered: workspaces by the shape of a block. Before attention, the blocks of a part of the sequences are copied to
-        a workspace. All layers share the workspaces.
+    gathered: map from the shape of a block to a workspace, which all layers share. Before attention, the blocks of a
+        part of the sequences are copied to the workspace.
 
     Args:
         sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
@@ -424,7 +424,7 @@ class SequenceCache:
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
-    """For each of the first `length` tokens of a sequence that has `blocks`, return the block that stores the token."""
+    """Return the block of each of the first `length` tokens of a sequence; `blocks` are the sequence's blocks."""
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 

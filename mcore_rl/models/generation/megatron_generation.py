@@ -321,7 +321,7 @@ class ContinuousBatch:
         kept: Tensor | None,
         draws: SamplingBatch,
     ) -> None:
-        """Add the `tokens` that `sequences` sampled to the sampling batch `draws`, then read earlier steps' data."""
+        """Add to `draws` the `tokens` that `sequences` sampled; then read the data of earlier steps (`_look`)."""
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
         if kept is not None:

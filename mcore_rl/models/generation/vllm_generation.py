@@ -241,7 +241,7 @@ class VLLMGeneration(StreamingGeneration):
         self._is_connected = True
 
     def _experts(self) -> Experts | None:
-        """Return the description of the model's experts if servers must report each token's experts; otherwise None."""
+        """Return the family's `experts` if servers must report the experts of each token; otherwise None."""
         family = self.policy.model.family
         if not self.config.model.moe_router_replay:
             return None

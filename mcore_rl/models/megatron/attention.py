@@ -65,7 +65,7 @@ class LayerModules:
     attention: Any
     grouped_experts: Any
     grouped_linears: tuple[Any, Any] | None = None
-    """Column- and row-parallel linear layers of all experts together. None: each expert has its own layers."""
+    """Classes of the column- and row-parallel linear layers of all experts; None if each expert has its own layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +307,8 @@ class PackSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rotated queries and keys, the values, and the gates of the queries if there are gates.
 
-        Megatron would rotate later and with many operations. Autograd would keep tensors for these operations in each
-        layer.
+        The rotation is done here, because Megatron's own rotation has many operations. For each of them, autograd would
+        keep tensors in every layer.
 
         If several tensor-parallel ranks share a key-value head, they divide its queries. Megatron 0.16 divides the
         queries, but not the gates; this method also divides the gates.

@@ -111,10 +111,7 @@ class _Chunk:
 
 
 class _Pack:
-    """Computes the positions of a pack's segments, and of the chunks of each segment.
-
-    Positions are counted in the rows of one rank, and in the rows of all ranks.
-    """
+    """Computes the positions of a pack's segments, and of the chunks of each segment."""
 
     def __init__(self, layout: PackLayout) -> None:
         self.layout, self.cp_size = layout, layout.cp_size
@@ -278,7 +275,7 @@ class AttentionPattern:
 
     @property
     def index(self) -> Tensor | None:
-        """Numbers of the rows that the chunks of queries see, chunk after chunk, on the device.
+        """Row numbers of the keys that each chunk of queries sees, chunk after chunk, on the device.
 
         None if the chunks see all rows in their order.
         """
@@ -378,17 +375,14 @@ def sdpa_by_segment(
 
 
 def with_sink_key(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Express sinks as one more key: append zeros to keys and values, and the sink of each head to the mask.
+    """Return keys, values and mask with K + 1 keys; the additional key represents the attention sinks.
 
-    Before the mask is added, the score of the new key is 0. Adding the mask makes this score the sink.
+    Its key and value are zeros. Its score is therefore only what the mask adds: the head's sink.
 
     Args:
         key, value: […, heads or groups, K, d].
         mask: […, Q, K], which is added to the scores.
         sinks: [heads], or […, heads, Q] with one sink for each row of the mask.
-
-    Returns:
-        Keys, values and mask, each with K + 1 keys.
     """
     rows = sinks.unsqueeze(-1) if sinks.ndim > 1 else sinks[:, None, None].expand(-1, mask.shape[-2], -1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))

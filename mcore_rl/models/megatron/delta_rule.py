@@ -78,7 +78,7 @@ class ChunkPlan:
     def chunked(self, x: Float[Tensor, "tokens heads *rest"]) -> Float[Tensor, "chunks heads rows *rest"]:
         """Divide the tokens [T, heads, …] into chunks [chunks, heads, CHUNK, …].
 
-        Rows without a token get the values of position 0.
+        The padding of a chunk has the values of position 0.
         """
         return x.index_select(0, self.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
@@ -319,7 +319,7 @@ def describe_kernels() -> str:
 
 @lru_cache(maxsize=16)
 def _segments(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the description of a pack's segments that the kernels need. Segments without tokens are left out.
+    """Return a pack's segments in the form that the kernels need. Segments without tokens are left out.
 
     Returns:
         Cumulative lengths of the padded segments, [segments + 1], and the segment of each position in the pack, [1, T].

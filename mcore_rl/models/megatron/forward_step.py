@@ -214,9 +214,9 @@ def hidden_of_rows(model: ModelShard, hidden: Tensor, microbatch: Microbatch) ->
 
 
 def counted_of_rows(rows: Tensor, microbatch: Microbatch, context_rank: int) -> Tensor:
-    """Select from `rows`, a result of `hidden_of_rows`, the hidden states that predict the tokens that carry loss.
+    """Return the hidden states in `rows` that predict tokens with loss; `rows` is a result of `hidden_of_rows`.
 
-    They are on the device, and equal to the hidden states that `final_hidden_states` returns.
+    The result is on the device, and equals what `final_hidden_states` returns.
     """
     width = microbatch.data["input_ids"].shape[1]
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])

@@ -337,7 +337,7 @@ class LoRA:
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
 
     def active_parameters(self, family: Family) -> float:
-        """Return how many of the adapters' parameters one token is multiplied with; only chosen experts count."""
+        """Return the number of adapter parameters that one token uses; of the experts, only chosen ones count."""
         share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
         shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
         sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
@@ -422,7 +422,7 @@ def _is_adaptable(mapping: Mapping, family: Family) -> bool:
 
 
 def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
-    """For each part of a weight, return its target's name, the name of PEFT's module, and the part's first row in B."""
+    """Return (target, PEFT module, first row in B) for each part of a weight; target and module are names."""
     if not mapping.is_expert:
         modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
         return [(module.rpartition(".")[2], module, first) for module, first in modules]
@@ -491,7 +491,7 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class ZerosIfMissing:
-    """Reads from `source`. The rows of B that belong to projections without an adapter are zeros."""
+    """Source that reads from another `source`, but returns zeros for the name `NO_ADAPTER_ROWS`."""
 
     source: TensorSource
     rank: int

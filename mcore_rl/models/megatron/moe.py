@@ -295,12 +295,11 @@ def _normalised(scores: Tensor) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The same linear layer of all experts as one grouped product.
+    """Autograd function that computes a linear layer of every expert, as one grouped product.
 
     It maps rows [T, in], sorted by expert, to [T, out]. `ends`: [experts] int32, the number of the row after the last
-    row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in]. The weights are
-    stacked for the product, and again in the backward pass: keeping the stacked copy between these two would double
-    the memory of the weights.
+    row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in]. Forward and backward pass
+    both stack the weights, because keeping the stacked copy would double the memory of the weights.
     """
 
     @staticmethod

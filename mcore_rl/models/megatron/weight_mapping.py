@@ -31,7 +31,7 @@ class Part:
     first: int = 0
 
     def read(self, source: TensorSource, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return `rows` and `columns` of this part; nothing else is read."""
+        """Return the given `rows` and `columns` of this part. Only these are read."""
         start, stop, _ = rows.indices(self.shape[0])
         return source.read(self.name, slice(self.first + start, self.first + stop), columns)
 
@@ -48,7 +48,7 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Return the parameter's shard for rank `rank` of `size` ranks; read nothing else."""
+        """Return the parameter's shard of rank `rank` of `size` ranks. Only this shard is read."""
 
     @abstractmethod
     def split(self, stacked: Tensor) -> list[Tensor]:

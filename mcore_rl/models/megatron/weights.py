@@ -114,11 +114,11 @@ class _GatheredTensor:
         return there and (not self.mapping.is_expert or self.expert_rank == self.topology.expert.rank)
 
     def whole(self, shard: Tensor | None, adapter: Any) -> Tensor | None:
-        """Gather the parameter's shards: [number of shards, …]. Return None on ranks that do not yield the tensor.
+        """Return the parameter's gathered shards, [number of shards, …]; None on ranks that do not yield the tensor.
 
         Args:
             shard: this rank's shard; None if this rank has no shard.
-            adapter: adapter to merge into the shard; None for none.
+            adapter: adapter to merge into the shard; None if there is no adapter.
         """
         size = 1 if self.mapping.kind.partition_dim is None else self.ranks.size
         shape = self.mapping.kind.shard_shape(self.mapping.parts, self.ranks.size)

@@ -52,9 +52,9 @@ from mcore_rl.utils.console import size_text
 class ScoringModel:
     """A model that computes log-probabilities, logits, rewards or values.
 
-    Its parallel layout may differ from the trained model's layout. It then collects the rows from all replicas of the
-    trained model, and returns to each process the results for the process's own rows. Models with the same layout share
-    process groups.
+    Its parallel layout may differ from the trained model's layout. In this case, it collects the rows of all replicas
+    of the trained model, and returns to each process the results for this process's rows. Models with the same layout
+    share process groups.
 
     Args:
         config: the run's configuration. For a model of another size or family than the policy, pass

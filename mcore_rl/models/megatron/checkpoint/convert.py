@@ -239,7 +239,7 @@ class StoredPart:
 
 
 def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
-    """Yield, for each parameter, its mapping and its stored parts in order; `model` must be one unsharded chunk."""
+    """Yield each parameter's mapping and its stored parts, in order; `model` must have one unsharded chunk."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
     for name, mapping, tensor in chunk_mappings(model, chunk):

@@ -305,7 +305,7 @@ def _numbers_in(shard: Any, piece: Piece) -> int | None:
 
 
 def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
-    """Copy a piece's elements from the stored shard into its memory, in blocks of at most `BLOCK_BYTES`.
+    """Copy the elements of a piece from the stored shard to `piece.values`, in blocks of at most `BLOCK_BYTES`.
 
     Each block consists of whole rows. If a row of the first dimension is larger than a block, rows of the second
     dimension are copied, and so on.

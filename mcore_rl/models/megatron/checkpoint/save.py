@@ -78,7 +78,7 @@ class HostStaging:
         self._file = shard_process.shared_file()
         self._block = torch.empty(0, dtype=torch.uint8)
         self._size = self._end = 0
-        """`_size`: number of bytes requested for the block. `_end`: number of its bytes that are in use."""
+        """Numbers of bytes of the block that are requested (`_size`) and in use (`_end`)."""
         self._is_locked = False
         self._beside, self._work = ThreadPoolExecutor(1, "staging"), list[Future[None]]()
         self._copied: platform.Event | None = None

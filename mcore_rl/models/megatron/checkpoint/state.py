@@ -74,7 +74,7 @@ def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any])
 
 
 def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
-    """Yield the tensors of the sharded state dict `described` as regions; reading a region fills the tensor itself."""
+    """Yield the tensors of the sharded state dict `described` as regions that share the tensors' memory."""
     for entry in nested_values(described):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             memory = entry.data.untyped_storage().data_ptr()
@@ -295,7 +295,7 @@ def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
 
 
 def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
-    """Set the objects that modules keep in addition to their tensors.
+    """Load the objects that a checkpoint stores in addition to the model's tensors.
 
     Args:
         loaded: the objects, with the same keys as in `model_state`.

@@ -61,7 +61,7 @@ class Family:
     gradient_tolerance: ClassVar[float] = 1e-4
     """Largest relative difference that rounding may cause between the gradients of two parallel layouts."""
     has_dropout = False
-    """Whether attention dropout in the configuration is ignored. If False, it is an error."""
+    """Whether attention dropout in the configuration is ignored. If it is not ignored, a value above 0 is an error."""
     has_layer_types = True
     """Whether `layer_types` determines which layers have windows. It is False if transformers ignores it."""
     rotates_neighbours = False
@@ -166,7 +166,7 @@ class Family:
 
         Args:
             kind: class of the result.
-            fields: fields of the result that replace this family's values, or are added to them.
+            fields: further fields of the result. They take precedence over this family's values.
         """
         common: dict[str, Any] = {
             "hidden": self.hidden_size,
