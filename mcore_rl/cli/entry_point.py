@@ -272,8 +272,8 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
 
     Args:
         status: exit status; a message with status 1 is a traceback.
-        lost_peer: whether another rank has probably failed before. That rank prints its error, and this rank prints
-            none.
+        lost_peer: whether another rank has probably failed first. If so, this rank waits for torchrun to end
+            it, so that only the other rank prints an error.
     """
     directory.release()
     line = message if status == 1 else f"error: {' '.join(message.split())}"

@@ -308,7 +308,7 @@ def own_layout_key(config: TrainingConfig, key: str) -> str | None:
 
 
 def reference_config(config: DPOConfig) -> DPOConfig:
-    """Return the configuration of the reference `dpo.reference_model`, which is not the initial policy."""
+    """Return the configuration of a reference model that has its own directory, `dpo.reference_model`."""
     return _with_frozen(config, Path(config.dpo.reference_model or ""))
 
 

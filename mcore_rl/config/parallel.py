@@ -251,7 +251,8 @@ class LayoutConfig(PipelineConfig):
     context_parallel_size: PositiveInt = 1
     """Processes that share the tokens of each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Processes that share the experts of an MoE layer; taken from data, context and tensor parallelism."""
+    """Processes that share the experts of an MoE layer. They are data-, context- and tensor-parallel processes of one
+    pipeline stage."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share the weights of each expert; the default is `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
@@ -283,8 +284,8 @@ class LayoutConfig(PipelineConfig):
     def sequence_multiple(self) -> int:
         """Multiple to which the length of each sequence is padded, in tokens.
 
-        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts the
-        tokens of each context-parallel rank into TP parts.
+        The padded length must be divisible: context parallelism cuts a sequence into 2·CP chunks, and sequence
+        parallelism cuts the tokens of each context-parallel rank into TP parts.
         """
         zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)

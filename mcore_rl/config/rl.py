@@ -98,7 +98,7 @@ class RewardConfig(JudgeOptions):
     """A judge in a list of judges. With `name: weighted`, the rewards of the listed judges are added up."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
-    """Kind of judge; the other keys are those of `environment`."""
+    """Kind of judge. The options of each kind are the same as in `environment`."""
     weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
     """Factor of this judge's rewards in the sum. Metrics show the rewards without this factor."""
 
@@ -713,8 +713,8 @@ class CriticConfig(Section):
     """Optimizer of the critic. A step updates the critic as often as the policy; pretraining_steps update only the
     critic."""
     value_clip: PositiveFloat | None = 0.2
-    """PPO's clipping of values: once a value has moved toward its return by more than this within a step, it gets no
-    gradient. null: no clipping."""
+    """PPO's clipping of values: a value gets no gradient after it has moved toward its return by more than this number
+    within a step. null: no clipping."""
     pretraining_steps: Count = 0
     """Number of steps at the start of the run in which only the critic is trained."""
     offload: bool = False

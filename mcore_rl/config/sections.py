@@ -52,7 +52,7 @@ class LoRAConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model directory, its precision, and what is recomputed."""
+    """The model: its directory, its precision, and which activations the backward pass recomputes."""
 
     path: Directory
     """A Hugging Face model directory with weights in safetensors and a tokenizer. Or NAME or NAME@REVISION of a model
@@ -322,7 +322,7 @@ class CheckpointConfig(Section):
 
 
 def greatest_is_best(metric: str) -> bool | None:
-    """Return whether a higher value of a metric is better, by its name; None if the name does not show it."""
+    """Return whether a higher value of a metric is better, judging by its name; None if the name does not tell."""
     if metric.endswith(("loss", "error")):
         return False
     return True if re.search("accuracy|reward|margin|explained_variance|(pass|maj)@", metric) else None
@@ -394,8 +394,8 @@ class OptimizerConfig(Section):
     muon_steps: PositiveInt = 5
     """muon: Newton–Schulz iterations of an update."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """muon: factor of an update. match_rms_adamw: 0.2·√max(rows, columns), for learning rates of AdamW. original:
-    √max(1, rows / columns)."""
+    """muon: factor of an update. match_rms_adamw: 0.2·√max(rows, columns), so that a learning rate chosen for AdamW
+    fits. original: √max(1, rows / columns)."""
     clip_grad: NonNegative = 1.0
     """Maximum norm of the whole gradient; 0 disables clipping."""
     warmup_steps: Count = 0

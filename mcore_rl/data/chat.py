@@ -116,7 +116,7 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's description without the null values at the top of its object `function`; keep deeper ones."""
+    """Return a tool's description without the null values of its object `function`; nested null values stay."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
@@ -358,9 +358,9 @@ class _Marked:
     def start(self, before: str) -> int:
         """Return the position in `text` where the response starts, after its header.
 
-        The header is the request: the text with which the template asks for a response. If `text` contains only the
-        beginning of the request, this beginning is the header; for example, the request may also open a thought. If
-        `text` contains nothing of the request, the response starts with its content.
+        The header is the generation prompt, or as much of its beginning as `text` contains. For example, the prompt may
+        end with a tag that opens a thought, but `text` has no such tag. Without a header, the response starts with its
+        content.
 
         Args:
             before: text before the message's content.

@@ -127,7 +127,7 @@ class DistillationDataset(Dataset):
 
 
 Source = str | Mapping[str, float]
-"""The origin of records: one source, or several sources with sample weights."""
+"""Where records come from: a path or name, or a mixture (a map from path or name to sample weight)."""
 
 
 def named(source: Source) -> str:
@@ -487,7 +487,10 @@ class StoredPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Dataset of prompts, and how many of the data.max_sequence_length tokens are reserved for the response."""
+    """Dataset of prompts.
+
+    max_response_length: how many of the data.max_sequence_length tokens are reserved for the response.
+    """
 
     prompts: StoredPrompts
     max_response_length: int = 0

@@ -48,7 +48,7 @@ class SampleOrder:
     num_samples: int
     seed: int
     stream: int = 0
-    """Number of the source in a mixture. Sources of the same size get different orders."""
+    """Index of the source in a mixture. It makes the orders of sources of the same size differ."""
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the dataset indices of the samples start … start + count − 1 of a run. They may span epochs."""

@@ -105,7 +105,7 @@ class Divergences(NamedTuple):
     reverse_kl: Tensor
     """KL(q ‖ p)"""
     js: Tensor | None
-    """β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), with m = β·p + (1 − β)·q"""
+    """Jensen–Shannon divergence of p and q: β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), with m = β·p + (1 − β)·q."""
 
 
 def linear_divergences(

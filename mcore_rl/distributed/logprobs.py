@@ -295,7 +295,7 @@ def combine_topk(
     shard_size: int,
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the top k of the whole vocabulary and their token ids, given each rank's `shard_topk`; two all-gathers."""
+    """Combine each rank's `shard_topk` by two all-gathers; return the vocabulary's top k and their token ids."""
     ids = columns + group_rank(group) * shard_size
     if group_size(group) > 1:
         values = torch.cat(tuple(all_gather(values, group)), dim=-1)
@@ -659,7 +659,7 @@ class Tiles:
         return self.multiply(self.hidden(rows), self.weight(columns).T)
 
     def all_columns(self, rows: slice) -> Tensor:
-        """Return these rows of hidden × weightᵀ, with all columns. A weight of another dtype is converted in tiles."""
+        """Return the given rows of hidden × weightᵀ, all columns. A weight of another dtype is converted in tiles."""
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)

@@ -531,8 +531,8 @@ class LossPositions:
     ) -> Float[Tensor, rows * predicted_and_rest]:
         """Convert values [n, …] of this rank's positions to [N, S − 1, …] with the values of all ranks' positions.
 
-        Tokens that do not count get 0. The forward and the backward pass are an all-reduce over the context-parallel
-        ranks (see `gather_context_parallel` for the consequence for the loss).
+        Tokens that the loss does not count get 0. The forward and the backward pass each do an all-reduce over the
+        context-parallel ranks (see `gather_context_parallel` for the consequence for the loss).
         """
         values = values * 0 if self.is_dummy else values
         packed = values.new_zeros(self.layout.total, *values.shape[1:])

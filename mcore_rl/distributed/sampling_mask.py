@@ -79,7 +79,7 @@ class KeptTokens:
 def kept_tiles(
     kept: KeptTokens, targets: Int[Tensor, " positions"], first_column: int, columns: int, shape: tuple[int, int]
 ) -> Iterator[Tile]:
-    """Yield tiles of logits that cover the kept tokens in this rank's shard of the vocabulary, on the host.
+    """Yield tiles that cover the logits of the kept tokens in this rank's shard; their tensors are on the host.
 
     Args:
         kept: the tokens that top-k, top-p and min-p left at each position.

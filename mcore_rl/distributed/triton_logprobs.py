@@ -85,7 +85,7 @@ def gradient_kernel(
 
 
 def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add the logits of a tile, given by its products `x`, to the running sums `sums`, by `add_kernel`."""
+    """Add a tile to the running sums `sums`, by `add_kernel`; `x` are its logits before division by the temperature."""
     add_kernel[(len(x),)](
         x, local, *sums, x.shape[1], first_column, local.shape[1], 1 / tiles.temperature,
         ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,

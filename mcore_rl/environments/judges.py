@@ -36,8 +36,8 @@ class HTTPJudge:
     Args:
         retries: number of attempts after the first one.
         headers: headers of each request; ${NAME} in a value is replaced by the environment variable NAME.
-        time_limit_seconds: time limit for one sample. A request for n samples has n times this limit for all attempts.
-            Each attempt gets an equal part of 80 % of it. The whole answer must arrive in that time.
+        time_limit_seconds: time limit for one sample. A request for n samples may take n times this limit. All
+            attempts together get 80 % of that time, in equal parts. An attempt includes reading the answer.
 
     Raises:
         UserError: a header names an environment variable that is not set.
@@ -273,7 +273,7 @@ class Weighted:
 
 
 def step_of(result: float | Step) -> Step:
-    """Convert the result of a judge to a `Step`. The result is a reward or a `Step`."""
+    """Convert a judge's result, a reward or a `Step`, to a `Step`."""
     return result if isinstance(result, Step) else Step(float(result))
 
 

@@ -229,7 +229,7 @@ class DistillationLossFn(_Distillation):
 
 
 def _unnormalized(log_p: Float[Tensor, "... k"], log_q: Float[Tensor, "... k"]) -> Divergences:
-    """Return the forward divergence Σ p·log(p / q) − p + q, and the reverse: the same sum with p and q exchanged.
+    """Return the forward divergence Σ (p·log(p / q) − p + q), and the reverse, with p and q exchanged.
 
     Neither p nor q need sum to 1.
     """

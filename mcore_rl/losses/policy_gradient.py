@@ -209,7 +209,7 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
 
 
 def gmpo(batch: PolicyBatch, options: GMPOOptions) -> PolicyTerms:
-    """Return −A times the geometric mean of a sequence's ratios. Each ratio is clipped in A's direction."""
+    """Return −A times the geometric mean of a sequence's ratios: clipped from above if A > 0, otherwise from below."""
     log_ratio, positive = batch.log_ratios, batch.advantages > 0
     clamped = log_ratio.clamp(-options.log_ratio_clip_min, options.log_ratio_clip_max)
     clipped = torch.where(positive, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
@@ -651,7 +651,7 @@ LIKELIHOODS = {
     "positive_example_nll_weight": "positive_nll_loss",
     "observation_nll_weight": "observation_nll_loss",
 }
-"""Likelihood terms that can be added to the loss: the option with the weight, and the metric."""
+"""Optional likelihood terms of the loss: maps the option for a term's weight to the metric that shows the term."""
 
 
 def observation_mask(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:

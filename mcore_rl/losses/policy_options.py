@@ -76,11 +76,11 @@ class PolicyLossOptions(LossOptions):
     entropy_bonus: NonNegative = 0.0
     """Weight of the mean entropy, which is subtracted from the loss."""
     positive_example_nll_weight: NonNegative = 0.0
-    """Weight of the negative log-likelihood of samples with a positive reward, which is added to the loss (VAPO,
-    arXiv:2504.05118)."""
+    """Weight of an additional loss term: the mean negative log-likelihood of the tokens of samples with a positive
+    reward (VAPO, arXiv:2504.05118)."""
     observation_nll_weight: NonNegative = 0.0
-    """Weight of a loss term: the mean negative log-likelihood of the environment's tokens between the responses of a
-    conversation (ECHO, arXiv:2605.24517, which uses 0.05)."""
+    """Weight of an additional loss term: the mean negative log-likelihood of the environment's tokens between the
+    responses of a conversation (ECHO, arXiv:2605.24517, there 0.05)."""
 
     def check(self) -> None:
         self.require(
@@ -186,7 +186,7 @@ class ClippedPGOptions(PolicyLossOptions):
     disable_ppo_ratio: bool = False
     """Use the log-probability in place of the ratio, without a clip: REINFORCE, RLOO (arXiv:2402.14740)."""
     sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): one ratio per sequence, exp(mean(current − prev))."""
+    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean of its tokens' ratios."""
     clip_type: Literal["ppo", "cispo"] = "ppo"
     """ppo: minimum of the ratio and the clipped ratio, each times the advantage. cispo: the log-probability, weighted
     by the detached clipped ratio (arXiv:2506.13585)."""
@@ -298,11 +298,14 @@ class SAPOOptions(PolicyLossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VESPOOptions(PolicyLossOptions):
-    """Options of VESPO (arXiv:2602.10693). The importance weights multiply the sequence's ratio, not the loss."""
+    """Options of VESPO (arXiv:2602.10693), which weights each sequence by W^k·exp(λ·(1 − W)).
+
+    W is the sequence's ratio times its importance weights, which do not multiply the loss again.
+    """
 
     name: Literal["vespo"] = "vespo"
     k_pos: NonNegative = 2.0
-    """Exponent k of W, the sequence's ratio times its importance weights, for advantages of at least 0."""
+    """Exponent k of W for advantages of at least 0."""
     lambda_pos: Positive = 3.0
     """Decay λ of W for advantages of at least 0."""
     k_neg: NonNegative = 3.0

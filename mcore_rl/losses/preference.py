@@ -38,7 +38,7 @@ from mcore_rl.losses.common import (
 from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, PreferenceLossType, typed_dict
 
 LARGEST_EXPONENT = 80.0
-"""Upper bound, in nats, of the logarithm of a power of a probability ratio. Its exponential is finite in fp32."""
+"""Upper bound of x before exp(x) is computed, so that the result is finite in fp32."""
 
 
 @dataclass(frozen=True)
@@ -604,8 +604,8 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     ) -> dict[str, Tensor]:
         """Return the additional columns of the batch, name → [B], that aot and aot_unpaired need. Collective.
 
-        The columns are `aot_partner` and `aot_unpaired_partner`: for each row, the value with which the loss compares
-        the row's value (`batch_partners`). It may come from any pair of the global batch. Other losses need no columns.
+        The columns are `aot_partner` and `aot_unpaired_partner`, the values that `batch_partners` returns. The value of
+        a row may come from any pair of the global batch. Other losses need no columns.
 
         Args:
             next_token_logprobs: log-probabilities of this replica's rows under the policy's current weights.

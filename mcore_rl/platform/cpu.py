@@ -192,13 +192,13 @@ SMALLEST = 2**22
 BLOCKS = (512, 256)
 """Sizes of the blocks of tokens into which a product is divided.
 
-A last block of at most `FEW` tokens is padded by at most a quarter, a larger one to the next power of 2. oneDNN
-compiles and keeps code for each shape (0.3 to 0.6 MB). Blocks limit the number of shapes.
+Blocks limit the number of shapes, because oneDNN compiles and keeps code for each shape (0.3 to 0.6 MB). A last block
+of at most `FEW` tokens is padded by at most a quarter. A larger last block is padded to the next power of 2.
 """
 
 FEW = 32
-"""Largest number of tokens that is padded by at most a quarter. In products of so few tokens, as in generation, a
-padded token costs as much as a real one."""
+"""Maximum number of tokens in a block that is padded by at most a quarter. In such small products, as in generation,
+a padded token costs as much as a real one."""
 
 _kernels: list[torch.library.Library] = []
 

@@ -191,7 +191,7 @@ class ProductCounter(FlopCounterMode):
     """Dispatch mode that counts the operations of matrix products.
 
     counts: number of floating-point operations, by kind of product.
-    operands: number of elements in those factors of matrix products that are not weights, by phase and part.
+    operands: number of elements in the factors of matrix products, without weights, by phase and part.
 
     Args:
         now: function that returns the current phase and part.

@@ -237,7 +237,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
 
 
 def alike(reduced: Any) -> Any:
-    """Return a replacement of `batched_data_dict.reduced`. It assumes that all replicas have the same values."""
+    """Return a replacement of `batched_data_dict.reduced` that assumes the same values on all replicas."""
 
     def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
         reduced(values, replicas, op)  # counts the transfer and the host's wait

@@ -285,7 +285,7 @@ forms. FP8 with the current scale first reads the tensor once more to find its l
 byte for 32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
-"""Parts whose products are in FP8: Transformer Engine leaves the router and the LM head in the model's precision."""
+"""Parts of the model whose products an FP8 run computes in FP8. Router and LM head keep the model's precision."""
 
 
 @dataclass(frozen=True)

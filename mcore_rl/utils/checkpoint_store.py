@@ -143,7 +143,7 @@ class CheckpointStore:
 
 
 def stored_identity(iteration: Path) -> str | None:
-    """Return, as JSON, the identity of the run that wrote a checkpoint; None if it is missing or damaged."""
+    """Return, as JSON, the identity of the run that wrote a checkpoint; None if the file is missing or damaged."""
     import torch
 
     try:

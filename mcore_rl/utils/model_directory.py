@@ -17,7 +17,7 @@ _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 WEIGHTS = ["*.safetensors"]
 """Patterns of supported weight files; other formats are not downloaded."""
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
-"""Patterns of the other files that are downloaded."""
+"""Patterns of configuration and tokenizer files, which are always downloaded."""
 CODE = ["*.py"]
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20

@@ -544,7 +544,7 @@ class Decoder:
             self._run(nothing, nothing, self._no_attention)
 
     def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor:
-        """Return an empty tensor in place of a core attention's output, for a run without tokens."""
+        """Return an empty tensor in place of a core attention's output, for a forward pass without tokens."""
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:

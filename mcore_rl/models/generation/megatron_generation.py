@@ -492,7 +492,7 @@ class ContinuousBatch:
 class TrainedHere(Protocol):
     """Interface of a policy whose model generates in the same processes in which it is trained.
 
-    The first method releases the memory that only training needs; the second allocates it again.
+    `offload_before_refit` releases the memory that only training needs; `prepare_for_training` allocates it again.
     """
 
     def offload_before_refit(self) -> int: ...

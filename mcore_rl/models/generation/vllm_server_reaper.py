@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 GRACE_SECONDS = 5.0
-"""Seconds between SIGTERM to a process group's leader and killing the group."""
+"""Maximum time in seconds that the leaders have to end after SIGTERM. Then their groups are killed."""
 
 
 def _has_ended(process: int) -> bool:

@@ -253,7 +253,7 @@ def in_precision(
 
 
 def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; join the weights of experts that are one tensor in `source`.
+    """Yield `tensors`; where `source` has one tensor for all experts, join the weights of these experts.
 
     The joined tensor is yielded as soon as its last weight has come.
     """

@@ -513,5 +513,5 @@ class SourceByOwner:
         self.names = names
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """Return the index of `name`, or −1, for each of `rows`: [number of rows, 1]."""
+        """Return a column [number of rows, 1], filled with the index of `name` in `names`, or with −1."""
         return torch.full((rows.stop - rows.start, 1), self.names.index(name) if name in self.names else -1)

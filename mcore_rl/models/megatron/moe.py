@@ -92,7 +92,8 @@ class RouterStatistics:
         are divided by these numbers to get means over the global batch.
     tokens: [experts], number of this rank's unmasked tokens that were sent to each expert.
     entropy, balance, z: the contributions of this rank's tokens to the means over the global batch.
-    uncounted: number of choices of padding and of masked sequences. They reach experts, but `tokens` excludes them.
+    uncounted: number of experts chosen for padding and masked sequences; their tokens reach experts, but `tokens`
+        excludes them.
     received: number of tokens that reached this rank's experts; a token counts once for each expert.
     """
 

@@ -183,9 +183,9 @@ def _weight_shape(shape: Shape, kind: Kind) -> tuple[int, int]:
 
 
 class _Parts:
-    """A `TensorSource` of the update of a whole parameter, with the tensor names of the model directory.
+    """A `TensorSource` that contains the update of a whole parameter, under the names of the Hugging Face tensors.
 
-    `Kind.read` gets a rank's shard of the update from it, as it gets a shard of the weights from a directory.
+    `Kind.read` reads a rank's shard of the update from this source, as it reads weights from a model directory.
     """
 
     def __init__(self, mapping: Mapping, flat: Tensor, scale: str) -> None:

@@ -306,7 +306,7 @@ class ParameterGather:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Tensor) -> None:
-        """Wait until `weight` is complete. Needed if its module is not called: Megatron's hooks then do not run."""
+        """Wait until `weight` is complete. Needed if the weight's module is not called, because no hook then waits."""
         if not self.is_pending:
             return
         for chunk in self.wrapped:

@@ -284,7 +284,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Numbers of steps of the learning-rate schedules: this model's, then the second trained model's, if any."""
+        """Steps made by each learning-rate schedule: this model's, then the second trained model's, if any."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
