@@ -226,8 +226,8 @@ class PackLayout:
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
         """Return `packed` [T] shifted left by one inside each sequence.
 
-        Entry p of the result is the value of the token that position p predicts. Positions that predict no token (see
-        `has_target`) have the value of position 0.
+        Entry p of the result is the value of the token that position p predicts. If position p predicts no token (see
+        `has_target`), entry p is `packed[0]`.
         """
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
         return packed[platform.sent(index, packed.device)]

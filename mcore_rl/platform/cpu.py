@@ -178,8 +178,8 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MB of freed memory instead of returning it to Linux.
 
     Otherwise Linux maps the memory of each new tensor and fills it with zeros, page by page. This takes a tenth of the
-    processor time of a training step. Blocks above 16 MB are not kept: with a limit of 32 MB, a DPO run needs a seventh
-    more memory and no less time. Without glibc, this function does nothing.
+    processor time of a training step. Only blocks of up to 16 MB are kept: if the limit were 32 MB, a DPO run would
+    need a seventh more memory and as much time. Without glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -74,10 +74,10 @@ WRONG = {
     "negative": (changed((0, 4, 0), -1), "ids -1 to"),
     "twice": (changed((7, 1), (4, 4)), "that contain the same expert twice"),
     "not written": (changed((5,), 0), "that contain the same expert twice"),
-    "not base64": ("%%%", "that cannot be read as an array"),
-    "empty": ("", "that cannot be read as an array"),
-    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that cannot be read as an array"),
-    "pickled": (encode(np.array([{}]), allow_pickle=True), "that cannot be read as an array"),
+    "not base64": ("%%%", "they cannot be read as an array"),
+    "empty": ("", "they cannot be read as an array"),
+    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "they cannot be read as an array"),
+    "pickled": (encode(np.array([{}]), allow_pickle=True), "they cannot be read as an array"),
 }
 
 

@@ -153,7 +153,7 @@ def leave_the_directory(iteration):
         (poison_index, "which an index never contains"),
         (poison_common, "common.pt refers to .*system"),
         (poison_an_object, "_extra_state.* refers to .*system"),
-        (leave_the_directory, "must be a file in this directory"),
+        (leave_the_directory, "which must be a file of"),
     ],
 )
 def test_code_in_a_checkpoint_never_runs(poison, message, model_of, tmp_path, monkeypatch):

@@ -287,7 +287,7 @@ class ContinuousBatch:
             self.cache.arrange(held, slots, lengths)
 
     def _fix_sizes(self) -> None:
-        """Arrange the cache for steps of fixed sizes, and choose the replayed step that has these sizes.
+        """Arrange the cache for steps of fixed sizes, and set `current_step` to the `ReplayedStep` of these sizes.
 
         A step may have more rows than there are running sequences. The additional rows are as long as the shortest
         sequence, and write to a spare block and a spare slot.

@@ -86,7 +86,7 @@ def _load(encoded: str) -> np.ndarray[Any, Any]:
     try:
         return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"routed_experts that cannot be read as an array ({error})") from None
+        raise ValueError(f"routed_experts, but they cannot be read as an array ({error})") from None
 
 
 T = TypeVar("T")

@@ -111,7 +111,9 @@ def check_trusted(iteration: Path) -> Metadata:
     index = read_index(iteration)
     for storage in index.storage_data.values():
         if Path(storage.relative_path).name != storage.relative_path:
-            raise UserError(f"{iteration / '.metadata'}: {storage.relative_path!r} must be a file in this directory")
+            raise UserError(
+                f"{iteration / '.metadata'}: names {storage.relative_path!r}, which must be a file of {iteration}"
+            )
     for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
             raise UserError(

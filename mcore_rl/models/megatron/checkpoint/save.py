@@ -78,7 +78,7 @@ class HostStaging:
         self._file = shard_process.shared_file()
         self._block = torch.empty(0, dtype=torch.uint8)
         self._size = self._end = 0
-        """Numbers of bytes of the block that are requested (`_size`) and in use (`_end`)."""
+        """Bytes of the block: how many are requested (`_size`), and how many are in use (`_end`)."""
         self._is_locked = False
         self._beside, self._work = ThreadPoolExecutor(1, "staging"), list[Future[None]]()
         self._copied: platform.Event | None = None
