@@ -531,7 +531,7 @@ class TrainingConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
-        """Return this configuration with each `auto` of model and layout replaced; see `ModelConfig.for_device`."""
+        """Return a copy in which no value of `model` or `parallel` is `auto` any more; see `ModelConfig.for_device`."""
         model = self.model.for_device(on_gpu, te_problem, simulates)
         return self.model_copy(update={"model": model, "parallel": self.parallel.for_device(on_gpu)})
 

@@ -764,7 +764,7 @@ class HeadGradients:
         """Add the contribution of a tile of logits.
 
         Args:
-            grad: gradient of these rows and columns of hidden × weightᵀ.
+            grad: gradient of the tile of hidden × weightᵀ.
         """
         tiles = self.tiles
         grad = tiles.factor(grad)

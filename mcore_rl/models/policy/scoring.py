@@ -394,8 +394,8 @@ class ScoringModel:
             zeros: function that allocates the results for the given rows: a dict of zeros on the device.
             compute: function that computes the results of one microbatch from the last stage's hidden states.
             model_head: head that the model must have.
-            is_needed: whether this process needs the results. If not, a model with its own parallel layout does not
-                send them.
+            is_needed: whether this process needs the results. If False, and the model has a parallel layout of its own,
+                this process receives no results.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head than `model_head`.
