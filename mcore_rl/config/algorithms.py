@@ -55,8 +55,8 @@ class DPOConfig(TrainingConfig):
     def _moves_a_copy(self) -> DPOConfig:
         if self.reference_sync is not None and (self.dpo.reference == "precompute" or not self.keeps_reference):
             raise ValueError(
-                "reference_sync: needs a reference that is a stored copy of the policy, but this run has none; "
-                "leave out reference_sync, or leave out dpo.reference=precompute and dpo.reference_model"
+                "reference_sync: needs a loss with a reference, without dpo.reference=precompute and "
+                "dpo.reference_model; leave reference_sync out, or change these keys"
             )
         return self
 

@@ -62,8 +62,8 @@ class PipelineConfig(Section):
                 raise ValueError(f"{keys} pipeline_model_parallel_size > 1")
         if self._ends and self._accounts:
             raise ValueError(
-                "account_for_embedding/loss_in_pipeline_split: needs layers that are divided evenly; leave out "
-                "either this key, or num_layers_in_first/last_pipeline_stage"
+                "account_for_embedding/loss_in_pipeline_split: cannot be combined with "
+                "num_layers_in_first/last_pipeline_stage; leave out one of the two"
             )
         if layout and (self._ends or self._accounts):
             raise ValueError(
@@ -263,8 +263,8 @@ class LayoutConfig(PipelineConfig):
         # Megatron would reduce the gradients of unsplit experts over the wrong ranks, without an error.
         if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
             raise ValueError(
-                "expert_tensor_parallel_size: needs expert_model_parallel_size > 1 if it differs from "
-                "tensor_model_parallel_size"
+                "expert_tensor_parallel_size: must equal tensor_model_parallel_size if expert_model_parallel_size is "
+                "1; leave expert_tensor_parallel_size out"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")

@@ -164,7 +164,8 @@ class EnvironmentConfig(JudgeOptions):
             )
         if (name == "weighted") != bool(self.rewards):
             raise ValueError(
-                "rewards: must have at least one judge with name=weighted; leave rewards out with any other name"
+                "rewards: must name at least one judge if name is weighted, and must be left out otherwise "
+                f"(name={name})"
             )
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
             raise ValueError(f"max_turns: {name} ends every conversation after one response; set max_turns=1")
@@ -575,14 +576,20 @@ class RLConfig(TrainingConfig):
                 "processes; use another environment"
             )
         if self.rollouts.dynamic_sampling_rounds > 1:
-            raise ValueError(f"{name}: needs to know the prompts of future steps; leave out dynamic_sampling_rounds")
+            raise ValueError(
+                f"{name}: requests responses for later steps, but dynamic_sampling_rounds makes the prompts of these "
+                "steps unknown; leave out dynamic_sampling_rounds"
+            )
         if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
             raise ValueError(
                 f"{name}: trains on samples of older weights; set loss.use_importance_sampling_correction=true "
                 "and a loss.truncated_importance_sampling_ratio, such as 2"
             )
         if loss.force_on_policy_ratio:
-            raise ValueError(f"{name}: trains on samples of older weights; leave out loss.force_on_policy_ratio")
+            raise ValueError(
+                f"{name}: trains on samples of older weights, but loss.force_on_policy_ratio needs samples of the "
+                "current weights; leave out loss.force_on_policy_ratio"
+            )
         if self.generation.max_token_mult_prob_error is not None:
             raise ValueError(
                 f"{name}: trains on samples of older weights, so sampler and trainer compute different "

@@ -301,7 +301,7 @@ class CheckpointConfig(Section):
                 "keep_every: has an effect only with keep_last; give keep_last too, or leave keep_every out"
             )
         if self.best_metric is None and (self.best_mode is not None or self.export_best):
-            raise ValueError("best_mode, export_best: need best_metric")
+            raise ValueError("best_mode, export_best: have no effect without best_metric; set best_metric too")
         if self.best_metric is not None and self.best_is_highest is None:
             raise ValueError(
                 f"best_mode: must say whether the lowest (min) or the highest (max) {self.best_metric} is best"

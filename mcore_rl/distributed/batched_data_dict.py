@@ -139,9 +139,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """
         size = self.size
         if size % chunks:
-            raise ContractError(f"batch size ({size}) is not a multiple of chunks ({chunks})")
+            raise ContractError(f"the batch size ({size}) is not a multiple of the number of chunks ({chunks})")
         if not 0 <= rank < chunks:
-            raise ContractError(f"index OOB: chunk {rank} must be at least 0 and less than chunks ({chunks})")
+            raise ContractError(f"chunk {rank} must be at least 0 and less than the number of chunks ({chunks})")
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:

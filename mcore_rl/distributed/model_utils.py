@@ -91,8 +91,8 @@ def allgather_cp_sharded_tensor(
         return tensor
     if tensor.shape[seq_dim] % 2:
         raise ContractError(
-            "a context-parallel share must have two chunks of equal length, so its length must be even; got "
-            f"{tensor.shape[seq_dim]} tokens"
+            f"the number of tokens of each context-parallel rank ({tensor.shape[seq_dim]}) must be even, because a "
+            "rank holds two chunks of equal length"
         )
     shares = all_gather_forward_reduce_scatter_backward(tensor.movedim(seq_dim, 0), cp_group)
     first, second = shares.chunk(2 * group_size(cp_group))[::2], shares.chunk(2 * group_size(cp_group))[1::2]

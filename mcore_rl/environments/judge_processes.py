@@ -192,10 +192,12 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
                 error = str(lost)
             errors[judging[future]] = error
     fields = ", ".join(sorted(samples[0].record)) or "no field except prompt"
-    shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
+    shortened = (
+        "; this trial has a shorter time limit, because other ranks wait" if limit < config.time_limit_seconds else ""
+    )
     named = f"environment.function={config.function}" if config.function else f"environment.name={config.name}"
     raise UserError(
-        f"{named}: an answer to a record of data.train cannot be judged: {errors[0]} "
+        f"{named}: a response to a record of data.train cannot be judged: {errors[0]} "
         f"(the record has {fields}{shortened})"
     )
 

@@ -60,7 +60,7 @@ class HTTPJudge:
                 f"{self.url} must answer with an object that has a list of rewards, got {str(answer)[:200]}"
             )
         if len(rewards) != len(samples):
-            raise ValueError(f"{self.url} answered {len(rewards)} rewards for {len(samples)} samples")
+            raise ValueError(f"{self.url} returned {len(rewards)} rewards for {len(samples)} samples")
         return [Step(**reward) if isinstance(reward, dict) else reward for reward in rewards]
 
     def _ask(self, body: dict[str, Any], seconds: float) -> Any:
@@ -311,4 +311,4 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
             shared = {"time_limit_seconds": options["time_limit_seconds"]}
             judges = {name: (part["weight"], make_judge(part | shared)) for name, part in options["rewards"].items()}
             return Weighted(judges)
-    raise AssertionError(f"the configuration has no {options['name']}")
+    raise AssertionError(f"environment.name={options['name']}: no judge has this name")

@@ -86,7 +86,10 @@ def read_recording(
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
-        raise UserError(f"--replay {path}: lacks step {missing[0]}; this run has {steps} steps")
+        raise UserError(
+            f"--replay {path}: lacks step {missing[0]}, but this run has {steps} steps; "
+            "lower trainer.max_steps, or replay another recording"
+        )
     with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"
@@ -104,8 +107,14 @@ def read_recording(
     for name, value in sorted(required.items()):
         if found[name] != value:
             if name == "data":
-                raise UserError(f"--replay {path}: was recorded with other prompts than those of data.train")
-            raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; this run has {value}")
+                raise UserError(
+                    f"--replay {path}: was recorded with other prompts than those of data.train; use the same data, or "
+                    "replay another recording"
+                )
+            raise UserError(
+                f"--replay {path}: was sampled with {section}.{name}={found[name]}, but this run has {value}; change "
+                "this key, or replay another recording"
+            )
     return recorded
 
 

@@ -143,7 +143,8 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
             _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
             if len(own) > (rows := family_of(found[key]).vocab_size):
                 raise UserError(
-                    f"{key}: {model.path} has {rows} rows of embeddings, but its tokenizer has {len(own)} tokens"
+                    f"{key}: the tokenizer of {model.path} has {len(own)} tokens, but the model has only {rows} rows "
+                    "of embeddings; use the tokenizer of this model"
                 )
         elif isinstance(config, RLConfig) and config.environment.format == "chat" and not own.chat_template:
             raise UserError(
@@ -170,9 +171,9 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
     if different:
         last = max(len(own), len(policy))
         token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
-        ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
+        ids = [f"id {ids[token]}" if token in ids else "no id" for ids in (own, policy)]
         raise UserError(
-            f"{model} has another vocabulary than {POLICY} ({len(own)} tokens instead of {len(policy)}; {token!r} is "
+            f"{model} has another vocabulary than {POLICY} ({len(own)} tokens instead of {len(policy)}; {token!r} has "
             f"{ids[0]} instead of {ids[1]}); use a model with the policy's tokenizer"
         )
 

@@ -313,9 +313,9 @@ def test_tokens_outside_the_teachers_k_have_a_gradient_of_exactly_zero(model_of)
 def test_another_vocabulary_is_told_by_its_first_token():
     student = {"a": 0, "b": 1, "c": 2}
     for teacher, told in (
-        ({"a": 0, "c": 1, "b": 2}, "(3 tokens instead of 3; 'b' is id 2 instead of id 1)"),
-        ({"a": 0, "b": 1}, "(2 tokens instead of 3; 'c' is no token instead of id 2)"),
-        ({**student, "d": 3}, "(4 tokens instead of 3; 'd' is id 3 instead of no token)"),
+        ({"a": 0, "c": 1, "b": 2}, "(3 tokens instead of 3; 'b' has id 2 instead of id 1)"),
+        ({"a": 0, "b": 1}, "(2 tokens instead of 3; 'c' has no id instead of id 2)"),
+        ({**student, "d": 3}, "(4 tokens instead of 3; 'd' has id 3 instead of no id)"),
     ):
         with pytest.raises(UserError, match="has another vocabulary") as error:
             _check_vocabulary("TEACHER", teacher, student)
@@ -337,6 +337,6 @@ def test_a_token_that_the_teacher_has_no_embedding_of_is_told(files, tmp_path):
     config = build_config(DistillationConfig, values, [f"output_dir={tmp_path / 'out'}", *overrides], "")
     with pytest.raises(
         WorkerError,
-        match=r"distillation\.teacher: .* has 90 rows of embeddings. A response contains token \d+, which has no",
+        match=r"distillation\.teacher: .* has only 90 rows of embeddings, but a response contains token \d+,",
     ):
         run_processes(distill, config, world_size=1)

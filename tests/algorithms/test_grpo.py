@@ -256,9 +256,9 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
     too_long = train(files, "longer", "--replay", files / "recording.jsonl", "trainer.max_steps=9", check=False)
     assert too_long.returncode == 2
-    assert "lacks step 5; this run has 9 steps" in too_long.stderr_text
+    assert "lacks step 5, but this run has 9 steps" in too_long.stderr_text
     hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "grpo.temperature=2", check=False)
-    assert "recording.jsonl: was sampled with grpo.temperature=1.0; this run has 2.0" in hotter.stderr_text
+    assert "recording.jsonl: was sampled with grpo.temperature=1.0, but this run has 2.0" in hotter.stderr_text
 
 
 @pytest.mark.long

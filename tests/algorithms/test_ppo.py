@@ -174,7 +174,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
         for name in ("reward_mean", "value_loss", "explained_variance", "critic_grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
     hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "ppo.temperature=2", check=False)
-    assert "recording.jsonl: was sampled with ppo.temperature=1.0; this run has 2.0" in hotter.stderr_text
+    assert "recording.jsonl: was sampled with ppo.temperature=1.0, but this run has 2.0" in hotter.stderr_text
 
 
 @pytest.mark.long

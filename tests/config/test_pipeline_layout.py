@@ -94,7 +94,11 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
             "sets the layers of every stage; leave out num_layers_in_first/la",
         ),
         ("Et|tL", {"account_for_loss_in_pipeline_split": True}, "sets the layers of every stage"),
-        (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "divided evenly"),
+        (
+            None,
+            {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1},
+            "cannot be combined",
+        ),
         ("", {}, "must not be empty"),
         ("E(t*9999)*9999|tL", {}, "has more than 10,000 characters when its repetitions"),
         ("E(t*99)*99|(t*99)*99L", {}, "has more than 10,000 characters when its repetitions"),

@@ -410,7 +410,9 @@ def test_check_tokens_raises_on_all_ranks_for_unknown_token(model_of):
     config = ParallelLayout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError) as error:
         run_processes(missing_embeddings, config, world_size=2)
-    assert str(error.value).count("TrainingError: critic.path: ") == 2 and "which has no embedding" in str(error.value)
+    assert str(error.value).count("TrainingError: critic.path: ") == 2 and "which is not in the tokenizer" in str(
+        error.value
+    )
 
 
 def test_train_refuses_batch_without_rows(model_of):

@@ -90,7 +90,7 @@ def test_a_server_without_the_required_masks_is_named(root, tmp_path):
     with serving(root / "dense", tmp_path, ["--masks"], []) as (urls, _, _):
         process, _ = train(root, tmp_path.name, "grpo.top_k=9", "grpo.keep_sampling_mask=true", urls, check=False)
     assert process.returncode == 2
-    assert "does not run with --return-sampling-mask, which grpo.keep_sampling_mask needs" in process.stderr_text
+    assert "does not run with --return-sampling-mask, but grpo.keep_sampling_mask=true needs" in process.stderr_text
 
 
 # ------------------------------------------------------------------ sleep

@@ -103,7 +103,7 @@ def test_probe_ends_at_first_success_or_time_limit(monkeypatch):
     started = time.monotonic()
     probe(config, prompts_of(hang, good, hang, hang))
     with pytest.raises(
-        UserError, match=r"time_limit_seconds=0\.5 .*; shortened for this trial, while other ranks wait"
+        UserError, match=r"time_limit_seconds=0\.5 .*; this trial has a shorter time limit, because other ranks wait"
     ):
         probe(config, prompts_of(*[hang] * 4), seconds=1)
     assert time.monotonic() - started < 50

@@ -315,7 +315,7 @@ def test_http_judge_accepts_numbers_null_and_objects(judge, remote):
         (lambda n, body: (500, {}), 3, 2, r"status 500 \(attempts: 2\)"),
         (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
         (lambda n, body: time.sleep(30), 3, 2, r"took too long \(attempts: 2\)"),
-        (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
+        (lambda n, body: (200, {"rewards": []}), 3, 1, "returned 0 rewards for 1 samples"),
         (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer with an object that has a list of"),
         (lambda n, body: (200, [1]), 3, 1, "/judge must answer with an object that has a list of rewards, got \\[1\\]"),
         (lambda n, body: (200, {"rewards": [{"reward": 1, "rewards": None}]}), 3, 1, "rewards must be a dictionary"),

@@ -64,7 +64,7 @@ FAILURES = {
             200,
             {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(("a.2", "a.3"))]},
         ),
-        "has weights of version a.2/a.3, but must have version a.3 or newer",
+        "generated with weights of version a.2/a.3, but must have version a.3 or newer",
     ),
     "aborted": (lambda n: (200, {"finish_reason": "abort"}), "the request ended before its response was complete"),
 }
@@ -121,7 +121,9 @@ def test_weights_may_change_while_a_server_answers():
         pool.settle(list(pool.servers))
         changing.set()
         assert first.result(20).weight_versions == [(3, 1), (4, 1)]
-        with pytest.raises(TrainingError, match=r"has weights of version a.3/a.4, but must have version a.4 or newer"):
+        with pytest.raises(
+            TrainingError, match=r"generated with weights of version a.3/a.4, but must have version a.4 or newer"
+        ):
             pool.submit(GROUPS[0][0], PARAMS).result(20)
         assert len(dropped) == 1
         with pytest.raises(TrainingError, match="no vLLM server is left"):

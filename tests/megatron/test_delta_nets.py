@@ -128,9 +128,12 @@ def test_sequences_of_a_pack_do_not_see_each_other():
     [
         (
             {"context_parallel_size": 8},
-            r"context_parallel_size=8: tensor x context = 8 must divide .*key heads .*\(4\)",
+            r"context_parallel_size=8: tensor x context parallelism \(8\) must divide .*key heads .*\(4\)",
         ),
-        ({"tensor_model_parallel_size": 4, "context_parallel_size": 2}, r"tensor x context = 8 must divide"),
+        (
+            {"tensor_model_parallel_size": 4, "context_parallel_size": 2},
+            r"tensor x context parallelism \(8\) must divide",
+        ),
     ],
 )
 def test_more_ranks_than_key_heads_are_refused(sizes, message):

@@ -378,7 +378,7 @@ class ServerPool:
             has = "/".join(sorted({name for name, _ in answer.spans}))
             wanted = next((name for name, number in self._versions.items() if number == oldest), "none")
             raise WrongServerError(
-                f"{server.url}: has weights of version {has}, but must have version {wanted} or newer"
+                f"{server.url}: generated with weights of version {has}, but must have version {wanted} or newer"
             )
         spans = [(number, tokens) for number, (_, tokens) in zip(numbers, answer.spans, strict=True)]
         return replace(answer.response, weight_versions=spans)

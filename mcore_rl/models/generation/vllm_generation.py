@@ -277,8 +277,8 @@ class VLLMGeneration(StreamingGeneration):
         lack = f"{lacking[0]} does not run with --return-sampling-mask"
         if self.config.rollouts.keep_sampling_mask:
             raise UserError(
-                f"generation.vllm.urls: {lack}, which {self.config.algorithm}.keep_sampling_mask needs; start the "
-                "server with scripts/serve_vllm.py and this configuration"
+                f"generation.vllm.urls: {lack}, but {self.config.algorithm}.keep_sampling_mask=true needs this option; "
+                "start the server with scripts/serve_vllm.py and this configuration"
             )
         self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
         return False

@@ -105,8 +105,8 @@ def check_model_fits(
     for what, size in family.divisible_by_tensor_and_context_parallel().items():
         if size % both:
             raise UserError(
-                f"parallel.context_parallel_size={parallel.context_parallel_size}: tensor x context = {both} must "
-                f"divide the model's {what} ({size})"
+                f"parallel.context_parallel_size={parallel.context_parallel_size}: tensor x context parallelism "
+                f"({both}) must divide the model's {what} ({size})"
             )
     if groups % tp and tp % groups:
         raise UserError(

@@ -82,8 +82,8 @@ def initialize_parallel(config: ParallelConfig, may_differ: bool = False) -> Top
         there = _sizes(_layouts[0].config)
         key = next(key for key in there if there[key] != wanted[key])
         raise RuntimeError(
-            f"parallel.{key}={wanted[key]}: all trained models of a process must have the same layout; this "
-            f"process has a layout with {key}={there[key]}"
+            f"parallel.{key}={wanted[key]}: all trained models of a process must have the same layout; "
+            f"set {key}={there[key]}, as for the first model"
         )
     if layout is None:
         layout = _build_layout(config)

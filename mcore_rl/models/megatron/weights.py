@@ -297,8 +297,8 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(
-                f"model.path: {source.path}: {name} has the shape {tuple(source.shape(name))}, but by config.json "
-                f"it must be {shape}"
+                f"model.path: {source.path}: {name} has the shape {tuple(source.shape(name))}, but "
+                f"config.json requires {shape}"
             )
 
 

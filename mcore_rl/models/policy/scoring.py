@@ -273,8 +273,8 @@ class ScoringModel:
         (token,) = batch_share(data).max(float(data["input_ids"].max()) if data.size else -1.0)
         if token >= self.model.vocab_size:
             raise TrainingError(
-                f"{key}: {self.config.model.path} has {self.model.vocab_size} rows of embeddings. A response "
-                f"contains token {token:.0f}, which has no embedding and is not in the tokenizer"
+                f"{key}: {self.config.model.path} has only {self.model.vocab_size} rows of embeddings, but a "
+                f"response contains token {token:.0f}, which is not in the tokenizer; use a model with more rows"
             )
 
     def get_logprobs(
