@@ -111,7 +111,7 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["optimizer.lr=${a b}"], r"does not name an environment variable; to write a plain \${, use \$\${"),
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
-        (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
+        (["parallel.expert_tensor_parallel_size=2"], "must equal tensor_model_parallel_size"),
         (["parallel.virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size > 1"),
     ],
 )

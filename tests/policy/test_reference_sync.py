@@ -227,12 +227,12 @@ def test_a_run_begun_from_other_weights_keeps_its_reference(model_of, tmp_path):
         (
             DPOConfig,
             ["reference_sync.interval=4", "dpo.reference=precompute"],
-            "reference_sync: needs a reference that",
+            "reference_sync: needs a loss with a reference, without",
         ),
         (
             DPOConfig,
             ["reference_sync.interval=4", "dpo.preference_loss=simpo"],
-            "reference_sync: needs a reference that",
+            "reference_sync: needs a loss with a reference, without",
         ),
         (
             DPOConfig,
