@@ -286,8 +286,8 @@ class RolloutOptions(Section):
     """Number of responses in one update, over all processes; a multiple of the group size. The groups are shuffled in
     each step. Each pass (num_updates_per_rollout) uses each response once. The default is all responses of a step."""
     dynamic_sampling_rounds: PositiveInt = 1
-    """Maximum number of rounds of sampling in a step. After each round, new prompts replace the groups whose rewards do
-    not differ (DAPO). 1: such groups stay."""
+    """Maximum number of rounds of sampling in a step. Between two rounds, new prompts replace the groups in which all
+    rewards are equal (DAPO). 1: there is no second round, so these groups stay."""
     max_staleness: Count = 0
     """Number of future steps whose responses are generated during a step. A response is used in training at most this
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""

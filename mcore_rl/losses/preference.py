@@ -176,7 +176,7 @@ OF_MARGIN: Mapping[PreferenceLossType, PairLoss] = {
     "exo_pair": exo_pair,
     "discopop": discopop,
 }
-"""Losses of the difference of a pair's scores."""
+"""Losses that are functions of a pair's margin: the score of the chosen response minus that of the rejected one."""
 OF_BOTH_REWARDS: Mapping[PreferenceLossType, PairLoss] = {
     "apo_zero": apo_zero,
     "apo_down": apo_down,

@@ -82,7 +82,7 @@ class Hardware(BaseModel):
         kinds = {str(key): value for key, value in read_yaml(Path(file) if file else PUBLISHED).items()}
         if kind not in kinds:
             there = f"must be one of {', '.join(sorted(kinds))}" if kinds else "the file is empty"
-            raise UserError(f"--hardware {name}: {there}; for a GPU of your own file, write FILE:NAME")
+            raise UserError(f"--hardware {name}: {there}; for a GPU that a file of yours describes, write FILE:NAME")
         if not isinstance(kinds[kind], dict):
             raise UserError(f"--hardware {name}: must be a mapping, as in {PUBLISHED}, not {kinds[kind]!r}")
         try:

@@ -290,9 +290,9 @@ LINEAR = ("projections", "MLP", "experts")
 
 @dataclass(frozen=True)
 class Implementation:
-    """Kernels and precisions of a run. `of` converts the report of a simulation to them.
+    """Kernels and precisions of a run.
 
-    The simulation itself runs the package's own layers.
+    The simulation runs the package's own layers. The method `of` converts its report to these kernels and precisions.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
         to fp32 sums, and read the weights of experts without copying them.

@@ -495,7 +495,7 @@ OPTIONS = [
     (["--lengths", "9", "--response-part", "nan"], "--response-part nan: must be a fraction of a sequence, above 0"),
     (
         ["--hardware", "tpu"],
-        "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; for a GPU of your own file, write FILE:NAME",
+        "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; for a GPU that a file of yours describes, write FILE:NAME",
     ),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
     (["--search", "--ranks", "first"], "--ranks: needs a single layout; leave out --search"),

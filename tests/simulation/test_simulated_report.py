@@ -354,8 +354,8 @@ def test_hardware_that_is_none(gpu, said, tmp_path):
 @pytest.mark.parametrize(
     ("text", "wanted", "said"),
     [
-        ("{}", "gpu", "the file is empty; for a GPU of your own file, write FILE:NAME"),
-        ("4090: {}\na: {}", "b", "must be one of 4090, a; for a GPU of your own file, write FILE:NAME"),
+        ("{}", "gpu", "the file is empty; for a GPU that a file of yours describes, write FILE:NAME"),
+        ("4090: {}\na: {}", "b", "must be one of 4090, a; for a GPU that a file of yours describes, write FILE:NAME"),
         ("4090: {}", "4090", "4090: memory_bytes: Field required"),
     ],
 )

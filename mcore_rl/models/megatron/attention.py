@@ -485,7 +485,7 @@ class PackLatentAttention(MegatronModule):
     def _rotate(self, x: Tensor, angles: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Rotate `x` [T, heads, rotated] by `angles` [T, 1, rotated].
 
-        In the result the two elements of a pair are half of `rotated` apart, also if they were neighbours in `x`.
+        In `x`, the two elements of a pair may be neighbours. In the result they are rotated / 2 elements apart.
         """
         angles = angles[0] if isinstance(angles, tuple) else angles
         if self.mixer.interleaved:

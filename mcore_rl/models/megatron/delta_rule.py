@@ -62,8 +62,8 @@ class ChunkPlan:
     before: [width − 1, T], for each position, the positions of the previous width − 1 tokens of its sequence, the
         nearest first; −1 where there is none.
     last: [segments], position of the last token of each segment that has tokens.
-    order: [segments], index that sorts the segments' final states into the order of the pack. The steps compute these
-        states in the order in which the segments end.
+    order: [segments], for each segment of the pack, the index of its final state. The steps compute the final states in
+        the order in which the segments end.
     """
 
     steps: tuple[Step, ...]

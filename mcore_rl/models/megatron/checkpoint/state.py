@@ -314,7 +314,7 @@ class Region:
     values: the memory. It has the region's shape, with as many dimensions as the tensor; its precision and device may
         be any.
     whole: the shape that the tensor must have; None for any shape.
-    is_padded: whether the tensor may be smaller than the region requires; missing values are set to 0.
+    is_padded: whether the tensor may end before the region ends; the values beyond its end are then set to 0.
     """
 
     key: str
