@@ -120,6 +120,7 @@ def test_megatron_takes_nothing_from_a_transformer_engine_that_needs_a_gpu(tmp_p
     assert printed(asked, tmp_path) == ["False", "megatron.core.utils"]
 
 
+@pytest.mark.long
 def test_a_run_on_the_cpu_imports_no_compiler():
     asked = (
         "from mcore_rl import platform; platform.initialize_platform();"

@@ -513,6 +513,7 @@ def test_run_resumes_after_crash_that_damaged_its_logs(files):
     assert saved(out)[-1] == "iter_0000002"
 
 
+@pytest.mark.long
 def test_samples_that_cannot_be_written_are_reported_once(files):
     """The run goes on without them."""
     out, samples = files / "no_samples", files / "no_samples" / "samples.jsonl"

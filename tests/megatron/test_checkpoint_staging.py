@@ -125,6 +125,7 @@ def fails_to_begin(config, directory):
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.long
 def test_save_after_one_that_could_not_begin_on_a_rank_succeeds(model_of, tmp_path):
     config = ParallelLayout(tp=2).apply(make_config(model_of("llama")))
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"timeout_seconds": 20.0})})
