@@ -86,7 +86,7 @@ def saved(out):
     ("processes", "broken", "writing"),
     [
         (1, "0", "0=1"),
-        pytest.param(2, "1", "0=2 1=0", marks=pytest.mark.long),
+        pytest.param(2, "1", "0=2 1=0", marks=pytest.mark.exhaustive),
         pytest.param(2, "1", "0=0 1=2", marks=pytest.mark.exhaustive),
         pytest.param(2, "0", "0=0 1=2", marks=pytest.mark.exhaustive),
         pytest.param(2, "0 1", "0=0 1=2", marks=pytest.mark.long),

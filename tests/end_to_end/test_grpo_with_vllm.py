@@ -207,7 +207,14 @@ def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
     assert [step["step"] for step in metrics] == [1, 2]
 
 
-@pytest.mark.parametrize(("layout", "processes"), [*RARELY_ALONE, ((), 2)], ids=["one process", "TP2", "two replicas"])
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS),
+        ((), 2),
+    ],
+    ids=["one process", "TP2", "two replicas"],
+)
 def test_the_last_server_of_an_offloaded_policy_loses_no_step(layout, processes, root, tmp_path):
     """Weights and optimizer are in host memory while the server, which dies in the third step, uses the device."""
     dies = ["--sleeps", "--die", "/inference/v1/generate", "36", tmp_path / "dead"]  # 16 requests a step

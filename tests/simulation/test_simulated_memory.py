@@ -83,8 +83,9 @@ def compare(path, layout, sequences):
 
 DENSE = and_long(
     [],
-    [ParallelLayout(), ParallelLayout(tp=2, sp=True)],
+    [ParallelLayout(tp=2, sp=True)],
     [
+        ParallelLayout(),
         ParallelLayout(pp=2),
         ParallelLayout(cp=2),
         ParallelLayout(dp=2),
