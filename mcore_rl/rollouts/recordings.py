@@ -106,15 +106,10 @@ def read_recording(
         )
     for name, value in sorted(required.items()):
         if found[name] != value:
+            differs = f"was sampled with {section}.{name}={found[name]}, but this run has {value}; change this key"
             if name == "data":
-                raise UserError(
-                    f"--replay {path}: was recorded with other prompts than those of data.train; use the same data, or "
-                    "replay another recording"
-                )
-            raise UserError(
-                f"--replay {path}: was sampled with {section}.{name}={found[name]}, but this run has {value}; change "
-                "this key, or replay another recording"
-            )
+                differs = "was recorded with other prompts than those of data.train; use the same data"
+            raise UserError(f"--replay {path}: {differs}, or replay another recording")
     return recorded
 
 
