@@ -21,7 +21,7 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import search as simulation
 
 SCRIPTS = ROOT / "scripts"
-SECONDS = 60  # for an error that does not wait for anything, on a busy machine
+SECONDS = 5  # beside the imports
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_search_lists_refused_layout_with_reason(model, monkeypatch):
     monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: [("tp1", refused)])
     (candidate,) = search(config_of(model), 2, SEQUENCES, Hardware.load("h100"), 1, print)
     assert candidate.text == "tp1"
-    assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: must equal ")
+    assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: must equal tensor_model_parallel")
 
 
 def test_chosen_ranks_and_layouts_to_try(model):
