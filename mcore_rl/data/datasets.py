@@ -127,7 +127,7 @@ class DistillationDataset(Dataset):
 
 
 Source = str | Mapping[str, float]
-"""Where records come from: a path or name, or a mixture (a map from path or name to sample weight)."""
+"""A source of records: a path or name, or a mixture (a map from path or name to sample weight)."""
 
 
 def named(source: Source) -> str:

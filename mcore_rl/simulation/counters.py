@@ -409,7 +409,7 @@ class Traffic:
     calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
     memory: LiveBytes | None = None
-    """Counter of memory. It tells which tensors are state, and is told which tensors receive data."""
+    """Counter of memory. It knows which tensors are state, and counts the receive buffers of collectives."""
 
     def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
         if len(ranks) == 1:
