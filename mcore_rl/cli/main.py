@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -10,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,8 @@ from mcore_rl.config.schema import json_schema
 from mcore_rl.errors import UserError
 from mcore_rl.run.directory import REPORT, is_report
 from mcore_rl.utils import torchrun
+from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.packages import check_packages, is_own_build, package_problems, version_of
 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
@@ -36,7 +38,7 @@ mcore-rl doctor
 `mcore-rl train dpo --help` prints the options and keys of a program, `torchrun --help` those of the launch.
 `mcore-rl report OUTPUT` writes curves and samples of a run to OUTPUT/report.html.
 `mcore-rl schema dpo` prints the JSON schema of a configuration.
-`mcore-rl doctor` lists the installed packages, and the features that need the missing ones."""
+`mcore-rl doctor` lists the installed packages, the features that need the missing ones, and what must be mended."""
 
 NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "datasets", "pydantic")
 OPTIONAL = {
@@ -54,6 +56,9 @@ OPTIONAL = {
     "peft": "tests of adapters; training with LoRA does not need it",
 }
 
+IN_CONTAINERS = "Megatron's fused attention and layers on GPUs (NVIDIA's containers bring it; do not install another)"
+"""Purpose of Transformer Engine, and where it comes from, in an environment with a container's own torch."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -63,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if words else 2)
     if words == ["doctor"]:
         with exit_on_error():
-            for line in doctor():
-                print(line, flush=True)
-        return
+            sys.exit(print_doctor())
     if words[0] == "report":
         report(words[1:], "mcore-rl report")
         return
@@ -81,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(json.dumps(json_schema(PROGRAMS[algorithm].config), indent=1))
         return
     if not torchrun.is_launched():
+        with exit_on_error():
+            check_packages()  # torchrun's parser imports torch
         launch_options, rest = split(rest)
         if launch_options:
             sys.exit(launch(launch_options, ["train", algorithm, *rest]))
@@ -132,31 +137,45 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def doctor() -> Iterator[str]:
+def print_doctor() -> int:
+    """Print what is installed and whether it works, line by line; return the exit status: 1 if a run would fail."""
+    for line in describe_installation():
+        print(line, flush=True)
+    wrong = [*package_problems()]
+    if not wrong:
+        for line in describe_device():
+            print(line, flush=True)
+        wrong = [problem for problem in (_group_problem(), _megatron_problem()) if problem]
+    print("\n".join(f"MEND THIS: {problem}" for problem in wrong) or "a run can start")
+    return int(bool(wrong))
+
+
+def describe_installation() -> Iterator[str]:
     """Yield lines about this machine and the packages: versions, and what each missing package is for."""
     import mcore_rl
-    from mcore_rl.platform import describe_gpus, te_problem
 
     yield f"mcore_rl {mcore_rl.__version__}, Python {platform.python_version()}, {platform.platform()}"
     memory = psutil.virtual_memory().total / 2**30
     yield f"{torchrun.processors()} processors, {memory:.0f} GiB of memory, {_disk()}"
     for name in NEEDED:
-        yield f"  {name:<24}{_version(name) or 'MISSING'}"
+        yield f"  {name:<24}{version_of(name) or 'MISSING'}"
+    in_container = is_own_build(version_of("torch"))
     for name, purpose in OPTIONAL.items():
-        yield f"  {name:<24}{_version(name) or f'not installed: {purpose}'}"
+        missing = IN_CONTAINERS if in_container and name == "transformer-engine" else purpose
+        yield f"  {name:<24}{version_of(name) or f'not installed: {missing}'}"
+
+
+def describe_device() -> Iterator[str]:
+    """Yield lines about GPUs and Transformer Engine. This imports PyTorch and, if installed, Transformer Engine."""
+    from mcore_rl.platform import describe_gpus, te_problem, te_warning
+
     if (problem := te_problem()) not in (None, "is not installed"):
         yield f"Transformer Engine {problem}: runs take local layers"
+    if warning := te_warning():
+        yield f"warning: {warning}"
     yield from describe_gpus() or [
         "torch finds no GPU: runs use the CPU. On a machine with GPUs, install a torch for CUDA, then this package"
     ]
-    yield _group()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _disk() -> str:
@@ -169,8 +188,8 @@ def _disk() -> str:
     return f"{free:.0f} GiB free for tokenized data in {cache}{problem}"
 
 
-def _group() -> str:
-    """Return a line that says whether a process group of one rank can be created and used."""
+def _group_problem() -> str | None:
+    """Return why no process group of one rank can be created and used; None if one can."""
     from datetime import timedelta
 
     import torch
@@ -184,5 +203,18 @@ def _group() -> str:
         torch.distributed.all_reduce(torch.ones(1, device=device()))
         torch.distributed.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        return f"{backend()}: NO PROCESS GROUP can be made: {' '.join(str(error).split())}"
-    return f"{backend()}: a process group can be made"
+        return f"{backend()}: no process group can be made: {' '.join(str(error).split())}"
+    return None
+
+
+def _megatron_problem() -> str | None:
+    """Return why Megatron-Core cannot be imported; None if it can."""
+    from mcore_rl.platform import initialize_platform
+
+    quiet_libraries()
+    initialize_platform()
+    try:
+        import_module("mcore_rl.models.megatron.build")
+    except UserError as error:
+        return str(error)
+    return None

@@ -102,7 +102,10 @@ class ModelConfig(Section):
             UserError: the section requires Transformer Engine, but Transformer Engine cannot be used.
         """
         if self.transformer_impl == "transformer_engine" and te_problem is not None and not simulates:
-            install = "install it with pip install 'mcore_rl[gpu]', or " if on_gpu else ""
+            # Only what is missing is installed: pip would replace a container's build, which fits its torch.
+            missing = on_gpu and te_problem == "is not installed"
+            remedy = "choose versions that fit (docs/several_nodes.md), or " if on_gpu and not missing else ""
+            install = "install it with pip install 'mcore_rl[gpu]', or " if missing else remedy
             raise UserError(
                 f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; {install}"
                 "set model.transformer_impl=local"

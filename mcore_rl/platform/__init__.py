@@ -60,9 +60,9 @@ class DeviceConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=DeviceConfig)
 
 
-TE_VERSIONS = (2, 9), (2, 12)
-"""The first supported version of Transformer Engine, and the first later version that is not supported, as in
-pyproject.toml."""
+TE_VERSIONS = (2, 9), (2, 20)
+"""The oldest supported version of Transformer Engine, and the newest that was compared with the stand-in of the tests
+(`tests/support/check_te_signatures.py`)."""
 
 
 @cache
@@ -71,17 +71,39 @@ def te_problem() -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:
-        package: Any = importlib.import_module("transformer_engine")
-        version = str(package.__version__)
+        version = _te_version()
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # its libraries may not fit torch, CUDA or the machine
         return f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    first, after = TE_VERSIONS
-    if not first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < after:
-        return f"has version {version}; supported are {first[0]}.{first[1]} to {after[0]}.{after[1] - 1}"
+    if _minor(version) < TE_VERSIONS[0]:
+        return f"has version {version}; {_dotted(TE_VERSIONS[0])} or newer is needed"
     if not (has_gpu() or version.endswith("+cpu")):
         return "needs a GPU, and torch sees none"
     return None
+
+
+def te_warning() -> str | None:
+    """Return a warning if Transformer Engine can be used, but is newer than the versions that were checked."""
+    if te_problem() is not None or _minor(version := _te_version()) <= TE_VERSIONS[1]:
+        return None
+    return (
+        f"Transformer Engine {version} is newer than {_dotted(TE_VERSIONS[1])}, the newest version whose functions "
+        "were compared with this package; if it fails, set model.transformer_impl=local"
+    )
+
+
+def _te_version() -> str:
+    package: Any = importlib.import_module("transformer_engine")
+    return str(package.__version__)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def resolve(config: ConfigT) -> ConfigT:

@@ -375,6 +375,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         """
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
+        if policy.config.model.transformer_impl == "transformer_engine" and (warning := platform.te_warning()):
+            self.say(f"warning: {warning}")
         if untrained := policy.describe_untrained():
             self.say(untrained)
         self.say(f"optimizer: {policy.describe_optimizer()}")

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from programs import ROOT
@@ -61,22 +63,8 @@ def test_missing_transformer_engine_is_refused():
         chosen(config_of({"transformer_impl": "transformer_engine"}), on_gpu=False, te_problem="needs a GPU")
 
 
-@pytest.mark.parametrize(
-    ("version", "is_whole", "problem"),
-    [
-        ("2.5.0", True, "has version 2.5.0; supported are 2.9 to 2.11"),
-        ("2.12.0+abc", True, r"has version 2.12.0\+abc; supported"),
-        ("2.9.0", False, r"cannot be imported \(ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
-        ("2.10.0", True, "needs a GPU, and torch sees none"),
-        ("2.10.0+cpu", True, None),
-    ],
-)
-def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, problem, monkeypatch):
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
-
-    from mcore_rl import platform
-
+def pretend_te(version, is_whole, monkeypatch):
+    """Put an empty Transformer Engine of this version among the imported modules; if not whole, without `pytorch`."""
     package = ModuleType("transformer_engine")
     package.__spec__, package.__path__ = ModuleSpec("transformer_engine", None), []
     package.__version__ = version
@@ -85,14 +73,49 @@ def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, pr
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
     else:
         monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_warned"),
+    [("2.9.0", False), ("2.20.2", False), ("2.20.9+1a2b3c", False), ("2.21.0", True), ("3.0.1", True)],
+)
+def test_newer_transformer_engine_than_checked_is_used_with_a_warning(version, is_warned, monkeypatch):
+    from mcore_rl import platform
+
+    pretend_te(version, True, monkeypatch)
+    monkeypatch.setattr(platform, "te_problem", lambda: None)
+    warning = platform.te_warning()
+    assert (warning is not None) == is_warned
+    assert warning is None or warning.startswith(f"Transformer Engine {version} is newer than 2.20, the newest version")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_whole", "problem"),
+    [
+        ("2.5.0", True, "has version 2.5.0; 2.9 or newer is needed"),
+        ("2.8.1+abc", True, r"has version 2.8.1\+abc; 2.9 or newer is needed"),
+        ("2.9.0", False, r"cannot be imported \(ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
+        ("2.10.0", True, "needs a GPU, and torch sees none"),
+        ("2.10.0+cpu", True, None),
+        ("2.21.0+cpu", True, None),
+    ],
+)
+def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, problem, monkeypatch):
+    from mcore_rl import platform
+
+    pretend_te(version, is_whole, monkeypatch)
     found = platform.te_problem.__wrapped__()
     assert (found is None) == (problem is None)
     config = config_of({"transformer_impl": "transformer_engine"})
     if problem is None:
         assert chosen(config, on_gpu=True, te_problem=found)[1] == "transformer_engine"
     else:
-        with pytest.raises(UserError, match=f"model.transformer_impl=transformer_engine: Transformer Engine {problem}"):
+        with pytest.raises(
+            UserError, match=f"model.transformer_impl=transformer_engine: Transformer Engine {problem}"
+        ) as refusal:
             chosen(config, on_gpu=True, te_problem=found)
+        assert "pip install" not in str(refusal.value), "pip would replace the container's build"
+        assert str(refusal.value).endswith("(docs/several_nodes.md), or set model.transformer_impl=local")
         assert chosen(config_of(), on_gpu=True, te_problem=found)[1] == "local"
 
 

@@ -5,6 +5,7 @@ import ctypes
 import gc
 
 import pytest
+import torch
 from layout_cases import make_config, make_data
 from peak_memory import PeakMemory
 from small_models import make_model
@@ -130,3 +131,25 @@ def test_a_rank_that_cannot_read_tells_all(model_of, tmp_path):
     other = make_config(make_model("llama", tmp_path / "wider", intermediate_size=128))
     (told,) = run_processes(refused, other, saved, None, world_size=1)
     assert told.startswith(f"{saved} does not fit the model: decoder.layers.mlp.")
+
+
+def test_state_in_a_checkpoint_of_megatron_019_is_read(tmp_path):
+    """Megatron 0.19 writes the state as a list of one element, an object among the shards."""
+    from torch.distributed import checkpoint
+
+    from mcore_rl.models.megatron.checkpoint.load import check_trusted, read_common
+
+    common = {"state": {"step": 7, "rates": [0.1, 3e-5]}}
+    written = {"model.weight": torch.arange(6.0).view(2, 3), "common_state/shard_0_1": [common]}
+    planner = checkpoint.DefaultSavePlanner(flatten_state_dict=False)
+    checkpoint.save(written, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert read_common(tmp_path, check_trusted(tmp_path)) == common
+
+
+def test_checkpoint_without_common_state_is_refused(tmp_path):
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from mcore_rl.models.megatron.checkpoint.load import read_common
+
+    with pytest.raises(UserError, match=r"has neither the file common\.pt nor the object common_state"):
+        read_common(tmp_path, Metadata({}, storage_data={}))

@@ -179,3 +179,14 @@ def test_factors_whose_shapes_do_not_fit_are_refused(is_transposed, shape):
     x = random(500, 1000).T if is_transposed else random(1000, 500)
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|must be a matrix"):
         torch.mm(x, random(*shape))
+
+
+def test_megatron_is_imported_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+import mcore_rl.models.policy.megatron_policy
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,11 +1,15 @@
 """Compare the signatures of the stand-in with the sources of Transformer Engine.
 
-    python tests/support/check_te_signatures.py [2.9.0 2.10.0 2.11.0]
+    python tests/support/check_te_signatures.py [2.9.0 2.14.1 …]
+
+Without arguments: the oldest and the newest version that the package supports, and those between at which Megatron
+changes its calls.
 
 The script downloads each version's wheel from the package registry to a temporary directory and parses its files. With
 the first version every function must be equal: names, order, kinds and defaults of the parameters. Of later versions,
-every parameter of the stand-in must exist with the same default, and no other parameter may be required. Exit status 1:
-a difference.
+every parameter of the stand-in must exist with the same default (a required one may have got a default), and no other
+parameter may be required. The stand-in has later forms of some functions below `if since(…)`. Exit status 1: a
+difference.
 """
 
 import ast
@@ -29,13 +33,27 @@ METHODS = {
 }
 
 
-def signatures(root):
+VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.13.0", "2.14.1", "2.17.1", "2.20.2")
+
+
+def definitions(body, version):
+    """Yield the functions and classes of a module, with those below `if since(…)` if `version` is as late."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).startswith("since("):
+            since = ast.literal_eval(ast.unparse(node.test).removeprefix("since"))
+            if version >= since:
+                yield from node.body
+        else:
+            yield node
+
+
+def signatures(root, version=(2, 9)):
     """Return the parameters (name, kind, default) of each compared function below a folder with the package."""
     found = {}
     for path in sorted((root / "transformer_engine" / "pytorch").rglob("*.py")):
         if {*path.relative_to(root).parts} & {*NOT_COMPARED}:
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in definitions(ast.parse(path.read_text()).body, version):
             if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
                 found[node.name] = parameters(node.args)
             if isinstance(node, ast.ClassDef) and node.name in METHODS:
@@ -63,15 +81,20 @@ def differences(version, directory, equal):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(real)
     theirs = signatures(real)
-    for name, own in signatures(STAND_IN).items():
+    for name, own in signatures(STAND_IN, tuple(map(int, version.split(".")[:2]))).items():
         if name not in theirs:
             yield f"{version}: {name} does not exist"
         elif equal and own != theirs[name]:
             yield f"{version}: {name} differs: {sorted({*own} ^ {*theirs[name]})}"
-        elif gone := [parameter for parameter in own if parameter not in theirs[name]]:
+        elif gone := [parameter for parameter in own if not accepts(theirs[name], *parameter)]:
             yield f"{version}: {name} lacks {gone}"
         elif new := [p for p in theirs[name] if p[2] == "required" and p not in own]:
             yield f"{version}: {name} requires {new}"
+
+
+def accepts(theirs, name, kind, default):
+    """Return whether `theirs` has the parameter; in place of a required one, one with a default will do."""
+    return (name, kind, default) in theirs or (default == "required" and (name, kind) in {x[:2] for x in theirs})
 
 
 def main(versions):
@@ -84,4 +107,4 @@ def main(versions):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["2.9.0", "2.10.0", "2.11.0"]))
+    sys.exit(main(sys.argv[1:] or VERSIONS))

@@ -6,7 +6,9 @@ The reason: Megatron-Core keeps references to functions of the device (`torch.cu
 
 from importlib import import_module
 
+from mcore_rl.errors import UserError
 from mcore_rl.platform import importing_megatron, is_initialized
+from mcore_rl.utils.packages import version_of
 
 if not is_initialized():
     raise RuntimeError(
@@ -14,5 +16,14 @@ if not is_initialized():
         "Megatron, because this call chooses the device"
     )
 
+from mcore_rl.models.megatron.compatibility import prepare_import
+
+prepare_import()
 with importing_megatron():
-    import_module("megatron.core")
+    try:
+        import_module("megatron.core")
+    except ImportError as error:
+        raise UserError(
+            f"megatron-core {version_of('megatron-core')} cannot be imported ({type(error).__name__}: {error}); "
+            "mcore-rl doctor lists the installed versions"
+        ) from error

@@ -10,7 +10,6 @@ import functools
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +84,23 @@ def layer_modules(config: TransformerConfig) -> LayerModules:
     )
 
 
+@dataclass(frozen=True)
+class MLPSpec:
+    """The spec of a layer's MLP, or of its experts. Megatron reads the attributes; since 0.18 it calls the spec.
+
+    It is no ModuleSpec, because Megatron has exceptions for these: before 0.18 it warns of a subclass of its own layer
+    of experts and leaves out the process groups; since 0.18 it warns of its own MLP.
+    """
+
+    module: type
+    submodules: Any
+    params: dict[str, Any]
+
+    def __call__(self, *, config: TransformerConfig, **_: Any) -> Any:
+        """Build the module. Megatron's other arguments are left out, because `params` has the process groups."""
+        return self.module(config=config, submodules=self.submodules, **self.params)
+
+
 def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp_stage: int | None = None) -> Any:
     """Return the specs of the transformer layers of one chunk of a pipeline stage."""
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
@@ -102,7 +118,7 @@ def _router(family: Family) -> Any:
 def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
     before = modules.norm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
-    mlp = ModuleSpec(module=MLP, submodules=_linears(family, modules))
+    mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
     mixer = family.token_mixer(layer)
     # Names of the norms in Megatron's checkpoints: Megatron's own layers fuse the norms into the linear layers.
     keys = {"input_layernorm.": f"self_attention.{mixer.input_linear}.layer_norm_"}
@@ -156,16 +172,12 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
             first, second = modules.grouped_linears
             of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
         experts = ModuleSpec(module=modules.grouped_experts, params=biases, submodules=of_all)
-    # Not a ModuleSpec: for subclasses of its own layer, Megatron would warn and leave out the process groups.
-    return SimpleNamespace(
-        module=PackMoELayer,
-        params={"pg_collection": process_groups()},
-        submodules=MoESubmodules(
-            router=_router(family),
-            experts=experts,
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
-        ),
+    submodules = MoESubmodules(
+        router=_router(family),
+        experts=experts,
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
     )
+    return MLPSpec(PackMoELayer, submodules, {"pg_collection": process_groups()})
 
 
 class PendingGather(Protocol):
@@ -272,7 +284,7 @@ def build_model(
             chunk = _build_chunk(family, config, spec, topology, index, count)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
-    # Megatron 0.19 builds norms of queries and keys only if this is set. It then also sums their gradients over
+    # Since 0.18, Megatron builds norms of queries and keys only if this is set. It then also sums their gradients over
     # tensor-parallel ranks, which is wrong if each rank holds a different part of the weight.
     config.qk_layernorm = family.has_qk_norm
     return ModelShard(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))

@@ -340,19 +340,19 @@ def _glu(
     return gated
 
 
-class GatedActivation:
+class GatedActivation(torch.nn.Module):
     """The gated activation of an MLP: it applies `glu` to the two halves of […, 2 · width] and returns […, width].
 
     Only the inputs are saved for the backward pass. Autograd would also save the activated gate and a copy of the other
     half: together 2/5 of an MLP's activations. If the result is multiplied by weights, autograd would save the
-    unweighted result as well. The class is no PyTorch module, because Megatron asks all modules of an MLP for
-    checkpoint state.
+    unweighted result as well. It is a module because Megatron, since 0.17, accepts nothing else.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
         self.product = _weighted_glu(glu(config))
 
-    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the gated activation of `x`, in the precision of `x`.
 
         Args:
@@ -360,6 +360,10 @@ class GatedActivation:
         """
         product: Tensor = _Gated.apply(x, weights, self.product)
         return product
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return Megatron's sharded state dict, which is empty. Before 0.17, Megatron requires this method."""
+        return {}
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GatedActivation, GenerationFastPath, bias_of_first_rank
+from mcore_rl.models.megatron.layers import GenerationFastPath, bias_of_first_rank
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint
@@ -394,7 +394,7 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
         projected, biases = self._linear("linear_fc1", hidden, ends)
         if biases is not None:
             projected = projected + biases
-        scaled = GatedActivation(self.config)(projected, probs[:, None])
+        scaled = self.local_experts[0].activation_func(projected, probs[:, None])
         output, biases = self._linear("linear_fc2", scaled, ends)
         if biases is not None:
             output = (output + bias_of_first_rank(biases) * probs[:, None]).to(hidden.dtype)

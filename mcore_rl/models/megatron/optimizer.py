@@ -24,6 +24,7 @@ from mcore_rl import platform
 from mcore_rl.config import OptimizerConfig, ParallelConfig
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.compatibility import gradients_for_norm
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.distributed import (
@@ -186,7 +187,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     gradients: dict[ProcessGroup, list[Tensor]] = {}
     for chained in optimizer.chained_optimizers:
         of_group = gradients.setdefault(chained.get_grad_stats_parallel_group(), [])
-        of_group += chained.get_main_grads_for_grad_norm()
+        of_group += gradients_for_norm(chained)
     squares = []
     for group, tensors in gradients.items():
         norms = torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(1, device=platform.device())

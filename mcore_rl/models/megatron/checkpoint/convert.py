@@ -23,6 +23,7 @@ from mcore_rl.models.megatron.checkpoint.load import (
     architecture_of_checkpoint,
     check_trusted,
     load_weights,
+    read_common,
 )
 from mcore_rl.models.megatron.checkpoint.save import PlannedShards, write_common
 from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of
@@ -54,7 +55,7 @@ def describe(iteration: Path) -> Iterator[str]:
         UserError: the checkpoint contains references to functions, which loading would call.
     """
     index = check_trusted(iteration)
-    common = torch.load(iteration / "common.pt", weights_only=True)
+    common = read_common(iteration, index)
     problems = quick_problems(iteration)
     yield f"{iteration}: {'; '.join(problems) or 'whole'}"
     for name, value in {**common.get("state", {}), **common.get("versions", {})}.items():

@@ -74,6 +74,10 @@ INDEX_CLASSES = {
 }
 
 
+COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"
+"""File or object of a checkpoint with the state that is the same on all ranks."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in INDEX_CLASSES.get(module, ()) or (
@@ -114,13 +118,33 @@ def check_trusted(iteration: Path) -> Metadata:
             raise UserError(
                 f"{iteration / '.metadata'}: names {storage.relative_path!r}, which must be a file of {iteration}"
             )
-    for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
+    files = [(COMMON_FILE, _read(iteration / COMMON_FILE))] if (iteration / COMMON_FILE).exists() else []
+    for name, stream in [*files, *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
             raise UserError(
                 f"{iteration}: {name} refers to {', '.join(sorted(named))}, which could run code when it is loaded; "
                 "choose another checkpoint"
             )
     return index
+
+
+def read_common(iteration: Path, index: Metadata) -> dict[str, Any]:
+    """Return the state of a checkpoint that is the same on all ranks.
+
+    This package and Megatron before 0.19 write it as a file, Megatron 0.19 as one of the checkpoint's objects.
+
+    Raises:
+        UserError: the checkpoint has neither.
+    """
+    path = iteration / COMMON_FILE
+    if path.exists():
+        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return common
+    for name, stream in _objects(iteration, index):
+        if name.startswith(f"{COMMON_OBJECT}/"):
+            (common,) = torch.load(stream, map_location="cpu", weights_only=True)
+            return common
+    raise UserError(f"{iteration}: has neither the file {COMMON_FILE} nor the object {COMMON_OBJECT}")
 
 
 def _objects(iteration: Path, index: Metadata) -> Iterator[tuple[str, io.BytesIO]]:
@@ -412,7 +436,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
-    common = dist_checkpointing.load_common_state_dict(str(iteration))
+    common = read_common(iteration, index)
     has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
     restored = Restored(common.get("state", {}), ["weights" if run.model.lora is None else "adapters"])
     present = {

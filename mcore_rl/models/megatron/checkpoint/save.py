@@ -488,10 +488,11 @@ class PendingSave:
                 **{part.name: {**weights_beside[part.name], **part.common()} for part in run.beside},
                 "state": {**state, "step": step},
                 "versions": VERSIONS,
-                "random": {"layout": run.layout, "states": gather_objects_on_rank_zero(random_states())},
                 "content_metadata": METADATA,
             }
         )
+        # Added after Megatron has checked that the state is the same on all ranks: only rank 0 has all random states.
+        common["random"] = {"layout": run.layout, "states": gather_objects_on_rank_zero(random_states())}
         self._on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         asked, best = run.config.checkpoint, state.get("best", {}).get("step")

@@ -6,7 +6,19 @@ asks for one raises NotImplementedError. Its products, norms and attention are s
 Transformer Engine documents. Kernels, rounding and speed of the real package are not tested with it.
 """
 
-__version__ = "2.9.0+cpu"
-"""A version for the CPU, as torch names its own. The real package has none."""
+import os
+
+__version__ = os.environ.get("TE_STAND_IN_VERSION", "2.9.0") + "+cpu"
+"""A version for the CPU, as torch names its own; the real package has none. Megatron chooses its calls by the version.
+
+The environment variable selects a later version. Functions that later versions have in another form are below `if
+since(…)`.
+"""
+
+
+def since(*version):
+    """Return whether the stand-in stands for this version, such as (2, 10), or a later one."""
+    return tuple(map(int, __version__.split("+")[0].split(".")[:2])) >= version
+
 
 from . import common, pytorch

@@ -1,5 +1,7 @@
 from contextlib import nullcontext
 
+from transformer_engine import since
+
 
 def get_cpu_offload_context(
     enabled=False,
@@ -13,3 +15,21 @@ def get_cpu_offload_context(
     if enabled:
         raise NotImplementedError("the stand-in has no offloading of activations")
     return nullcontext(), lambda tensor: tensor
+
+
+if since(2, 10):
+
+    def get_cpu_offload_context(
+        enabled=False,
+        num_layers=1,
+        model_layers=1,
+        offload_activations=True,
+        offload_weights=False,
+        double_buffering=False,
+        manual_synchronization=False,
+        retain_pinned_cpu_buffers=False,
+        offload_stream=None,
+    ):
+        if enabled:
+            raise NotImplementedError("the stand-in has no offloading of activations")
+        return nullcontext(), lambda tensor: tensor

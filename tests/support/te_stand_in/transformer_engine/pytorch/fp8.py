@@ -18,3 +18,10 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
     if enabled or calibrating:
         raise NotImplementedError("FP8 is not implemented here")
     yield
+
+
+@contextmanager
+def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    if enabled:
+        raise NotImplementedError("FP8 is not implemented here")
+    yield

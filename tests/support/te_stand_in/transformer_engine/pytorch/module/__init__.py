@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from transformer_engine import since
 from transformer_engine.pytorch.distributed import enter_column, leave_row
 from transformer_engine.refusal import refuse
 
@@ -221,3 +222,42 @@ class GroupedLinear(TransformerEngineBaseModule):
         ]
         out = torch.cat(parts).view(*inp.shape[:-1], self.out_features)
         return (out, biases) if self.return_bias else out
+
+
+if since(2, 14):
+
+    class GroupedLinear(GroupedLinear):
+        """The same rows and weights; one tensor for all weights is not imitated."""
+
+        def __init__(
+            self,
+            num_gemms,
+            in_features,
+            out_features,
+            sequence_parallel=False,
+            fuse_wgrad_accumulation=False,
+            tp_group=None,
+            tp_size=1,
+            get_rng_state_tracker=None,
+            rng_tracker_name=None,
+            init_method=None,
+            bias=True,
+            return_bias=False,
+            params_dtype=None,
+            parallel_mode=None,
+            device="cuda",
+            ub_overlap_rs=False,
+            ub_overlap_ag=False,
+            ub_name=None,
+            delay_wgrad_compute=False,
+            save_original_input=False,
+            single_grouped_weight=False,
+            single_grouped_bias=False,
+            name=None,
+        ):
+            refuse("GroupedLinear", single_grouped=single_grouped_weight or single_grouped_bias)
+            super().__init__(
+                num_gemms, in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size,
+                get_rng_state_tracker, rng_tracker_name, init_method, bias, return_bias, params_dtype, parallel_mode,
+                device, ub_overlap_rs, ub_overlap_ag, ub_name, delay_wgrad_compute, save_original_input,
+            )  # fmt: skip
