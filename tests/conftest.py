@@ -20,6 +20,8 @@ import shape_checks  # noqa: F401  # isort: skip
 import hypothesis
 import pytest
 
+pytest_plugins = ["suite_record"]
+
 # The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True, max_examples=30, deadline=None)
 hypothesis.settings.register_profile("thorough", derandomize=True, max_examples=200, deadline=None)
