@@ -10,7 +10,7 @@ os.environ["MCORE_RL_CACHE"] = CACHE.name
 
 from pathlib import Path
 
-from gpu_process import hide_gpus
+from mcore_rl.testing.gpus import hide_gpus
 
 hide_gpus()
 

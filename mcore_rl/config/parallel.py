@@ -324,6 +324,9 @@ class ParallelConfig(LayoutConfig):
     true on GPUs if overlap_grad_reduce is true."""
     timeout_seconds: PositiveInt = 600
     """Time limit for a collective. The run ends if a collective takes longer."""
+    backend: Literal["auto", "host"] = "auto"
+    """How processes communicate. auto: by NCCL on GPUs, by gloo on the CPU. host: by gloo through host memory, which
+    is much slower, for tests in which several processes share a GPU."""
 
     @model_validator(mode="after")
     def _overlaps(self) -> ParallelConfig:

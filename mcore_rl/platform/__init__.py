@@ -1,5 +1,7 @@
 """The device that Megatron uses: CUDA with NCCL, the CPU with gloo, or a simulated device.
 
+In tests, `host_backend.py` takes NCCL's place, so that several ranks can share a GPU.
+
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
 program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, the call
 only selects the device. Without a GPU, it replaces functions of `torch.cuda` by functions of `cpu.py`. On a simulated
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.platform import cpu
+from mcore_rl.platform import cpu, host_backend
 from mcore_rl.utils import torchrun
 
 T = TypeVar("T")
@@ -343,11 +345,30 @@ class _Graph(Generic[T]):
         return graph, result
 
 
-def backend() -> str:
-    """Return the name of the torch.distributed backend for `device()`."""
+def backend(choice: str = "auto") -> str:
+    """Return the name of the torch.distributed backend for `device()`.
+
+    Args:
+        choice: `auto`, or the backend to use if the device is not simulated.
+
+    Raises:
+        UserError: NCCL would be used by more processes of this node than there are GPUs. NCCL refuses two processes
+            on one GPU.
+    """
     if _simulates:
         return "fake"
-    return "nccl" if has_gpu() else "gloo"
+    if choice != "auto":
+        host_backend.register()
+        return choice
+    if not has_gpu():
+        return "gloo"
+    processes, gpus = max(torchrun.processes_of_node(), torchrun.local_rank() + 1), torch.cuda.device_count()
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes on this node, but torch sees {gpus} GPU{'s' * (gpus > 1)}: NCCL needs a GPU for "
+            f"each process; start {gpus}, or set parallel.backend=host for a test in which processes share GPUs"
+        )
+    return "nccl"
 
 
 def is_initialized() -> bool:
@@ -372,7 +393,7 @@ def initialize_platform(simulate: bool = False) -> None:
     if te_problem() is not None:
         _hide("transformer_engine")  # Megatron would use its kernels, or end at an import that raises an OSError
     if has_gpu():
-        torch.cuda.set_device(torchrun.local_rank())
+        torch.cuda.set_device(torchrun.local_rank() % torch.cuda.device_count())
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
@@ -434,18 +455,23 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def initialize_process_group(timeout: timedelta) -> None:
+def initialize_process_group(timeout: timedelta, choice: str = "auto") -> None:
     """Join the process group that torchrun describes; without torchrun, create a group of this process alone.
 
     A collective that takes longer than `timeout` raises an error instead of hanging.
 
+    Args:
+        choice: the backend, as in `backend`.
+
     Raises:
-        UserError: some processes did not join within `timeout`, or another program listens on MASTER_PORT.
+        UserError: some processes did not join within `timeout`, another program listens on MASTER_PORT, or NCCL would
+            be used by more processes than there are GPUs.
     """
     if torch.distributed.is_initialized():
         return
+    options = _group_options(timeout, choice)
     try:
-        torch.distributed.init_process_group(**_group_options(timeout))
+        torch.distributed.init_process_group(**options)
     except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise UserError(
@@ -458,10 +484,10 @@ def initialize_process_group(timeout: timedelta) -> None:
         ) from None
 
 
-def _group_options(timeout: timedelta) -> dict[str, Any]:
+def _group_options(timeout: timedelta, choice: str) -> dict[str, Any]:
     """Return the arguments to pass to `torch.distributed.init_process_group`."""
-    kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
-    if has_gpu():
+    kwargs: dict[str, Any] = {"backend": backend(choice), "timeout": timeout}
+    if kwargs["backend"] == "nccl":
         kwargs["device_id"] = device()
     if _simulates:
         from torch.testing._internal.distributed.fake_pg import FakeStore

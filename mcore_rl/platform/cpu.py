@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from mcore_rl.platform import host_backend
+
 
 class _Generators:
     """Replacement for `torch.cuda.default_generators`: every index returns the CPU's generator."""
@@ -77,7 +79,7 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(all_gather)
     def wrapper(outputs: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if len({output.shape for output in outputs}) == 1:
+        if len({output.shape for output in outputs}) == 1 or host_backend.is_host(group):
             return all_gather(outputs, tensor, group=group, **kwargs)
         rank = torch.distributed.get_rank(group)
         for source, output in enumerate(outputs):
@@ -96,10 +98,14 @@ def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]
     """
 
     @functools.wraps(reduce_scatter)
-    def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
+    def wrapper(output: Tensor, inputs: list[Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if host_backend.is_host(group):
+            return reduce_scatter(output, inputs, *args, group=group, **kwargs)
+        assert not (args or kwargs), "only sums"
         whole = torch.cat(inputs)
         torch.distributed.all_reduce(whole, group=group)
         output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
+        return None
 
     return wrapper
 

@@ -473,7 +473,8 @@ def claim_output_dir(
     inputs = check_output_dir(config, inputs)
     if torchrun.rank() == 0 and (note := RunDirectory(config.output_dir).claim()):
         inputs = replace(inputs, checkpoints=(inputs.checkpoints[0], [note, *inputs.checkpoints[1]]))
-    platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
+    parallel = config.parallel
+    platform.initialize_process_group(timedelta(seconds=parallel.timeout_seconds), parallel.backend)
     check_processes_agree(config, inputs, options)
     shard_process.start_early()
     return inputs

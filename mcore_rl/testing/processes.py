@@ -1,10 +1,11 @@
-"""Execution of functions on several gloo processes of this machine.
+"""Execution of functions on several processes of this machine.
 
     results = run_processes(function, *arguments, world_size=2)     # one result per rank
 
-The processes are forked from a server that has imported torch and Megatron once, so they start fast. A process ends
-when its function has returned: gloo's threads do not end with the process group, but only with the process. The
-functions run on the CPU only, because a process that is forked after CUDA has been started cannot use CUDA.
+Processes on the CPU are forked from a server that has imported torch and Megatron once, so they start fast. A process
+that is forked after CUDA has been started cannot use CUDA, so processes on GPUs (`Start("cuda")`) import everything
+themselves. A process ends when its function has returned: gloo's threads do not end with the process group, but only
+with the process.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from mcore_rl import platform
 from mcore_rl.errors import WorkerError
-from mcore_rl.platform import initialize_platform
+from mcore_rl.platform import host_backend
+from mcore_rl.testing.gpus import environment_of
 
 MEETINGS = 3
 """Number of attempts to start processes. On a loaded machine, processes may fail to form their group."""
@@ -34,6 +38,36 @@ MOST_CASES = 8
 """Maximum number of cases that `run_cases` runs in the same processes."""
 
 _PRELOAD = ["mcore_rl.testing.preload"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The device of the ranks of `run_processes`, and how they communicate.
+
+    backend: backend of torch.distributed. auto: gloo on the CPU; on GPUs NCCL if there is a GPU for each rank, else
+        `host`, with which ranks share GPUs.
+    spawns: start processes that import everything also on the CPU.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: str = "auto"
+    spawns: bool = False
+
+    @property
+    def method(self) -> str:
+        """How multiprocessing starts the ranks."""
+        return "spawn" if self.spawns or self.device == "cuda" else "forkserver"
+
+    def backend_for(self, world_size: int) -> str:
+        """Return the backend for so many ranks. Call it in a rank, which sees the GPUs."""
+        if self.backend != "auto":
+            return self.backend
+        if self.device == "cpu":
+            return "gloo"
+        return "nccl" if world_size <= len(platform.describe_gpus()) else host_backend.NAME
+
+
+CPU = Start()
 
 
 def serve_processes(also_preload: Sequence[str] = ()) -> None:
@@ -45,7 +79,9 @@ def serve_processes(also_preload: Sequence[str] = ()) -> None:
     forkserver.ensure_running()
 
 
-def run_processes(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120) -> list[Any]:
+def run_processes(
+    function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120, start: Start = CPU
+) -> list[Any]:
     """Run `function(*args)` on ranks 0 … world_size − 1 of a process group; return the results in rank order.
 
     `function` must be importable by name, and its results picklable.
@@ -55,11 +91,13 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
     """
     for _ in range(MEETINGS - 1):
         with contextlib.suppress(MeetingError):
-            return _run_once(function, args, world_size, timeout)
-    return _run_once(function, args, world_size, timeout)
+            return _run_once(function, args, world_size, timeout, start)
+    return _run_once(function, args, world_size, timeout, start)
 
 
-def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: float = 120) -> list[list[Any]]:
+def run_cases(
+    cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: float = 120, start: Start = CPU
+) -> list[list[Any]]:
     """Run several cases `(function, *arguments)` one after the other in the same processes.
 
     Return the results as results[case][rank]. Every case has its own process group. At most 8 cases are allowed,
@@ -71,18 +109,19 @@ def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: flo
     if len(cases) > MOST_CASES:
         raise ValueError(f"run_cases: one start of processes can run at most {MOST_CASES} cases, got {len(cases)}")
     with tempfile.TemporaryDirectory() as directory:
-        ranks = run_processes(_run_in_turn, tuple(cases), directory, timeout, world_size=world_size, timeout=timeout)
+        arguments = tuple(cases), directory, timeout, start
+        ranks = run_processes(_run_in_turn, *arguments, world_size=world_size, timeout=timeout, start=start)
     return [list(of_case) for of_case in zip(*ranks, strict=True)]
 
 
-def _run_in_turn(cases: Sequence[tuple[Any, ...]], directory: str, timeout: float) -> list[Any]:
+def _run_in_turn(cases: Sequence[tuple[Any, ...]], directory: str, timeout: float, start: Start) -> list[Any]:
     from mcore_rl.models.megatron.parallel_state import destroy_parallel
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results = []
     for number, (function, *arguments) in enumerate(cases):
         if number:
-            _meet(rank, world_size, os.path.join(directory, str(number)), timedelta(seconds=timeout))
+            _meet(rank, world_size, os.path.join(directory, str(number)), timedelta(seconds=timeout), start)
         results.append(function(*arguments))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no rank closes its connections while others still use them
@@ -94,17 +133,22 @@ class MeetingError(WorkerError):
     """The processes could not form their process group, so the function was not called."""
 
 
-def _run_once(function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)  # no effect if the server is running
+def _run_once(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float, start: Start
+) -> list[Any]:
+    context: Any = multiprocessing.get_context(start.method)
+    if start.method == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)  # no effect if the server is running
     workers: dict[Connection, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(theirs, function, args, rank, world_size, store, timeout))
-                process.start()
+                arguments = (theirs, function, args, rank, world_size, store, timeout, start)
+                process = context.Process(target=_work, args=arguments)
+                with environment_of(start.device):  # a process starts with its parent's environment
+                    process.start()
                 theirs.close()
                 workers[ours] = process
             return _collect(list(workers), timeout)
@@ -150,19 +194,24 @@ def _work(
     world_size: int,
     store: str,
     timeout: float,
+    start: Start,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # A collective that autograd does not track gives wrong gradients: make torch's warning an error.
     warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    initialize_platform()  # already done if the server has imported Megatron
+    platform.initialize_platform()  # already done if the server has imported Megatron
     try:
-        _meet(rank, world_size, store, timedelta(seconds=timeout))
+        _meet(rank, world_size, store, timedelta(seconds=timeout), start)
     except BaseException:
         connection.send((MeetingError, traceback.format_exc()))
     else:
         try:
+            if platform.device().type != start.device:
+                raise WorkerError(
+                    f"Start({start.device!r}): the rank runs on {platform.device()}, because it sees no GPU"
+                )
             connection.send((None, function(*args)))
         except BaseException:
             connection.send((WorkerError, traceback.format_exc()))
@@ -171,13 +220,15 @@ def _work(
     time.sleep(timeout)
 
 
-def _meet(rank: int, world_size: int, path: str, timeout: timedelta) -> None:
+def _meet(rank: int, world_size: int, path: str, timeout: timedelta, start: Start) -> None:
     """Create the process group and wait until all ranks have joined it.
 
     Without waiting, a rank that finishes early would close its connections and prevent others from joining.
     """
     store = torch.distributed.FileStore(path, world_size)
     store.set_timeout(timeout)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    host_backend.register()
+    backend = start.backend_for(world_size)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     store.set(f"met/{rank}", "")
     store.wait([f"met/{other}" for other in range(world_size)])

@@ -30,6 +30,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
+def processes_of_node() -> int:
+    """Return the number of processes of this launch on this node as the launcher gives it; 1 if it gives none."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

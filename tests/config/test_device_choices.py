@@ -161,6 +161,7 @@ def test_megatron_does_not_import_a_broken_transformer_engine_on_a_gpu(tmp_path)
     asked = (
         "import torch; from mcore_rl import platform;"
         "platform.has_gpu = lambda: True; torch.cuda.set_device = lambda device: None;"
+        "torch.cuda.device_count = lambda: 1;"
         "platform.initialize_platform();"
         "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import PathFinder
 
 import pytest
 import torch
-from gpu_process import DEVICES, no_gpu, run_on, visible_to
+from gpu_process import IMPLEMENTATIONS, built_by, changed, run_on
+from gpu_process import kind as kind
 from layout_cases import STEPS, make_config, make_data, plain_outcome
 from programs import ROOT
 from small_models import make_model
@@ -20,38 +20,11 @@ from transformers import AutoModelForCausalLM
 from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.testing.gpus import environment_for, no_gpu
 from mcore_rl.testing.layout_check import compare, compute_layout_result
 
 BY_DTYPE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far results may be from those in float64, of their norm."""
-
-
-@pytest.fixture(params=DEVICES)
-def kind(request):
-    if request.param == "cuda" and (reason := no_gpu()):
-        pytest.skip(reason)
-    return request.param
-
-
-def changed(config, **sections):
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
-
-
-IMPLEMENTATIONS = ["local", "transformer_engine"]
-
-
-def built_by(implementation, kind, config, exact=False):
-    """Return the configuration with these layers; skip those that this device lacks, and those that are not exact."""
-    if implementation == "transformer_engine":
-        package = PathFinder.find_spec("transformer_engine")  # also one that is hidden from this process on the CPU
-        is_stand_in = package is not None and "te_stand_in" in str(package.origin)
-        if package is None or (kind == "cpu") != is_stand_in:
-            pytest.skip("Transformer Engine is not installed for this device")
-        if exact and kind == "cuda":
-            pytest.skip("Transformer Engine multiplies float32 with TF32's precision")
-    return changed(config, model={"transformer_impl": implementation})
 
 
 def assert_near(one, other, dtype, what, size=0.0):
@@ -97,7 +70,7 @@ def test_a_function_runs_on_the_cpu_in_a_process_of_its_own():
 def test_without_a_gpu_there_is_a_reason():
     if torch.version.cuda is None:
         assert no_gpu() == f"torch {torch.__version__} is built without CUDA"
-    assert visible_to("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment_for("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # ------------------------------------------------------------ kernels
@@ -467,8 +440,8 @@ def demo_run(kind, directory, output, *overrides):
         "checkpoint.resume=none",
     ]
     ended = subprocess.run(
-        [*command, *options, *stop, *overrides], env=visible_to(kind), cwd=directory, capture_output=True, text=True,
-        timeout=300,
+        [*command, *options, *stop, *overrides], env=environment_for(kind), cwd=directory, capture_output=True,
+        text=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -1,51 +1,44 @@
-"""Functions in a separate process, on a GPU or on the CPU, independent of the devices that the test process sees."""
+"""Functions in a separate process, on a GPU or on the CPU, independent of the devices that the test process sees; and
+configurations for each kind of device."""
 
-import functools
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 import traceback
+from importlib.machinery import PathFinder
 
 import pytest
 
-SEEN = "MCORE_RL_TEST_DEVICES"
-"""Variable with the CUDA_VISIBLE_DEVICES with which the tests were started; `every` if it was not set."""
-
-
-def hide_gpus():
-    """Hide GPUs from this process and from those that it starts, except those that run on a GPU."""
-    os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "every"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def visible_to(kind):
-    """Return the environment variables of a process on this kind of device."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if kind == "cuda":
-        seen = environment.get(SEEN, "every")
-        environment.pop("CUDA_VISIBLE_DEVICES")
-        environment.update({} if seen == "every" else {"CUDA_VISIBLE_DEVICES": seen})
-    return environment
-
-
-@functools.cache
-def no_gpu():
-    """Return why functions cannot run on a GPU here; "" if they can."""
-    asked = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
-    answer = subprocess.run(
-        [sys.executable, "-c", asked], env=visible_to("cuda"), capture_output=True, text=True, timeout=120
-    )
-    if answer.returncode:
-        return f"torch cannot be asked for a GPU: {answer.stderr.strip().splitlines()[-1]}"
-    version, cuda, is_there = answer.stdout.split()
-    if cuda == "None":
-        return f"torch {version} is built without CUDA"
-    return "" if is_there == "True" else f"torch {version} sees no GPU"
-
+from mcore_rl.testing.gpus import environment_of, no_gpu
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def kind(request):
+    if request.param == "cuda" and (reason := no_gpu()):
+        pytest.skip(reason)
+    return request.param
+
+
+def changed(config, **sections):
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+IMPLEMENTATIONS = ["local", "transformer_engine"]
+
+
+def built_by(implementation, kind, config, exact=False):
+    """Return the configuration with these layers; skip those that this device lacks, and those that are not exact."""
+    if implementation == "transformer_engine":
+        package = PathFinder.find_spec("transformer_engine")  # also one that is hidden from this process on the CPU
+        is_stand_in = package is not None and "te_stand_in" in str(package.origin)
+        if package is None or (kind == "cpu") != is_stand_in:
+            pytest.skip("Transformer Engine is not installed for this device")
+        if exact and kind == "cuda":
+            pytest.skip("Transformer Engine multiplies float32 with TF32's precision")
+    return changed(config, model={"transformer_impl": implementation})
 
 
 def run_on(kind, function, *arguments, timeout=300):
@@ -56,11 +49,7 @@ def run_on(kind, function, *arguments, timeout=300):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, kind, function, arguments))
-    environment = visible_to(kind)
-    with pytest.MonkeyPatch.context() as patch:  # a process starts with its parent's environment
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        for name, value in environment.items():
-            patch.setenv(name, value)
+    with environment_of(kind):  # a process starts with its parent's environment
         process.start()
     theirs.close()
     try:

@@ -1,10 +1,14 @@
 """Tests of functions on several processes: they form a group although some fail at first, and failures are reported."""
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 
 from mcore_rl.errors import WorkerError
-from mcore_rl.testing.processes import MEETINGS, run_cases, run_processes
+from mcore_rl.testing.gpus import HIDDEN, VISIBLE, environment_for, environment_of, hide_gpus
+from mcore_rl.testing.processes import MEETINGS, Start, run_cases, run_processes
 
 
 def leave_at_once():
@@ -91,3 +95,55 @@ def leave_and_sum(value):
 def test_run_processes_reports_rank_of_failure():
     with pytest.raises(WorkerError, match=r"rank 1: [\s\S]*ValueError: this one"):
         run_processes(fail, 1, world_size=2, timeout=30)
+
+
+# ------------------------------------------------------------ devices and backends
+
+
+def describe(value):
+    total = torch.full((3,), float(value + torch.distributed.get_rank()))
+    torch.distributed.all_reduce(total)
+    return torch.distributed.get_backend(), multiprocessing.get_start_method(allow_none=True), total
+
+
+@pytest.mark.parametrize("backend", ["gloo", "host", "host_copying"])
+def test_run_cases_uses_the_backend_of_the_start(backend):
+    for of_case, value in zip(
+        run_cases([(describe, 1), (describe, 5)], world_size=2, start=Start(backend=backend)), (1, 5), strict=True
+    ):
+        assert [name for name, *_ in of_case] == [backend] * 2
+        assert all(total.tolist() == [2 * value + 1] * 3 for *_, total in of_case)
+
+
+@pytest.mark.long
+def test_ranks_that_are_not_forked_return_tensors():
+    """Each process imports everything itself, as on a GPU."""
+    start = Start(backend="host", spawns=True)
+    for backend, method, total in run_processes(describe, 1, world_size=2, timeout=120, start=start):
+        assert (backend, method, total.tolist()) == ("host", "spawn", [3.0] * 3)
+
+
+@pytest.mark.long
+def test_ranks_for_a_gpu_refuse_the_cpu(monkeypatch):
+    monkeypatch.setenv(HIDDEN, "")
+    message = r"WorkerError: Start\('cuda'\): the rank runs on cpu, because it sees no GPU"
+    with pytest.raises(WorkerError, match=message):
+        run_processes(describe, 1, world_size=1, timeout=120, start=Start("cuda"))
+
+
+@pytest.mark.parametrize(("before", "seen"), [("0,3", "0,3"), (None, None), ("", "")])
+def test_hidden_gpus_are_visible_to_processes_on_gpus(before, seen, monkeypatch):
+    monkeypatch.delenv(HIDDEN, raising=False)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(VISIBLE, before)
+    assert environment_for("cuda").get(VISIBLE) == seen
+    monkeypatch.setenv(HIDDEN, "unused")  # restores what hide_gpus sets
+    monkeypatch.delenv(HIDDEN)
+    hide_gpus()
+    hide_gpus()
+    assert os.environ[VISIBLE] == environment_for("cpu")[VISIBLE] == ""
+    assert environment_for("cuda").get(VISIBLE) == seen
+    with environment_of("cuda"):
+        assert os.environ.get(VISIBLE) == seen
+    assert os.environ[VISIBLE] == ""

@@ -50,6 +50,7 @@ OF_A_MODEL = {
     "overlap_grad_reduce",
     "overlap_param_gather",
     "timeout_seconds",
+    "backend",
 }
 """Keys of `parallel` that do not change the process groups."""
 
@@ -162,7 +163,7 @@ def _build_layout(config: ParallelConfig) -> _Layout:
 
 def _build_groups(config: ParallelConfig) -> Topology:
     timeout = timedelta(seconds=config.timeout_seconds)
-    platform.initialize_process_group(timeout)
+    platform.initialize_process_group(timeout, config.backend)
     config.data_parallel_size(torch.distributed.get_world_size())
     chunks = config.chunks_per_stage
     parallel_state.initialize_model_parallel(
