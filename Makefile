@@ -145,7 +145,8 @@ test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-com
 # when it is imported, so these tests have a run of their own.
 test-te: install
 	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
-	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/gpu/test_devices.py -k transformer_engine --suite '$@ (devices)'
+	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" -k transformer_engine \
+		tests/gpu/test_devices.py tests/gpu/test_layouts.py --suite '$@ (devices)'
 	$(BIN)/python tests/support/check_te_signatures.py
 
 # Kernels for GPUs, by Triton's interpreter. Triton comes with a torch for CUDA. Here it takes 1 GB, and other tests run

@@ -1,4 +1,4 @@
-"""Run all checks that need a GPU: tests, a profile, log-probabilities, steps, generation, checkpoints.
+"""Run all checks that need a GPU: tests, layouts, a profile, log-probabilities, steps, generation, checkpoints.
 
     python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
 
@@ -51,9 +51,9 @@ class Part:
     rehearsal: Sequence[str]
 
 
-def tests(name: str, wanted: str) -> Part:
+def tests(name: str, wanted: str, file: str = "test_devices.py") -> Part:
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--numprocesses", str(AT_ONCE)]
-    plain = ["-m", "pytest", *options, "tests/gpu/test_devices.py", "-k", wanted]
+    plain = ["-m", "pytest", *options, f"tests/gpu/{file}", "-k", wanted]
     return Part(name, [*plain, "-m", "gpu"], [*plain, "-m", "not gpu"])
 
 
@@ -68,6 +68,7 @@ PARTS = [
     Part("doctor", DOCTOR, DOCTOR),
     tests("smoke", FIRST),
     tests("tests", f"not ({FIRST})"),
+    tests("layouts", "layout", "test_layouts.py"),
     *map(benchmark, ("trace", "logprobs", *CASES, "generation", "checkpoints")),
 ]
 """All parts, the most informative first."""

@@ -1,18 +1,25 @@
 """Check your configuration and data under many parallel layouts, on a small model of the same architecture.
 
     python scripts/verify_layouts.py CONFIG [key=value …] [--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 ep=1,2 …]
+        [--device cuda] [--dtype bfloat16] [--transformer-impl transformer_engine]
 
-Runs on the CPU, also on machines with GPUs. Prints the relative differences of each layout from one process; exits with
-1 if a difference is larger than rounding.
+Runs on the CPU, also on machines with GPUs, unless --device=cuda is given. Processes that have no GPU of their own
+share GPUs and communicate through host memory.
+
+Prints the relative differences of each layout from one process; exits with 1 if a difference is larger than rounding.
+With --dtype bfloat16, the differences are from one process in float32, and may be 1.5 times those of one process in
+bfloat16 (3 times for a single parameter).
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from mcore_rl.testing.gpus import hide_gpus, no_gpu
+
+if __name__ == "__main__":  # only the processes of the layouts use GPUs
+    hide_gpus()
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.cli.train import PROGRAMS, load_for
@@ -38,10 +45,17 @@ def main() -> int:
     parser.add_argument("--max-processes", type=count, default=8, help="leave out layouts with more processes")
     parser.add_argument("--algorithm", choices=[name for name in PROGRAMS if name != "ppo"], default="dpo")
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--transformer-impl", choices=["auto", "local", "transformer_engine"], help="instead of model.transformer_impl"
+    )
     parser.add_argument("--show-steps", action="store_true", help="print loss and gradient norm of each step as well")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with exit_on_error():
+        if arguments.device == "cuda" and (reason := no_gpu()):
+            raise UserError(f"--device cuda: {reason}")
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         check_model_directory(config.model.path)
         for source in config.data.train_sources:
@@ -58,6 +72,8 @@ def verify(arguments, config, layouts):
     from mcore_rl.platform import initialize_platform
 
     initialize_platform()
+    import torch
+
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
@@ -70,19 +86,23 @@ def verify(arguments, config, layouts):
         steps_table,
         table_row,
     )
+    from mcore_rl.testing.processes import Start
 
+    start = Start(arguments.device)
+    config = with_layers(config, arguments.transformer_impl, start)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
     data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
-        shrink_model(config.model, small, layouts)
-        model = config.model.model_copy(update={"path": small, "dtype": "float32"})
+        shrink_model(config.model, small, layouts, getattr(torch, arguments.dtype))
+        model = config.model.model_copy(update={"path": small, "dtype": arguments.dtype})
         if model.lora is not None:
             model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})
-        print(f"{data.size} sequences of {', '.join(config.data.train_sources)}, relative differences from one process")
+        reference = "one process" if arguments.dtype == "float32" else "one process in float32"
+        print(f"{data.size} sequences of {', '.join(config.data.train_sources)}, relative differences from {reference}")
         try:
             family = family_of(load_hf_config(small, model.trust_remote_code, model.head))
             own = own_split(config, family.num_layers)
@@ -93,17 +113,36 @@ def verify(arguments, config, layouts):
             print(f"left out: the configuration's own pipeline split: {error}")
         for key in own_layouts(config):
             print(f"not checked: {key}: every model has the layout of its row")
-        layouts, refused = fitting(layouts, config)
+        # This process sees no GPU, so it may be unable to use Transformer Engine.
+        layouts, refused = fitting(layouts, with_layers(config, "local"))
         for layout, reason in refused:
             print(f"left out: {layout}: {reason}")
         print(TABLE_HEADER)
         right = True
-        for layout, difference in check_layouts(config, data, layouts, arguments.steps):
+        for layout, difference in check_layouts(config, data, layouts, arguments.steps, start):
             print(table_row(layout, difference), flush=True)
             if arguments.show_steps:
                 print(*steps_table(layout, difference), sep="\n", flush=True)
             right &= difference.within()
     return 0 if right else 1
+
+
+def with_layers(config, implementation, start=None):
+    """Return `config` with layers of this implementation, or unchanged if it is None.
+
+    With `start`, check in a process of this kind that Transformer Engine can be used, if the configuration requires it.
+    """
+    from mcore_rl.platform import te_problem
+    from mcore_rl.testing.processes import run_processes
+
+    model = config.model
+    if implementation is not None:
+        model = model.model_copy(update={"transformer_impl": implementation})
+    if start is not None and model.transformer_impl == "transformer_engine":
+        (problem,) = run_processes(te_problem, world_size=1, start=start)
+        if problem is not None:
+            raise UserError(f"model.transformer_impl=transformer_engine: Transformer Engine {problem}")
+    return config.model_copy(update={"model": model})
 
 
 def first_batch(config, tokenizer):

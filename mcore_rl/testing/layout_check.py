@@ -3,12 +3,16 @@
 Everything that a layout could change is compared: loss, metrics, scores (log-probabilities, or a reward model's
 rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the weights after some
 steps.
+
+In float32, a layout may differ from one process by rounding. In bfloat16, rounding is so large that a fixed tolerance
+would hide errors. There, the layout and one process are both compared with one process in float32; the layout may be at
+most `ROUNDING_FACTOR` times as far from it as one process in bfloat16 (`compare_in_bfloat16`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +35,19 @@ from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.losses.preference import build_dpo_loss
-from mcore_rl.testing.processes import run_processes
+from mcore_rl.testing.processes import CPU, Start, run_processes
 
 if TYPE_CHECKING:
     from mcore_rl.models.policy.scoring import TeacherModel
 
 ROUNDING = 1e-12
+ROUNDING_FACTOR = 1.5
+"""Limit of a layout's distance from float32 in bfloat16, relative to the distance of one process in bfloat16."""
+PARAMETER_FACTOR = 3.0
+"""The same limit for a single parameter, whose rounding errors may be small in one process by chance. An error, such as
+a gradient that is not summed over the ranks, is many times as large as rounding."""
+UNIT_ROUNDOFF = 2**-8
+"""Largest relative error of one rounding to bfloat16."""
 
 
 @dataclass
@@ -194,12 +205,9 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
     metrics = {
         name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
     }
-    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
-    gradients = {
-        name: _distance(outcome.gradients[name], g, floor=whole * 1e-3) for name, g in reference.gradients.items()
-    }
+    gradients = _distances(outcome.gradients, reference.gradients, floor=_norm(reference.gradients) * 1e-3)
     worst = max(gradients, key=lambda name: gradients[name])
-    weights = (_distance(outcome.weights[name], w) for name, w in reference.weights.items())
+    weights = _distances(outcome.weights, reference.weights)
     return Difference(
         loss=metrics["loss"],
         metrics=max(value for name, value in metrics.items() if name not in ("loss", "grad_norm")),
@@ -207,9 +215,88 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
         gradients=gradients[worst],
         worst_gradient=worst,
         grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
-        weights=max(weights),
+        weights=max(weights.values()),
         steps=list(zip(reference.steps, outcome.steps, strict=True)),
     )
+
+
+@dataclass(frozen=True)
+class RoundingDifference(Difference):
+    """Differences of a result in bfloat16 from one process in float32.
+
+    worst_quantity: the quantity whose difference is largest, compared with that of one process in bfloat16.
+    ratio: its difference divided by that of one process.
+    ratio_limit: the limit of this ratio.
+    """
+
+    worst_quantity: str = ""
+    ratio: float = 1.0
+    ratio_limit: float = ROUNDING_FACTOR
+
+    def within(self, loss: float = ROUNDING_FACTOR, gradients: float | None = None) -> bool:
+        """Return whether all ratios are within their limits."""
+        return self.ratio <= self.ratio_limit
+
+
+def compare_in_bfloat16(outcome: LayoutResult, one: LayoutResult, exact: LayoutResult) -> RoundingDifference:
+    """Return the differences of `outcome` from `exact`, and how they compare with those of `one` from `exact`.
+
+    Scores, all gradients together and all weights together have the limit `ROUNDING_FACTOR`. Each parameter has the
+    limit `PARAMETER_FACTOR`. In the divisor, a parameter is at least as far from `exact` as all parameters together.
+
+    Loss and gradient norm are single numbers, whose errors in one process may be small by chance. Their ratios are of
+    root mean squares over the steps. The divisor is at least one rounding to bfloat16, and at least the relative
+    difference of the tensors from which the number is computed: scores or gradients. Other metrics are not judged,
+    because one rounding can change a count.
+
+    Args:
+        outcome: result of a layout in bfloat16.
+        one: result of one process in bfloat16.
+        exact: result of one process in float32, from the same weights, which must be exact in bfloat16.
+    """
+    apart, expected = (_distance(result.scores, exact.scores) for result in (outcome, one))
+    ratios, floors = {"scores": (_ratio(apart, expected), ROUNDING_FACTOR)}, {"loss": expected}
+    for kind, tensors, ours, peers in (
+        ("gradient", exact.gradients, outcome.gradients, one.gradients),
+        ("weight", exact.weights, outcome.weights, one.weights),
+    ):
+        apart, expected = (_distance_of_all(some, tensors) for some in (ours, peers))
+        ratios[f"all {kind}s"] = _ratio(apart, expected), ROUNDING_FACTOR
+        floors[kind] = expected
+        of_layout, of_one = (_distances(some, tensors, floor=_norm(tensors) * 1e-3) for some in (ours, peers))
+        for name in tensors:
+            ratios[f"{kind} of {name}"] = _ratio(of_layout[name], max(of_one[name], expected)), PARAMETER_FACTOR
+    for name, floor in (("loss", floors["loss"]), ("grad_norm", floors["gradient"])):
+        apart, expected = (_apart_in_steps(name, result, exact) for result in (outcome, one))
+        ratios[name] = _ratio(apart, max(expected, floor, UNIT_ROUNDOFF)), ROUNDING_FACTOR
+    worst = max(ratios, key=lambda name: ratios[name][0] / ratios[name][1])
+    ratio, limit = ratios[worst]
+    return RoundingDifference(**vars(compare(outcome, exact)), worst_quantity=worst, ratio=ratio, ratio_limit=limit)
+
+
+def _distance_of_all(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the differences of all tensors, divided by the norm of all expected tensors."""
+    differences = {name: tensors[name].double() - x.double() for name, x in expected.items()}
+    return _norm(differences) / max(_norm(expected), ROUNDING)
+
+
+def _ratio(value: float, expected: float) -> float:
+    return value / max(expected, ROUNDING) if math.isfinite(value) and math.isfinite(expected) else math.inf
+
+
+def _apart_in_steps(name: str, result: LayoutResult, exact: LayoutResult) -> float:
+    """Return the root mean square, over steps, of a metric's relative difference from `exact`."""
+    pairs = zip(result.steps, exact.steps, strict=True)
+    squares = [_relative(one[name], right[name]) ** 2 for one, right in pairs]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+
+
+def _distances(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
+    return {name: _distance(tensors[name], tensor, floor) for name, tensor in expected.items()}
 
 
 def _relative(value: float, expected: float) -> float:
@@ -221,8 +308,10 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
 
 
-def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[ParallelLayout]) -> None:
-    """Write a small model of the architecture of `source` to `destination`, with random fp32 weights.
+def shrink_model(
+    source: ModelConfig, destination: Path, layouts: Iterable[ParallelLayout], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a small model of the architecture of `source` to `destination`, with random weights of `dtype`.
 
     Its layers are few and small, but divisible as all `layouts` require. The tokenizer is copied.
     """
@@ -245,7 +334,7 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(destination)
+    model.to(dtype).save_pretrained(destination)
     for file in companions(source.path):
         shutil.copy2(file, destination / file.name)
 
@@ -291,22 +380,51 @@ def fitting(
 
 
 def check_layouts(
-    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[ParallelLayout], steps: int = 3
+    config: TrainingConfig,
+    data: BatchedDataDict[Any],
+    layouts: Sequence[ParallelLayout],
+    steps: int = 3,
+    start: Start = CPU,
 ) -> Iterable[tuple[ParallelLayout, Difference]]:
-    """Yield each layout, as soon as it has been computed, with its difference from a single process."""
+    """Yield each layout, as soon as it has been computed, with its difference from a single process.
+
+    If `model.dtype` is bfloat16, the differences are from a single process in float32, and the first layout is one
+    process in bfloat16; see `compare_in_bfloat16`.
+
+    Args:
+        start: device of the processes, and how they communicate.
+    """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
-    model = config.model
+    def result(layout: ParallelLayout, config: TrainingConfig = config) -> LayoutResult:
+        arguments = layout.apply(config), data, steps
+        ranks = run_processes(
+            compute_layout_result, *arguments, world_size=layout.world_size, timeout=LAYOUT_SECONDS, start=start
+        )
+        first: LayoutResult = ranks[0]
+        return first
+
+    model, one = config.model, result(ParallelLayout())
+    if model.dtype == "bfloat16":
+        exact = result(ParallelLayout(), in_float32(config))
+        yield ParallelLayout(), compare_in_bfloat16(one, one, exact)
+        for layout in (layout for layout in layouts if layout != ParallelLayout()):
+            yield layout, compare_in_bfloat16(result(layout), one, exact)
+        return
     limit = family_of(load_hf_config(model.path, model.trust_remote_code, model.head)).gradient_tolerance
-    reference = run_processes(
-        compute_layout_result, ParallelLayout().apply(config), data, steps, world_size=1, timeout=300
-    )[0]
     for layout in layouts:
-        outcome = run_processes(
-            compute_layout_result, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
-        )[0]
-        yield layout, replace(compare(outcome, reference), limit=limit)
+        yield layout, replace(compare(result(layout), one), limit=limit)
+
+
+LAYOUT_SECONDS = 300
+"""Time limit of the steps in one layout."""
+
+
+def in_float32(config: TrainingConfig) -> TrainingConfig:
+    """Return `config` in float32, with local layers: Transformer Engine multiplies float32 with TF32's precision."""
+    model = config.model.model_copy(update={"dtype": "float32", "transformer_impl": "local"})
+    return config.model_copy(update={"model": model})
 
 
 TABLE_HEADER = (
@@ -317,7 +435,11 @@ TABLE_HEADER = (
 def table_row(layout: ParallelLayout, difference: Difference) -> str:
     """Return the line for a layout in the table of relative differences, below `TABLE_HEADER`."""
     numbers = (difference.loss, difference.metrics, difference.scores)
-    verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
+    worst = difference.worst_gradient
+    if isinstance(difference, RoundingDifference):
+        ratio, limit = difference.ratio, difference.ratio_limit
+        worst = f"{difference.worst_quantity}: {ratio:.2f} times one process, at most {limit}"
+    verdict = "" if difference.within() else f"  WRONG ({worst})"
     return (
         f"{layout!s:<28}"
         + "".join(f"{number:>10.1e}" for number in numbers)

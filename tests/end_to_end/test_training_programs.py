@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import yaml
-from programs import metrics_of, run
+from programs import comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import make_model
 
@@ -181,3 +181,51 @@ def test_every_layout_is_verified(files, config, algorithm):
     verified = run("verify_layouts.py", files / f"{config}.yaml", *arguments)
     assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
     assert "WRONG" not in verified.stdout_text
+
+
+@pytest.mark.long
+def test_layouts_are_verified_in_bfloat16(files):
+    arguments = ("--layouts", "tp=2", "sp=1", "--dtype", "bfloat16")
+    lines = run("verify_layouts.py", files / "dpo.yaml", *arguments).stdout_text.splitlines()
+    assert lines[0].endswith("relative differences from one process in float32")
+    rows = {line[:28].strip(): list(map(float, line[28:].split())) for line in lines[2:]}
+    assert list(rows) == ["one process", "tp2 sp"]
+    scores = [row[2] for row in rows.values()]
+    assert all(1e-4 < value < 1e-1 for value in scores)  # bfloat16, not float32
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--device", "cuda", f"--device cuda: torch {torch.__version__} "),
+        (
+            "--transformer-impl",
+            "transformer_engine",
+            "model.transformer_impl=transformer_engine: Transformer Engine is",
+        ),
+    ],
+)
+def test_verify_layouts_refuses_what_is_not_there(files, option, value, message, monkeypatch):
+    monkeypatch.setenv("MCORE_RL_HIDDEN_DEVICES", "")
+    ended = run("verify_layouts.py", files / "dpo.yaml", option, value, check=False)
+    assert ended.returncode == 2 and ended.stdout_text == ""
+    assert ended.stderr_text.startswith(f"error: {message}") and len(ended.stderr_text.splitlines()) == 1
+
+
+@pytest.mark.long
+def test_a_run_through_host_memory_writes_the_same_metrics(files):
+    metrics = []
+    for backend in ("auto", "host"):
+        out = files / f"out_{backend}"
+        overrides = (f"output_dir={out}", f"parallel.backend={backend}", "parallel.tensor_model_parallel_size=2")
+        run(
+            "train_dpo.py",
+            files / "dpo.yaml",
+            *overrides,
+            "trainer.max_steps=3",
+            "trainer.max_epochs=null",
+            processes=2,
+        )
+        metrics.append(comparable(out))
+    assert len(metrics[0]) == 3 and metrics[1] == metrics[0]

@@ -107,7 +107,10 @@ def check(*arguments):
     ("arguments", "message"),
     [
         ([], "sees no GPU; install a torch for CUDA, or add --rehearse"),
-        (["--only", "smok"], "--only smok: there is no such check; the checks are doctor, smoke, tests, trace"),
+        (
+            ["--only", "smok"],
+            "--only smok: there is no such check; the checks are doctor, smoke, tests, layouts, trace",
+        ),
     ],
 )
 def test_refusals(arguments, message, tmp_path):
@@ -119,7 +122,7 @@ def test_refusals(arguments, message, tmp_path):
 @pytest.mark.exhaustive
 def test_a_rehearsal_of_the_benchmarks(tmp_path):
     """All parts except the tests, which run separately."""
-    names = [p.name for p in PARTS if p.name not in ("smoke", "tests")]
+    names = [p.name for p in PARTS if p.name not in ("smoke", "tests", "layouts")]
     ended = check("--rehearse", "--output", str(tmp_path), "--only", *names)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for name in names:
