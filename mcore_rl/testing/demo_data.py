@@ -1,0 +1,125 @@
+"""A small model, and preference, SFT, unpaired and validation files made of real English text.
+
+The text is the Python language reference that is part of every interpreter. The prompt of a record is a sentence, the
+chosen response is the next sentence, and the rejected response is the next sentence with its words in random order. The
+model is a Llama of four layers with random weights and a byte-level BPE tokenizer trained on the text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from mcore_rl.errors import UserError
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_demo_data(directory: Path) -> tuple[int, int]:
+    """Write the model and the data files to `directory`; return the numbers of training and validation records.
+
+    Raises:
+        UserError: `directory` is a file, or contains files.
+    """
+    pairs = shuffled_pairs()
+    held_out = len(pairs) // 10
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
+        write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))
+        write_jsonl(directory / f"sft_{name}.jsonl", map(sft_record, part))
+        write_jsonl(directory / f"unpaired_{name}.jsonl", map(unpaired_record, map(preference_record, part), count()))
+    make_model(directory / "model", [" ".join(pair) for pair in pairs])
+    return len(pairs) - held_out, held_out
+
+
+def shuffled_pairs() -> list[tuple[str, str]]:
+    """Return all pairs of neighbouring sentences, in a random order that is always the same."""
+    pairs = list(sentence_pairs())
+    random.Random(0).shuffle(pairs)
+    return pairs
+
+
+def sentence_pairs() -> Iterator[tuple[str, str]]:
+    """Yield pairs of neighbouring sentences of the text."""
+    for text in topics.values():
+        paragraphs = [" ".join(p.split()) for p in text.split("\n\n") if re.match(r"\s*[A-Z]", p)]
+        sentences = [s for p in paragraphs for s in re.findall(r"[A-Z][^.!?]{30,160}[.!?](?=\s|$)", p)]
+        yield from zip(sentences[::2], sentences[1::2], strict=False)
+
+
+def preference_record(pair: tuple[str, str]) -> dict[str, Any]:
+    """Return a preference record of messages: the second sentence is chosen, its words in random order are rejected."""
+    prompt, chosen = pair
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": shuffled_words(chosen)}],
+    }
+
+
+def shuffled_words(sentence: str) -> str:
+    """Return the words of `sentence` in a random order that is always the same."""
+    words = sentence.split()
+    random.Random(sentence).shuffle(words)
+    return " ".join(words)
+
+
+def unpaired_record(pair: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return an unpaired record: the pair's chosen response if `index` is even, otherwise the rejected one."""
+    label = index % 2 == 0
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+
+
+def sft_record(pair: tuple[str, str]) -> dict[str, Any]:
+    """Return an SFT record: the first sentence is the prompt, the second the response."""
+    prompt, response = pair
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write a line of JSON for each record."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_model(directory: Path, texts: list[str]) -> None:
+    """Write a model with random weights, and a tokenizer trained on `texts`, to `directory`."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    trainer = ByteLevelBPETokenizer()
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    trainer.train_from_iterator(texts, vocab_size=1500, special_tokens=special, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trainer._tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
