@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 
 from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, leave
+from mcore_rl.config.base import whole_number
+from mcore_rl.errors import UserError
 
 PROGRAM_OPTIONS = {"-h", "--help", "--dry-run", "--print-config", "--record", "--replay"}
 PROGRAM_OPTIONS |= {f"--{option}" for option in KEYS_OF_OPTIONS}
@@ -41,12 +43,13 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:taken], words[taken:]
 
 
-def launch(options: Sequence[str], command: Sequence[str]) -> int:
+def launch(options: Sequence[str], command: Sequence[str], module: str = "mcore_rl") -> int:
     """Run `mcore-rl COMMAND` on every rank.
 
     Args:
         options: options of torchrun (`--nproc-per-node 4 …`).
         command: arguments of `mcore-rl`.
+        module: module that the ranks run instead of `mcore-rl`, with these arguments.
 
     Returns:
         0 after success; otherwise the exit status of the first rank that failed, or 128 + the number of its signal.
@@ -60,7 +63,7 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks print their errors
-    launched = parser.parse_args([*options, "--module", "mcore_rl", *command])
+    launched = parser.parse_args([*options, "--module", module, *command])
     # Ranks handle signals themselves: they save and end. torchrun would kill the ranks after its grace period for each
     # signal that it handles itself; it needs at least one.
     launched.signals_to_handle = "SIGQUIT"
@@ -85,6 +88,25 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
     finally:
         del store  # closes its port
     return 0
+
+
+def nodes_and_processes(options: Sequence[str]) -> tuple[int, int, argparse.Namespace]:
+    """Return the number of nodes, the number of processes on this node, and all options of torchrun, parsed.
+
+    Raises:
+        UserError: a number cannot be read, or the number of nodes is a range.
+    """
+    from torch.distributed.run import determine_local_world_size
+
+    parsed = _parser().parse_args([*options, "--module", "mcore_rl"])
+    least, _, most = parsed.nnodes.partition(":")
+    nodes = whole_number(least)
+    if not nodes or most not in ("", least):
+        raise UserError(f"--nnodes {parsed.nnodes}: must be a single number of at least 1 here")
+    try:
+        return nodes, determine_local_world_size(parsed.nproc_per_node), parsed
+    except ValueError as error:
+        raise UserError(f"--nproc-per-node: {error}") from None
 
 
 def _listen_locally(launched: argparse.Namespace) -> Any:

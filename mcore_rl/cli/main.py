@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: train, report, schema and doctor."""
+"""The `mcore-rl` command: train, verify, report, schema and doctor."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from mcore_rl.utils.packages import check_packages, is_own_build, package_proble
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
 mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+mcore-rl verify [torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PART,PART]
 mcore-rl report RUN [RUN …] [--output FILE]
 mcore-rl schema {{…}}
 mcore-rl doctor
@@ -34,6 +35,7 @@ mcore-rl doctor
     mcore-rl train dpo configs/dpo_cpu.yaml                          one process
     mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight processes
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
+    mcore-rl verify --nproc-per-node 8                               check this node in less than half an hour
 
 `mcore-rl train dpo --help` prints the options and keys of a program, `torchrun --help` those of the launch.
 `mcore-rl report OUTPUT` writes curves and samples of a run to OUTPUT/report.html.
@@ -72,8 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] == "report":
         report(words[1:], "mcore-rl report")
         return
+    if words[0] == "verify":
+        from mcore_rl.cli.verify import verify  # imports what training does not need
+
+        verify(words[1:])
+        return
     if words[0] not in ("train", "schema"):
-        known = "mcore-rl train …, mcore-rl report …, mcore-rl schema … or mcore-rl doctor"
+        known = "mcore-rl train …, mcore-rl verify …, mcore-rl report …, mcore-rl schema … or mcore-rl doctor"
         leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")

@@ -161,8 +161,24 @@ def device_index(of: torch.device) -> int:
 
 def describe_gpus() -> list[str]:
     """Return a line for each GPU that torch can use, with its name and memory."""
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu() else 0))
-    return [f"GPU {n}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for n, gpu in enumerate(gpus)]
+    return [f"GPU {n}: {name}, {memory / 2**30:.0f} GiB" for n, (name, memory) in enumerate(gpus())]
+
+
+def gpus() -> list[tuple[str, int]]:
+    """Return the name and the bytes of memory of each GPU that torch can use."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu() else 0))
+    return [(gpu.name, gpu.total_memory) for gpu in found]
+
+
+def forget_peak_memory() -> None:
+    """Reset `peak_memory`; without a GPU, do nothing."""
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory() -> int:
+    """Return the largest number of bytes that tensors of the current GPU had at the same time; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() if has_gpu() else 0
 
 
 def synchronize(of: torch.device | None = None) -> None:
