@@ -55,7 +55,7 @@ def test_recipe_is_the_same_everywhere():
     assert "PIP_CONSTRAINT= " in (ROOT / "Dockerfile").read_text()
 
 
-def tested_versions():
+def versions_run():
     """Return all versions of each package that a suite ran with, without local labels such as "+cpu"."""
     found = {}
     for record in make_version_table.records():
@@ -81,7 +81,7 @@ def test_recipe_installs_versions_that_a_suite_ran_with(python):
     lines = PROJECT["dependencies"]
     taken = resolved(python, lines, "--constraint", "constraints.txt")
     for name in ("torch", "megatron-core", "transformers"):
-        assert taken[name] in tested_versions()[name], (name, taken[name])
+        assert taken[name] in versions_run()[name], (name, taken[name])
 
 
 @pytest.mark.long
@@ -90,7 +90,7 @@ def test_installation_without_constraints_takes_a_tested_megatron(python):
     """Without constraints, the newest versions are installed that pyproject.toml allows."""
     taken = resolved(python, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"]])
     for name in ("megatron-core", "transformer-engine"):
-        assert taken[name] in tested_versions()[name], (name, taken[name])
+        assert taken[name] in versions_run()[name], (name, taken[name])
 
 
 def test_table_of_versions_is_made_of_the_records():
