@@ -21,7 +21,7 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import search as simulation
 
 SCRIPTS = ROOT / "scripts"
-SECONDS = 5  # beside the imports
+SECONDS = 5  # of this process's processor, beside the imports: other tests that run at the same time do not count
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +382,7 @@ class Accepted(Exception):
 
 @pytest.fixture
 def attempt(monkeypatch, capfd, root):
-    """A function that runs a script in this process: its status, standard error, and seconds."""
+    """A function that runs a script in this process: its status, standard error, and processor seconds."""
 
     def leave(status):
         raise SystemExit(status)
@@ -400,10 +400,10 @@ def attempt(monkeypatch, capfd, root):
         module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         capfd.readouterr()
-        started = time.monotonic()
+        started = time.process_time()
         with pytest.raises(SystemExit) as end:
             start(name, module)
-        return end.value.code, capfd.readouterr().err, time.monotonic() - started
+        return end.value.code, capfd.readouterr().err, time.process_time() - started
 
     return run
 
