@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import sys
 import types
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,20 @@ HARMLESS = {
     # Checkpoints have the file common.pt, so that Megatron 0.16 reads them as well.
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
-"""Beginnings of warnings that tell a user of this package nothing, by the logger that prints them."""
+"""Beginnings of log records that tell a user of this package nothing, by the logger that prints them."""
+
+HARMLESS_WARNINGS = (
+    # Both are optional; `mcore-rl doctor` and the start of a run tell which layers are used.
+    r"(Transformer Engine and )?Apex (are|is) not installed",
+    # About parts of Megatron that this package does not use.
+    "full scope is deprecated",
+    "MimoModelConfig is experimental",
+    # Megatron looks whether views of its buffers have gradients.
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",
+    # torch 2.13 renamed functions that Megatron calls.
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+)
+"""Beginnings of Python's warnings that tell a user of this package nothing, as regular expressions."""
 
 
 class _Unused(types.ModuleType):
@@ -42,12 +56,14 @@ class _Unused(types.ModuleType):
 
 
 def prepare_import() -> None:
-    """Replace the modules `NEED_TRITON` if Triton is not installed, and silence the warnings `HARMLESS`."""
+    """Replace the modules `NEED_TRITON` if Triton is not installed, and silence harmless log records and warnings."""
     if sys.modules.get("triton", True) is None or importlib.util.find_spec("triton") is None:
         for name in NEED_TRITON:
             sys.modules.setdefault(name, _Unused(name))
     for name, beginning in HARMLESS.items():
         logging.getLogger(name).addFilter(_Without(beginning))
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message)
 
 
 class _Without(logging.Filter):
