@@ -27,7 +27,7 @@ from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
 from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
-from mcore_rl.utils.packages import check_packages
+from mcore_rl.utils.packages import check_packages, import_torch
 from mcore_rl.utils.torchrun import (
     error_file,
     is_launched,
@@ -100,8 +100,7 @@ def run_script(
         prog: name of the program in messages; by default, the name of its file.
 
     The exit status is 0 after success, 1 after a failure with a traceback, 2 after a user's error, 3 if training cannot
-    continue, and 130 after Ctrl-C before training. Messages for 2 and 3 have one line. torchrun itself exits with 1
-    after any failure.
+    continue (one line for 2 and 3), and 130 after Ctrl-C before training. torchrun exits with 1 after any failure.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
@@ -130,7 +129,8 @@ def run_script(
         _announce(config, source)
         quiet_libraries()
         with _threads_spin():
-            from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
+            import_torch()
+            from mcore_rl.platform import initialize_platform, resolve
 
         initialize_platform()
         if config.dry_run:

@@ -22,7 +22,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.run.directory import REPORT, is_report
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import quiet_libraries
-from mcore_rl.utils.packages import check_packages, is_own_build, package_problems, version_of
+from mcore_rl.utils.packages import check_packages, import_torch, is_own_build, package_problems, version_of
 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
@@ -75,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(words[1:], "mcore-rl report")
         return
     if words[0] == "verify":
+        with exit_on_error():
+            check_packages()
+            import_torch()
         from mcore_rl.cli.verify import verify  # imports what training does not need
 
         verify(words[1:])
@@ -92,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not torchrun.is_launched():
         with exit_on_error():
-            check_packages()  # torchrun's parser imports torch
-        launch_options, rest = split(rest)
+            check_packages()
+            launch_options, rest = split(rest)  # imports torch if there are options
         if launch_options:
             sys.exit(launch(launch_options, ["train", algorithm, *rest]))
         late = [word for word in rest if word.startswith("--n") and split([word])[0]]
@@ -150,9 +153,13 @@ def print_doctor() -> int:
         print(line, flush=True)
     wrong = [*package_problems()]
     if not wrong:
-        for line in describe_device():
-            print(line, flush=True)
-        wrong = [problem for problem in (_group_problem(), _megatron_problem()) if problem]
+        try:
+            import_torch()
+            for line in describe_device():
+                print(line, flush=True)
+            wrong = [problem for problem in (_group_problem(), _megatron_problem()) if problem]
+        except UserError as error:
+            wrong = [str(error)]
     print("\n".join(f"MEND THIS: {problem}" for problem in wrong) or "a run can start")
     return int(bool(wrong))
 

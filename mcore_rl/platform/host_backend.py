@@ -4,9 +4,10 @@ NCCL refuses two ranks on the same device. The backend `host` copies each tensor
 copy, and the `wait()` of the operation's work copies the result back, on the stream that is current at that time. The
 host waits for the device in each of these copies, so the backend is for tests only.
 
-gloo has neither averages nor exchanges of lists, and refuses gathers and scatters of unequal sizes; this backend has
-all of these. It moves tensors as bytes, so it moves every dtype. Sums have the precision of gloo's sums: each partial
-sum is rounded to the dtype of the tensor, as with NCCL.
+gloo has neither averages nor exchanges of lists, and refuses all-gathers and reduce-scatters of unequal sizes; this
+backend has all of these. It moves tensors as bytes, so it moves every dtype. Sums have the precision of gloo's sums:
+each partial sum is rounded to the dtype of the tensor, as with NCCL. Averages of floating-point numbers are sums of
+numbers that were divided before, as with NCCL, so that they do not overflow.
 """
 
 from __future__ import annotations
@@ -270,8 +271,11 @@ class HostGroup(_Interface):
         host, own = self._on_host(tensor), torch.distributed.ReduceOptions()
         own.rootRank, own.reduceOp = opts.rootRank, _without_average(opts.reduceOp)
         results = [(tensor, host)] if self._rank == opts.rootRank else []
+        if not results and host is tensor:
+            host = tensor.clone()  # gloo uses the memory of all ranks
+        finish = self._average(host, opts.reduceOp)
         started = [self._gloo.reduce([host], own)] if host.numel() else []
-        return self._work(started, results, self._division(host, opts.reduceOp) if results else _nothing)
+        return self._work(started, results, finish if results else _nothing)
 
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> HostWork:
         (output,), (inputs,) = outputs, input_lists
@@ -293,14 +297,20 @@ class HostGroup(_Interface):
     def _reduce_on_all(self, host: Tensor, op: Any, results: list[tuple[Tensor, Tensor]]) -> HostWork:
         own = torch.distributed.AllreduceOptions()
         own.reduceOp = _without_average(op)
+        finish = self._average(host, op)
         started = [self._gloo.allreduce([host], own)] if host.numel() else []
-        return self._work(started, results, self._division(host, op))
+        return self._work(started, results, finish)
 
-    def _division(self, host: Tensor, op: Any) -> Callable[[], None]:
-        """Return the function that makes an average of the sum in `host`, if `op` is an average."""
-        if op != ReduceOp.AVG:
-            return _nothing
-        return partial(_divide, host, self._size)
+    def _average(self, host: Tensor, op: Any) -> Callable[[], None]:
+        """Prepare `host` for an average, if `op` is one; return the function to call after gloo has summed.
+
+        Floating-point numbers are divided before the sum, and integers after it.
+        """
+        if op == ReduceOp.AVG and host.is_floating_point():
+            host.div_(self._size)
+        elif op == ReduceOp.AVG:
+            return partial(_divide, host, self._size)
+        return _nothing
 
     # ------------------------------------------------------------ further parts of the interface
 
@@ -356,7 +366,7 @@ def _bytes(host: Tensor) -> Tensor:
 
 
 def _divide(total: Tensor, count: int) -> None:
-    total.div_(count, rounding_mode=None if total.is_floating_point() else "trunc")
+    total.div_(count, rounding_mode="trunc")
 
 
 def _without_average(op: Any) -> Any:

@@ -200,8 +200,11 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
 
     The difference of two numbers is divided by the reference's number, or by 1 if 1 is larger. The norm of the
     difference of two tensors is divided by the norm of the reference's tensor. For a gradient, the divisor is at least
-    a thousandth of the norm of the whole gradient.
+    a thousandth of the norm of the whole gradient. The difference of values that are not finite is infinite, also if
+    both are the same. So is the difference of the losses if the loss or the gradient norm of any step is not finite.
     """
+    of_steps = (one[name] for of in (outcome, reference) for one in of.steps for name in ("loss", "grad_norm"))
+    is_finite = all(map(math.isfinite, of_steps))
     metrics = {
         name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
     }
@@ -209,12 +212,12 @@ def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
     worst = max(gradients, key=lambda name: gradients[name])
     weights = _distances(outcome.weights, reference.weights)
     return Difference(
-        loss=metrics["loss"],
+        loss=metrics["loss"] if is_finite else math.inf,
         metrics=max(value for name, value in metrics.items() if name not in ("loss", "grad_norm")),
         scores=_distance(outcome.scores, reference.scores),
         gradients=gradients[worst],
         worst_gradient=worst,
-        grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
+        grad_norm=_or_infinite(abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1)),
         weights=max(weights.values()),
         steps=list(zip(reference.steps, outcome.steps, strict=True)),
     )
@@ -300,12 +303,17 @@ def _distances(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], fl
 
 
 def _relative(value: float, expected: float) -> float:
-    return abs(value - expected) / max(abs(expected), 1.0)
+    return _or_infinite(abs(value - expected) / max(abs(expected), 1.0))
 
 
 def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     difference = (value.double() - expected.double()).norm()
-    return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
+    return _or_infinite(float(difference / max(float(expected.double().norm()), floor, ROUNDING)))
+
+
+def _or_infinite(value: float) -> float:
+    """Return `value`, or infinity if it is NaN: a comparison with NaN is False, and `max` may drop NaN."""
+    return math.inf if math.isnan(value) else value
 
 
 def shrink_model(

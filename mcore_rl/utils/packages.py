@@ -5,6 +5,7 @@ Only the packages' metadata is read, so a mismatch is told before PyTorch and Me
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
@@ -66,6 +67,21 @@ def _is_importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package above the module is missing
         return False
+
+
+def import_torch() -> None:
+    """Import PyTorch, which may lack a library or be built for another machine although its version fits.
+
+    Raises:
+        UserError: PyTorch cannot be imported.
+    """
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"torch {version_of('torch')} cannot be imported ({type(error).__name__}: {error}); install a build for "
+            "this machine (docs/several_nodes.md has the steps)"
+        ) from error
 
 
 def check_packages() -> None:

@@ -98,6 +98,27 @@ def test_doctor_and_launches_tell_before_torch_is_imported(old_torch, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {problem}\n")
 
 
+@pytest.fixture
+def broken_torch(tmp_path):
+    """Environment in which torch fails when it is imported, as a build for another CUDA does."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.11: cannot open shared object file')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["doctor"], ["train", "sft", "--nproc-per-node", "2", "sft.yaml"], ["verify", "--nproc-per-node", "2"]],
+)
+def test_torch_that_cannot_be_imported_is_told_without_a_traceback(arguments, broken_torch):
+    command = [sys.executable, "-m", "mcore_rl", *arguments]
+    done = subprocess.run(command, env=broken_torch, capture_output=True, text=True, timeout=60)
+    told = done.stdout if arguments == ["doctor"] else done.stderr
+    assert done.returncode == (1 if arguments == ["doctor"] else 2)
+    assert "cannot be imported (ImportError: libcudart.so.11: cannot open shared object file)" in told.splitlines()[-1]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_start_of_a_program_tells_before_torch_is_imported(old_torch, model_of, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     command = [

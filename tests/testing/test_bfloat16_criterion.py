@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.testing.layout_check import LayoutResult, compare_in_bfloat16, table_row
+from mcore_rl.testing.layout_check import LayoutResult, compare, compare_in_bfloat16, table_row
 
 SHAPES = {"matrix": (40, 30), "norm": (40,), "zero": (40,)}
 
@@ -94,3 +94,36 @@ def test_an_error_is_found_and_named(change, named, limit):
     assert not difference.within() and difference.worst_quantity == named
     row = table_row(ParallelLayout(), difference)
     assert f"WRONG ({named}: {difference.ratio:.2f} times one process, at most {limit})" in row
+
+
+def nan_gradient(result):
+    result.gradients["norm"][3] = torch.nan
+
+
+def nan_scores(result):
+    result.scores[0, 3] = torch.nan
+
+
+def nan_weight(result):
+    result.weights["matrix"][0, 0] = torch.nan
+
+
+def nan_in_a_later_step(result):
+    result.steps[2]["loss"] = float("nan")
+
+
+def infinite_norm(result):
+    result.steps[0]["grad_norm"] = float("inf")
+
+
+@pytest.mark.parametrize("spoil", [nan_gradient, nan_scores, nan_weight, nan_in_a_later_step, infinite_norm])
+def test_values_that_are_not_finite_are_no_agreement(spoil):
+    """Also if both results have them: `max` of Python drops NaN, and NaN is not larger than a limit."""
+    other, both = copy.deepcopy(EXACT), copy.deepcopy(EXACT)
+    assert compare(other, EXACT).within()
+    spoil(other)
+    spoil(both)
+    for outcome, reference in ((other, EXACT), (EXACT, both), (other, both)):
+        difference = compare(outcome, reference)
+        assert not difference.within() and "WRONG" in table_row(ParallelLayout(), difference)
+    assert not compare_in_bfloat16(other, ONE, EXACT).within()

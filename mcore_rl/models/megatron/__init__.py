@@ -25,5 +25,5 @@ with importing_megatron():
     except ImportError as error:
         raise UserError(
             f"megatron-core {version_of('megatron-core')} cannot be imported ({type(error).__name__}: {error}); "
-            "mcore-rl doctor lists the installed versions"
+            "docs/versions.md lists versions that fit each other"
         ) from error
