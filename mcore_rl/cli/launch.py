@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -95,7 +96,7 @@ def nodes_and_processes(options: Sequence[str]) -> tuple[int, int, argparse.Name
     """Return the number of nodes, the number of processes on this node, and all options of torchrun, parsed.
 
     Raises:
-        UserError: a number cannot be read, or the number of nodes is a range.
+        UserError: a number or the rendezvous endpoint cannot be read, or the number of nodes is a range.
     """
     from torch.distributed.run import determine_local_world_size
 
@@ -105,9 +106,25 @@ def nodes_and_processes(options: Sequence[str]) -> tuple[int, int, argparse.Name
     if not nodes or most not in ("", least):
         raise UserError(f"--nnodes {parsed.nnodes}: must be a single number of at least 1 here")
     try:
-        return nodes, determine_local_world_size(parsed.nproc_per_node), parsed
+        processes = determine_local_world_size(parsed.nproc_per_node)
     except ValueError as error:
         raise UserError(f"--nproc-per-node: {error}") from None
+    if processes < 1:
+        raise UserError(f"--nproc-per-node {parsed.nproc_per_node}: must be at least 1")
+    split_endpoint(parsed.rdzv_endpoint, default_port=0)
+    return nodes, processes, parsed
+
+
+def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
+    """Return the host of a rendezvous as --rdzv-endpoint names it, and its port.
+
+    Raises:
+        UserError: the endpoint is not a host, or a host and a port.
+    """
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*)(?::(\d+))?", endpoint)
+    if not found or (found[2] and not 0 < int(found[2]) < 2**16):
+        raise UserError(f"--rdzv-endpoint {endpoint}: must be HOST or HOST:PORT, with a port of 1 to 65535")
+    return found[1], int(found[2] or default_port)
 
 
 def _listen_locally(launched: argparse.Namespace) -> Any:

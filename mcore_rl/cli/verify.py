@@ -21,18 +21,19 @@ from typing import Any
 
 from mcore_rl.cli import verify_part
 from mcore_rl.cli.entry_point import Parser, exit_on_error, leave, with_local_models
-from mcore_rl.cli.launch import nodes_and_processes, split
+from mcore_rl.cli.launch import nodes_and_processes, split, split_endpoint
 from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.cli.verify_process import POLL_SECONDS, Ended, Interrupted, Signals, run_process
 from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
-from mcore_rl.report.verification import Anonymous, write_page
+from mcore_rl.report.verification import Anonymous, write_results
 from mcore_rl.run.preflight import check_layout
 from mcore_rl.testing.cluster.plan import PARTS, SHARES, Plan, dpo_config
 from mcore_rl.testing.cluster.verdicts import (
     FAILED,
     LEFT_OUT,
     NOT_RUN,
+    PASSED,
     TABLE_HEADER,
     Outcome,
     judge_part,
@@ -85,8 +86,15 @@ class Nodes:
         own += ["--rdzv-id", f"{parsed.rdzv_id}-{name}"]
         if parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint:
             return [*own, "--master-port", str((parsed.master_port or MEETING_PORT) + number)]
-        host, _, port = parsed.rdzv_endpoint.partition(":")
-        return [*own, "--rdzv-endpoint", f"{host}:{int(port or C10D_PORT) + number}"]
+        host, port = split_endpoint(parsed.rdzv_endpoint, C10D_PORT)
+        return [*own, "--rdzv-endpoint", f"{host}:{port + number}"]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Hosts that torchrun's options name."""
+        parsed = self.parsed
+        hosts = split_endpoint(parsed.rdzv_endpoint, C10D_PORT)[0], parsed.master_addr, parsed.local_addr
+        return [host.strip("[]") for host in hosts if host]
 
 
 def _without_processes(options: Sequence[str]) -> Iterator[str]:
@@ -103,7 +111,7 @@ def _without_processes(options: Sequence[str]) -> Iterator[str]:
 def verify(arguments: Sequence[str]) -> None:
     """Run `mcore-rl verify ARGUMENTS`, and exit.
 
-    The exit status is 0 if all parts have passed, 1 if one has failed, 2 after a user's error, and 128 plus the number
+    The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, and 128 plus the number
     of a signal that ended the check.
     """
     options, words = split(arguments)
@@ -163,7 +171,8 @@ def _begin(parsed: argparse.Namespace, options: Sequence[str], signals: Signals)
     from mcore_rl.testing.cluster.nodes import claim_directory, describe_node
 
     own = describe_node()
-    if own["gpus"] and per_node > len(own["gpus"]):
+    shares_gpus = config is not None and config.parallel.backend == "host"
+    if own["gpus"] and not shares_gpus and per_node > len(own["gpus"]):
         raise UserError(
             f"--nproc-per-node {per_node}: this node has only {len(own['gpus'])} GPUs, and each process needs one"
         )
@@ -225,7 +234,7 @@ def _plan(config: TrainingConfig | None, nodes: Nodes, output: Path, minutes: fl
     from mcore_rl.simulation.search import experts_of
 
     model = {**config.model.model_dump(mode="json"), "head": "lm"}
-    plan = replace(plan, model=model, has_experts=experts_of(config) > 1)
+    plan = replace(plan, model=model, has_experts=experts_of(config) > 1, backend=config.parallel.backend)
     try:
         check_layout(config, plan.world_size)
     except UserError as error:
@@ -289,7 +298,7 @@ class Check:
         return self._finish()
 
     def _title(self) -> str:
-        device = f"{self.plan.gpu}, NCCL" if self.plan.gpu else "CPU, gloo"
+        device = f"{self.plan.gpu or 'CPU'}, {self.plan.collective_backend.replace('nccl', 'NCCL')}"
         nodes = f"{self.plan.nodes} nodes of {self.plan.per_node}" if self.plan.nodes > 1 else "1 node"
         processes = counted(self.plan.world_size, "process", "processes")
         return f"{processes} ({nodes}; {device}); results in {self.plan.directory}"
@@ -332,7 +341,7 @@ class Check:
         seconds = time.monotonic() - started
         try:
             outcome = Outcome(part, FAILED, problem) if problem else judge_part(self.plan, part)
-        except (KeyError, ValueError, IndexError) as error:
+        except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
             outcome = Outcome(part, FAILED, f"its results cannot be read ({type(error).__name__}: {error})")
         return replace(outcome, seconds=seconds)
 
@@ -406,7 +415,8 @@ class Check:
         """Write the results so far, on the first node."""
         if self.nodes.number > 0:
             return
-        names = Anonymous(self.plan.directory, [node["host"] for node in self.nodes.described])
+        hosts = [node["host"] for node in self.nodes.described]
+        names = Anonymous(self.plan.directory, hosts, self.nodes.addresses)
         devices = [{"gpus": node["gpus"], "versions": node["versions"]} for node in self.nodes.described]
         failed = [outcome.part for outcome in self.outcomes if not outcome.is_right]
         bad = [launch["name"] for launch in self.launches if launch["reason"]]
@@ -414,7 +424,7 @@ class Check:
             "program": "mcore-rl verify",
             "command": names.command(["mcore-rl", *sys.argv[1:]]),
             "processes": self.plan.world_size,
-            "backend": "nccl" if self.plan.gpu else "gloo",
+            "backend": self.plan.collective_backend,
             "nodes": devices,
             "seconds": time.monotonic() - self.started,
             "parts": [asdict(outcome) for outcome in self.outcomes],
@@ -422,7 +432,8 @@ class Check:
             "ends_of_logs": {name: self._end_of_log(name) for name in bad},
             "failed": failed,
         }
-        write_page(self.plan.directory, names.cleaned(whole))
+        if problem := write_results(self.plan.directory, names.cleaned(whole)):
+            print(f"warning: verify.html cannot be written ({problem}); see verify.json", file=sys.stderr, flush=True)
 
     def _end_of_log(self, name: str) -> list[str]:
         """Return the last lines of a log of the first node."""
@@ -437,6 +448,15 @@ class Check:
                 for name in ("models", "resume", "grpo", "speed"):
                     shutil.rmtree(self.plan.directory / name, ignore_errors=True)
             print(f"to send: {self.plan.directory / 'verify.html'}; all figures: {self.plan.directory / 'verify.json'}")
-        told = f"failed: {', '.join(failed)}; logs: {self.plan.directory / 'logs'}" if failed else "all parts passed"
+        verdicts = [outcome.verdict for outcome in self.outcomes]
+        passed, left_out = verdicts.count(PASSED), verdicts.count(LEFT_OUT)
+        if failed:
+            told = f"failed: {', '.join(failed)}; logs: {self.plan.directory / 'logs'}"
+        elif not passed:
+            told = f"nothing was checked: {counted(left_out, 'part')} left out"
+        elif left_out:
+            told = f"{passed} of {counted(len(verdicts), 'part')} passed, {left_out} left out"
+        else:
+            told = "all parts passed"
         print(told, flush=True)
-        return int(bool(failed))
+        return int(bool(failed) or not passed)

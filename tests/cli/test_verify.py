@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from contextlib import suppress
 from html.parser import HTMLParser
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,11 +18,13 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
-from mcore_rl.cli.verify import Nodes, _plan
+from mcore_rl.cli.verify import Check, Nodes, _plan
 from mcore_rl.cli.verify_process import Interrupted, Signals, first_error, run_process
 from mcore_rl.config import SFTConfig
-from mcore_rl.report.verification import Anonymous, page
+from mcore_rl.report.verification import Anonymous, page, write_results
 from mcore_rl.testing.cluster.inputs import speed_config, speed_sequences
+from mcore_rl.testing.cluster.plan import Plan
+from mcore_rl.testing.cluster.verdicts import Outcome
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SECONDS = 240
@@ -121,7 +124,7 @@ def test_layouts_of_a_given_model_are_compared(tmp_path):
     _, parts = results_of(tmp_path / "out")
     rows = parts["layouts"]["figures"]["rows"]
     assert list(rows) == ["dp2", "tp2 sp", "pp2", "cp2"]
-    assert all(1e-3 < row["bfloat16"]["layout"]["gradients"] < 0.1 for row in rows.values())
+    assert all(1e-3 < row["bfloat16"]["gradients"] < 0.1 for row in rows.values())
     differences = {name: row["float32"]["gradients"] for name, row in rows.items()}
     assert min(differences["tp2 sp"], differences["cp2"]) > 1e-8, "sums in another order differ in the last digits"
     assert max(differences.values()) < 1e-4
@@ -225,9 +228,13 @@ WRONG = [
     (["{root}/none.yaml"], "{root}/none.yaml: cannot be read"),
     (["{root}/c.yaml", "--nproc-per-node", "2"], "--nproc-per-node: options of the launch come first: mcore-rl verify"),
     (["--nnodes", "1:4"], "--nnodes 1:4: must be a single number of at least 1 here"),
+    (["--nproc-per-node", "0"], "--nproc-per-node 0: must be at least 1"),
+    (["--nproc-per-node", "-1"], "--nproc-per-node -1: must be at least 1"),
+    (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:abc"],
+     "--rdzv-endpoint localhost:abc: must be HOST or HOST:PORT, with a port of 1 to 65535"),
     (["--nproc-per-node", "two"], "--nproc-per-node: Unsupported nproc_per_node value: two"),
     (["--output", "{root}"], "--output {root}: contains files that no check has written (c.yaml); name another"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
@@ -259,6 +266,8 @@ def test_launches_of_several_nodes_meet_at_different_places():
         ["--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "a-collectives", "--rdzv-endpoint", "first:4001"],
         ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "a-nodes", "--rdzv-endpoint", "first:4000"],
     ]
+    own = nodes(2, [], rdzv_backend="c10d", rdzv_endpoint="[fd00::1]:4000", rdzv_id="a")
+    assert own.options_of_launch("refit")[-1] == "[fd00::1]:4002"
     static = nodes(2, [], master_port=7000)
     names = [
         "nodes",
@@ -388,15 +397,90 @@ def test_page_shows_every_part_and_escapes_texts():
         assert text in read.texts, text
 
 
+def results(parts):
+    return {
+        "command": "mcore-rl verify", "processes": 2, "backend": "gloo", "seconds": 12.3, "parts": parts, "failed": [],
+        "nodes": [{"gpus": [], "versions": {"torch": "2.6"}}], "launches": [], "ends_of_logs": {},
+    }  # fmt: skip
+
+
+def layouts_with(loss):
+    exact = {"loss": loss, "scores": 1e-7, "gradients": 1e-6, "weights": 1e-6}
+    rounded = {"worst_quantity": "all weights", "ratio": loss, "ratio_limit": 1.5}
+    rows = {"dp2": {"float32": exact, "bfloat16": rounded, "right": False}}
+    return {"part": "layouts", "verdict": "FAILED", "figure": "", "seconds": 1.0, "figures": {"rows": rows}}
+
+
+def test_page_shows_numbers_that_are_not_finite(tmp_path):
+    whole = Anonymous(tmp_path, []).cleaned(results([layouts_with(float("nan"))]))
+    assert write_results(tmp_path, whole) == ""
+    text = (tmp_path / "verify.html").read_text()
+    assert text.count("<td>nan</td>") == 2 and "<td>1.0e-06</td>" in text
+
+
+def test_figures_are_written_although_the_page_cannot_be_made(tmp_path):
+    broken = {**layouts_with(1.0), "figures": {"rows": {"dp2": {}}}}
+    assert write_results(tmp_path, results([broken])) == "KeyError: 'float32'"
+    assert results_of(tmp_path)[1]["layouts"] == broken
+
+
+def test_keys_are_not_renamed(tmp_path, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "seconds")
+    assert Anonymous(tmp_path, []).cleaned({"seconds": "of seconds"}) == {"seconds": "of USER"}
+
+
+def check_of(directory, processes, parts):
+    (directory / "logs").mkdir(exist_ok=True)
+    own = nodes(1, [], described=[{"host": "gpu-a17", "gpus": [], "versions": {}}], master_addr="", local_addr=None)
+    plan = Plan(directory, 1, processes, 0, "", 20)
+    return Check(plan, own, parts, time.monotonic() + 60, None)
+
+
+def test_parts_left_out_are_not_counted_as_passed(tmp_path, monkeypatch, capsys):
+    check = check_of(tmp_path, 1, ["refit"])
+    monkeypatch.setattr(check, "_prepare", lambda: "")
+    assert check.run() == 1
+    assert "nothing was checked: 1 part left out" in capsys.readouterr().out
+    assert "mcore-rl verify: 0 of 1 parts passed, 1 left out" in (tmp_path / "verify.html").read_text()
+    check.outcomes.append(Outcome("collectives", "passed", ""))
+    assert check._finish() == 0
+    assert "1 of 2 parts passed, 1 left out" in capsys.readouterr().out
+
+
 def test_results_name_no_host_user_address_or_path(tmp_path, monkeypatch):
     monkeypatch.setattr("getpass.getuser", lambda: "alice")
     names = Anonymous(tmp_path / "out", ["gpu-a17", "gpu-a18"])
     given = {
-        f"{tmp_path}/out/logs": f"gpu-a18 at 10.1.2.3, 127.0.0.1: /data/alice/x, {sys.prefix}/lib",
+        "text": f"{tmp_path}/out/logs: gpu-a18 at 10.1.2.3, 127.0.0.1: /data/alice/x, {sys.prefix}/lib",
         "n": float("nan"),
     }
     assert names.cleaned(given) == {
-        "OUTPUT/logs": "node1 at ADDRESS, 127.0.0.1: /data/USER/x, PYTHON/lib",
+        "text": "OUTPUT/logs: node1 at ADDRESS, 127.0.0.1: …/x, PYTHON/lib",
         "n": "nan",
     }
     assert names.command(["verify", "/secret/place/c.yaml", "seed=1"]) == "verify c.yaml seed=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--rdzv-endpoint head.acme.com:29500 x", "--rdzv-endpoint ADDRESS:29500 x"),
+        ("--master_addr=head --rdzv-endpoint=localhost:1", "--master_addr=ADDRESS --rdzv-endpoint=localhost:1"),
+        ("--rdzv-endpoint [fd00::1]:29500", "--rdzv-endpoint ADDRESS:29500"),
+        ("from fd00::a:1, 12:30:45, ::1, std::begin", "from ADDRESS, 12:30:45, ::1, std::begin"),
+        ("gpu-a17.acme.com or gpu-b.cloud.test", "node0 or ADDRESS"),
+        ("meets at head.acme.org: no", "meets at ADDRESS: no"),
+        ("/tmp/out/x /tmp/outsecretcorp /tmp/out.", "OUTPUT/x …/outsecretcorp OUTPUT."),
+        ("model.path=/home/bob/x at /home/bob: file:///srv/bob/y", "model.path=~/x at ~: file://…/y"),
+        ("1/2 tokens/s", "1/2 tokens/s"),
+    ],
+)
+def test_texts_are_made_anonymous(text, expected):
+    names = Anonymous(Path("/tmp/out"), ["gpu-a17", "gpu-a18.cloud.test"], ["head.acme.org"])
+    assert names.text(text) == expected
+
+
+def test_command_has_no_path_within_its_keys():
+    names = Anonymous(Path("/tmp/out"), [])
+    words = ["verify", "model.path=/home/bob/x", "data.train=[/srv/acme/a,/srv/b]", "--output=/tmp/outsecretcorp"]
+    assert names.command(words) == "verify model.path=x data.train=[a,b] --output=outsecretcorp"

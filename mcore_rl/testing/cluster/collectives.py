@@ -110,25 +110,29 @@ def check_collective(name: str, size: int) -> tuple[bool, float]:
     """Run a collective of the default group on `size` bytes of float32 numbers.
 
     Returns:
-        Whether the output has the right values on all ranks, and the median seconds of a call on the slowest rank.
+        Whether the output of every call has the right values on all ranks, and the median seconds of a call on the
+        slowest rank.
     """
     collective, rank, ranks = COLLECTIVES[name], dist.get_rank(), dist.get_world_size()
     count = max(size // 4 // ranks, 1) * ranks
     x = collective.inputs(rank, ranks, count).to(platform.device())
     expected = collective.expected(rank, ranks, count).to(platform.device())
     y = torch.full_like(expected, -1.0)
-    seconds = []
+    seconds, is_wrong = [], False
     for _ in range(WARM_UP + REPETITIONS):
         if collective.is_in_place:
             y.copy_(x)
+        else:
+            y.fill_(-1.0)  # an earlier call's right values do not count
         dist.barrier()
         platform.synchronize()
         started = time.perf_counter()
         collective.call(x, y)
         platform.synchronize()
         seconds.append(time.perf_counter() - started)
+        is_wrong |= not torch.equal(y, expected)
     median = sorted(seconds[WARM_UP:])[REPETITIONS // 2]
-    outcome = torch.tensor([float(not torch.equal(y, expected)), median], device=platform.device(), dtype=torch.double)
+    outcome = torch.tensor([float(is_wrong), median], device=platform.device(), dtype=torch.double)
     dist.all_reduce(outcome, op=dist.ReduceOp.MAX)
     return outcome[0].item() == 0, outcome[1].item()
 

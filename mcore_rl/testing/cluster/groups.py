@@ -19,10 +19,11 @@ class Processes:
 
     Args:
         seconds: time limit for all processes to meet, and for each collective.
+        backend: `parallel.backend` of the process groups.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.limit = timedelta(seconds=seconds)
+    def __init__(self, seconds: float, backend: str = "auto") -> None:
+        self.limit, self._backend = timedelta(seconds=seconds), backend
         self.rank, self.size, self._groups = torchrun.rank(), torchrun.world_size(), 0
         if torchrun.is_launched():
             store, _, _ = next(torch.distributed.rendezvous("env://", timeout=self.limit))
@@ -52,9 +53,10 @@ class Processes:
             os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(size))
             # Another prefix, because the store still has the addresses of the last group's ranks.
             store = torch.distributed.PrefixStore(name, self.store)
-            options: dict[str, Any] = {"device_id": platform.device()} if platform.has_gpu() else {}
+            backend = platform.backend(self._backend)
+            options: dict[str, Any] = {"device_id": platform.device()} if backend == "nccl" else {}
             torch.distributed.init_process_group(
-                platform.backend(), store=store, rank=self.rank, world_size=size, timeout=self.limit, **options
+                backend, store=store, rank=self.rank, world_size=size, timeout=self.limit, **options
             )
         try:
             yield is_member

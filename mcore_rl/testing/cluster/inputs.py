@@ -60,7 +60,12 @@ def prepare(plan: Plan) -> None:
 
 
 def _write_small_model(plan: Plan, kind: str, layouts: list[Any], texts: list[str]) -> None:
-    """Write a small model with random weights that all `layouts` divide, of the given architecture or of our own."""
+    """Write a small model with random weights that all `layouts` divide, of the given architecture or of our own.
+
+    Its weights are exact in bfloat16, as `compare_in_bfloat16` requires.
+    """
+    import torch
+
     from mcore_rl.testing.layout_check import invent_adapter, shrink_model
 
     if plan.model is not None:
@@ -71,7 +76,7 @@ def _write_small_model(plan: Plan, kind: str, layouts: list[Any], texts: list[st
         if kind == MIXTURE:
             _make_mixture(directory)
         source = ModelConfig(path=directory)
-    shrink_model(source, plan.models / kind, layouts)
+    shrink_model(source, plan.models / kind, layouts, torch.bfloat16)
     if plan.model is not None and plan.model.get("lora") is not None:
         invent_adapter(ModelConfig.model_validate({**plan.model, "path": plan.models / kind}), plan.adapter)
 

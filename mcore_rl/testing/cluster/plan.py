@@ -58,6 +58,7 @@ class Plan:
     has_experts: whether the given model is a mixture of experts. Without a configuration, both kinds are checked.
     speed: the configuration of the part `speed`, if the given one fits the number of processes; otherwise None.
     note: why the layout of the given configuration is not used in the part `speed`; "" if it is used.
+    backend: `parallel.backend` of the given configuration.
     """
 
     directory: Path
@@ -70,10 +71,16 @@ class Plan:
     has_experts: bool = False
     speed: dict[str, Any] | None = None
     note: str = ""
+    backend: str = "auto"
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.per_node
+
+    @property
+    def collective_backend(self) -> str:
+        """Name of the backend of torch.distributed that the check uses."""
+        return self.backend if self.backend != "auto" else "nccl" if self.gpu else "gloo"
 
     def multiple(self, least: int) -> int:
         """Return the smallest multiple of the number of processes that is at least `least`."""
@@ -97,10 +104,11 @@ class Plan:
 
     @property
     def second_layout(self) -> ParallelLayout:
-        """Layout under which the part `resume` resumes."""
-        pp = 2 if self.world_size % 2 == 0 else 1
-        cp = 2 if self.world_size % 4 == 0 else 1
-        return ParallelLayout(pp=pp, cp=cp, dp=self.world_size // (pp * cp))
+        """Layout under which the part `resume` resumes. It equals the first one only with a single process."""
+        size = self.world_size
+        pp = 2 if size % 2 == 0 else 1
+        cp = 2 if size % 4 == 0 else 1 if pp > 1 else _smallest_factor(size)
+        return ParallelLayout(pp=pp, cp=cp, dp=size // (pp * cp))
 
     @property
     def cases(self) -> list[Case]:
@@ -181,14 +189,20 @@ def _largest_power(number: int) -> int:
     return number & -number
 
 
+def _smallest_factor(number: int) -> int:
+    """Return the smallest prime factor of `number`; 1 for 1."""
+    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
+
+
 def batch_values(plan: Plan, layout: ParallelLayout, dtype: str) -> dict[str, Any]:
     """Return the sections that all small runs of a check share."""
     model = {**(plan.model or {}), "path": str(plan.models / small_model(plan)), "dtype": dtype}
     if model.get("lora") is not None:
         model["lora"] = {"path": str(plan.adapter)}
+    parallel = {"backend": plan.backend, "timeout_seconds": plan.collective_seconds}
     return {
         "seed": 0,
-        "parallel": {**layout.parallel_values, "timeout_seconds": plan.collective_seconds},
+        "parallel": {**layout.parallel_values, **parallel},
         "optimizer": {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"},
         "model": model,
         "checkpoint": {"export_hf": False},

@@ -32,10 +32,10 @@ STEPS = 3
 """Optimizer steps before the weights of two layouts are compared."""
 LENGTHS = (37, 2, 96, 61, 18, 45, 80, 9)
 """Lengths in tokens of the pairs whose training the part `layouts` compares."""
-ALLOWED_RATIO = 1.5
-"""Largest distance of a bfloat16 layout from one float32 process, relative to that of one bfloat16 process."""
 TIMED = 5
 """Number of steps whose seconds the part `speed` measures."""
+TRANSFERS = 2
+"""Transfers of the part `refit`. All are compared; the last one is timed."""
 BUCKET_BYTES = 64 * 2**20
 SHOWN_STACKS = signal.SIGUSR2
 """Signal at which a rank writes its Python stacks to its log."""
@@ -52,7 +52,7 @@ def run_part(part: str, directory: Path, numbers: Sequence[int] = ()) -> None:
     faulthandler.register(SHOWN_STACKS, all_threads=True)
     plan = Plan.read(directory)
     platform.initialize_platform()
-    processes = Processes(plan.collective_seconds)
+    processes = Processes(plan.collective_seconds, plan.backend)
     if part == "layouts":
         compare_layouts(plan, processes, [plan.cases[number] for number in numbers])
         return
@@ -105,10 +105,16 @@ def compare_layouts(plan: Plan, processes: Processes, cases: Sequence[Case]) -> 
 
 
 def _case_config(plan: Plan, case: Case, dtype: str) -> DPOConfig:
+    """Return the configuration of a case; in float32 with local layers, because others multiply with TF32."""
+    from mcore_rl.testing.layout_check import in_float32
+
     data = {"train": "not read", "max_sequence_length": max(LENGTHS)}
     config = dpo_config(plan, case.layout, dtype, data=data, batch={"global_batch_size": plan.multiple(8)})
     model = config.model.model_copy(update={"path": plan.models / case.model})
-    return platform.resolve(config.model_copy(update={"model": model}))
+    config = config.model_copy(update={"model": model})
+    if dtype == "float32":
+        config = config.model_copy(update={"model": in_float32(config).model})
+    return platform.resolve(config)
 
 
 def _alone(config: DPOConfig) -> DPOConfig:
@@ -149,36 +155,18 @@ def _compared(config: TrainingConfig, outcome: Any, exact: Any, rounded: Any | N
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.testing.layout_check import compare
+    from mcore_rl.testing.layout_check import compare, compare_in_bfloat16
 
     model = config.model
     if rounded is None:
-        difference = compare(outcome, exact)
         limit = family_of(load_hf_config(model.path, model.trust_remote_code, model.head)).gradient_tolerance
-        figures = {key: value for key, value in asdict(difference).items() if key not in ("steps", "limit")}
-        return {"float32": {**figures, "right": difference.within(gradients=limit)}}
-    ours, theirs = distances(outcome, exact), distances(rounded, exact)
-    ratios = {f"{kind}_ratio": ours[kind] / max(theirs[kind], 1e-12) for kind in ours}
-    right = all(ratio <= ALLOWED_RATIO for ratio in ratios.values())
-    return {"bfloat16": {"layout": ours, "one_process": theirs, **ratios, "right": right}}
-
-
-def distances(outcome: Any, exact: Any) -> dict[str, float]:
-    """Return the distances of two `LayoutResult`s: the norm of a difference, divided by the norm of `exact`.
-
-    Each kind of values is one vector: all scores, all gradients, and all weights.
-    """
-
-    def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-        pairs = list(zip(ours, theirs, strict=True))
-        difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-        return float((difference / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5)
-
-    found = {"scores": distance([outcome.scores], [exact.scores])}
-    for kind in ("gradients", "weights"):
-        ours, theirs = getattr(outcome, kind), getattr(exact, kind)
-        found[kind] = distance([ours[name] for name in theirs], list(theirs.values()))
-    return found
+        difference = compare(outcome, exact)
+        name, right = "float32", difference.within(gradients=limit)
+    else:
+        difference = compare_in_bfloat16(outcome, rounded, exact)
+        name, right = "bfloat16", difference.within()
+    figures = {key: value for key, value in asdict(difference).items() if key not in ("steps", "limit")}
+    return {name: {**figures, "right": right}}
 
 
 # ------------------------------------------------------------ refit
@@ -213,24 +201,32 @@ def _send(plan: Plan, processes: Processes, trainers: int) -> dict[str, Any]:
         processes.store.set("sender", json.dumps(described))
     sender = json.loads(processes.store.get("sender"))
     policy.init_collective(sender["ip"], sender["port"], 1 + engines)
-    digests = {name: _digest(tensor) for name, tensor in export_hf_weights(policy.model)}
-    for turn in range(2):
+    transfers, bad = list[dict[str, str]](), set[str]()
+    for turn in range(TRANSFERS):
+        exported = list(export_hf_weights(policy.model))
+        bad |= {name for name, tensor in exported if not bool(tensor.isfinite().all())}
+        transfers.append({name: _digest(tensor) for name, tensor in exported})
+        del exported
         processes.meet(f"refit-{turn}")
         platform.synchronize()
         started = time.perf_counter()
         policy.broadcast_weights_for_collective(BUCKET_BYTES)
         platform.synchronize()
         seconds = time.perf_counter() - started
+        processes.meet(f"received-{turn}")
+        with torch.no_grad():  # the next transfer must bring other values
+            for weight in (weight for chunk in policy.chunks for weight in chunk.parameters()):
+                weight.mul_(2)
     different = set[str]()
     if processes.rank == 0:
         for rank in range(trainers, processes.size):
-            received = json.loads(processes.store.get(f"digests-{rank}"))
-            different |= {name for name in digests if received.get(name) != digests[name]}
+            different |= different_tensors(transfers, json.loads(processes.store.get(f"digests-{rank}")))
     policy.shutdown()
     size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in info.values())
     return {
         "bytes": size, "seconds": seconds, "gb_per_second": size / seconds / 1e9, "engines": engines,
         "tensors": len(info), "layout": str(_refit_layout(trainers)), "different": sorted(different),
+        "not_finite": sorted(bad),
     }  # fmt: skip
 
 
@@ -240,18 +236,41 @@ def _receive(processes: Processes, trainers: int) -> None:
     # The address by which the trainers' node reaches this one is also the one by which it is reached.
     if processes.rank == trainers:
         processes.store.set("receiver", local_address(socket.gethostbyname(os.environ["MASTER_ADDR"])))
-    sender, digests = json.loads(processes.store.get("sender")), dict[str, str]()
-
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        digests.update((name, _digest(tensor)) for name, tensor in tensors if name not in digests)
-
-    receiver = RefitReceiver(load, decode_refit_info(sender["info"]))
+    sender, received = json.loads(processes.store.get("sender")), Received()
+    receiver = RefitReceiver(received.load, decode_refit_info(sender["info"]))
     engines, seconds = processes.size - trainers, processes.limit.total_seconds()
     receiver.init_collective(sender["ip"], sender["port"], 1 + processes.rank - trainers, 1 + engines, seconds)
-    for turn in range(2):
+    for turn in range(TRANSFERS):
         processes.meet(f"refit-{turn}")
         receiver.update_weights_from_collective()
-    processes.store.set(f"digests-{processes.rank}", json.dumps(digests))
+        received.end_transfer()
+        processes.meet(f"received-{turn}")
+    processes.store.set(f"digests-{processes.rank}", json.dumps(received.digests))
+
+
+class Received:
+    """The tensors that a process receives. It computes their digests after each transfer, whose time is measured.
+
+    digests: digests of all tensors by name, for each transfer.
+    """
+
+    def __init__(self) -> None:
+        self.digests: list[dict[str, str]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy received tensors, whose memory the receiver uses again."""
+        self._tensors.update((name, tensor.clone()) for name, tensor in tensors)
+
+    def end_transfer(self) -> None:
+        self.digests.append({name: _digest(tensor) for name, tensor in self._tensors.items()})
+        self._tensors.clear()
+
+
+def different_tensors(sent: Sequence[dict[str, str]], received: Sequence[dict[str, str]]) -> set[str]:
+    """Return the names of tensors whose digests differ in any transfer, or that were sent or received alone."""
+    pairs = zip(sent, received, strict=True)
+    return {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def refit_config(plan: Plan, trainers: int) -> DPOConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,29 @@ def judge_part(plan: Plan, part: str) -> Outcome:
     return judges[part](plan)
 
 
+def is_finite(value: Any) -> bool:
+    """Return whether a JSON value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of the numbers in a JSON value that are NaN or infinite."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from not_finite(part, f"{name} {key}".strip())
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from not_finite(part, f"{name} {number}".strip())
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield name
+
+
+def _problem_of_numbers(figures: Any) -> str:
+    """Return which number in `figures` is not finite; "" if all are finite."""
+    name = next(not_finite(figures), "")
+    return f"{name} is not finite" if name else ""
+
+
 def _outcome(part: str, problem: str, figure: str, figures: dict[str, Any]) -> Outcome:
     return Outcome(part, FAILED if problem else PASSED, problem or figure, figures=figures)
 
@@ -58,7 +81,8 @@ def _collectives(plan: Plan) -> Outcome:
     figure = f"all-reduce of {reduced['bytes'] / 2**20:.0f} MiB at {reduced['gb_per_second']:.3g} GB/s"
     if plan.world_size == 1:
         figure = "right values; there is no link between processes to measure"
-    return _outcome("collectives", f"wrong values: {', '.join(wrong)}" if wrong else "", figure, figures)
+    problem = f"wrong values: {', '.join(wrong)}" if wrong else _problem_of_numbers(figures)
+    return _outcome("collectives", problem, figure, figures)
 
 
 def _layouts(plan: Plan) -> Outcome:
@@ -71,8 +95,11 @@ def _layouts(plan: Plan) -> Outcome:
     figure = f"{right} of {counted(len(plan.cases), 'layout')} agree with one process"
     if whole:
         worst = max(row["float32"]["gradients"] for row in whole)
-        ratio = max(row["bfloat16"][f"{kind}_ratio"] for row in whole for kind in ("scores", "gradients", "weights"))
-        figure += f"; gradients differ by {worst:.0e}, in bfloat16 by {ratio:.2f} × the rounding of one process"
+        rounded = max((row["bfloat16"] for row in whole), key=lambda found: found["ratio"] / found["ratio_limit"])
+        figure += (
+            f"; gradients differ by {worst:.0e}, in bfloat16 {rounded['worst_quantity']} by {rounded['ratio']:.2f} × "
+            f"the rounding of one process, at most {rounded['ratio_limit']:g}"
+        )
     missing = [str(case) for case in plan.cases if str(case) not in rows]
     problems += [f"{name}: not run" for name in missing]
     if problems:
@@ -84,13 +111,17 @@ def _problem_of_layout(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return str(row["error"])
     wrong = [dtype for dtype in ("float32", "bfloat16") if not row[dtype]["right"]]
-    return f"differs in {' and '.join(wrong)}" if wrong else ""
+    return f"differs in {' and '.join(wrong)}" if wrong else _problem_of_numbers(row)
 
 
 def _refit(plan: Plan) -> Outcome:
     figures = plan.read_result("refit")
     different = figures["different"]
-    problem = f"{counted(len(different), 'tensor')} differ, the first is {different[0]}" if different else ""
+    problem = _problem_of_numbers(figures)
+    if bad := figures["not_finite"]:
+        problem = f"{counted(len(bad), 'tensor')} with values that are not finite, the first is {bad[0]}"
+    if different:
+        problem = f"{counted(len(different), 'tensor')} differ, the first is {different[0]}"
     figure = (
         f"{counted(figures['tensors'], 'tensor')} equal in {counted(figures['engines'], 'engine')}; "
         f"{figures['bytes'] / 1e6:,.1f} MB at {figures['gb_per_second']:.3g} GB/s"
@@ -105,15 +136,21 @@ def _resume(plan: Plan) -> Outcome:
     figures: dict[str, Any] = {"losses": [{str(step): loss for step, loss in run.items()} for run in losses]}
     if list(losses[1]) != list(steps) or not set(steps) <= losses[0].keys():
         return _outcome("resume", "the runs do not have the expected steps", "", figures)
+    if bad := [n for n in steps if not (is_finite(losses[0][n]) and is_finite(losses[1][n]))]:
+        return _outcome("resume", f"the loss of step {bad[0]} is not finite", "", figures)
     difference = max(abs(losses[1][n] - losses[0][n]) / max(abs(losses[0][n]), 1.0) for n in steps)
     figures |= {"difference": difference, "layouts": [str(plan.first_layout), str(plan.second_layout)]}
     layouts = f"saved under {plan.first_layout}, resumed under {plan.second_layout}"
+    if plan.first_layout == plan.second_layout:
+        layouts = f"saved and resumed under the same layout ({plan.first_layout})"
     figure = f"{layouts}: losses differ by {difference:.0e}"
     return _outcome("resume", "" if difference <= LOSS_LIMIT else figure, figure, figures)
 
 
 def _speed(plan: Plan) -> Outcome:
     figures, simulated = plan.read_result("speed"), plan.read_result("simulation")
+    if problem := _problem_of_numbers({"measured": figures, "simulated": simulated}):
+        return Outcome("speed", FAILED, problem, figures=figures)
     memory = figures["peak_bytes"]
     figure = f"{figures['tokens_per_second']:,.0f} tokens/s, {size_text(memory)}"
     if not simulated:
@@ -135,10 +172,11 @@ def _grpo(plan: Plan) -> Outcome:
     figures = {"steps": steps}
     if len(steps) != GRPO_STEPS:
         return _outcome("grpo", f"{len(steps)} of {GRPO_STEPS} steps", "", figures)
-    bad = [entry["step"] for entry in steps if not all(map(math.isfinite, (entry["loss"], entry["grad_norm"])))]
-    rewards = [entry.get("reward_mean", math.nan) for entry in steps]
-    if bad or not all(map(math.isfinite, rewards)):
-        return _outcome("grpo", f"loss, gradient norm or reward is not finite in steps {bad or 'unknown'}", "", figures)
+    names = ("loss", "grad_norm", "reward_mean")
+    bad = [entry["step"] for entry in steps if not all(is_finite(entry.get(name)) for name in names)]
+    if bad:
+        return _outcome("grpo", f"loss, gradient norm or reward is not finite in steps {bad}", "", figures)
+    rewards = [entry["reward_mean"] for entry in steps]
     median = {
         name.removesuffix("_seconds"): sorted(entry.get(name, 0.0) for entry in steps)[len(steps) // 2]
         for name in steps[-1]
