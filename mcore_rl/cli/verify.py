@@ -111,8 +111,8 @@ def _without_processes(options: Sequence[str]) -> Iterator[str]:
 def verify(arguments: Sequence[str]) -> None:
     """Run `mcore-rl verify ARGUMENTS`, and exit.
 
-    The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, and 128 plus the number
-    of a signal that ended the check.
+    The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, and 128
+    plus the number of a signal that ended the check.
     """
     options, words = split(arguments)
     late = [word for word in words if word.startswith("--n") and split([word])[0]]

@@ -23,7 +23,7 @@ from mcore_rl.cli.verify_process import Interrupted, Signals, first_error, run_p
 from mcore_rl.config import SFTConfig
 from mcore_rl.report.verification import Anonymous, page, write_results
 from mcore_rl.testing.cluster.inputs import speed_config, speed_sequences
-from mcore_rl.testing.cluster.plan import Plan
+from mcore_rl.testing.cluster.plan import Plan, resume_configs
 from mcore_rl.testing.cluster.verdicts import Outcome
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -289,7 +289,7 @@ def test_launches_of_several_nodes_meet_at_different_places():
 @pytest.mark.parametrize("tp", [2, 4])
 def test_speed_uses_the_given_layout_if_it_fits(tp, tmp_path, model_of):
     path = model_of("qwen3_moe")
-    parallel = {"tensor_model_parallel_size": tp, "sequence_parallel": True}
+    parallel = {"tensor_model_parallel_size": tp, "sequence_parallel": True, "backend": "host"}
     given = SFTConfig.model_validate({
         "output_dir": "none", "model": {"path": path, "recompute_activations": True}, "parallel": parallel,
         "data": {"train": "x", "max_sequence_length": 100}, "batch": {"tokens_per_pack": 1000},
@@ -297,6 +297,7 @@ def test_speed_uses_the_given_layout_if_it_fits(tp, tmp_path, model_of):
     own = nodes(1, [], described=[{"gpus": [], "gpu_gib": 0}])
     own.per_node = 2
     plan = _plan(given, own, tmp_path, minutes=30)
+    assert plan.backend == "host" and resume_configs(plan)[0].parallel.backend == "host"
     assert plan.has_experts and plan.model["recompute_activations"] and plan.collective_seconds == 120
     config = speed_config(plan)
     assert config.parallel.tensor_model_parallel_size == 2
