@@ -52,7 +52,8 @@ def table(of: Iterable[dict[str, Any]]) -> Iterator[str]:
     for one in of:
         versions = " | ".join(one["versions"].get(name, "") for name in COLUMNS)
         ended = f"{one['passed']:,} | {one['skipped']} | {one['date']}, {one['commit']}"
-        yield f"| `make {one['suite']}` | {one['python']} | {versions} | {ended} |"
+        target, _, part = one["suite"].partition(" ")
+        yield f"| `make {target}`{part and ' ' + part} | {one['python']} | {versions} | {ended} |"
 
 
 if __name__ == "__main__":

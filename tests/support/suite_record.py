@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from datetime import date
@@ -48,7 +49,7 @@ def file_name(record):
     of = record["versions"]
     parts = [record["suite"], "python" + ".".join(record["python"].split(".")[:2]), "megatron" + of["megatron-core"]]
     parts += [f"{one}{of[one]}" for one in ("transformer-engine", "vllm") if one in of]
-    parts = [part.replace(" ", "_").replace("(", "").replace(")", "") for part in parts]
+    parts = [re.sub(r"[ (),]+", "_", part).strip("_") for part in parts]
     return "_".join(parts)
 
 
