@@ -24,7 +24,7 @@ import psutil
 from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, leave
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
-from mcore_rl.utils.packages import import_torch
+from mcore_rl.utils.packages import check_packages, import_torch
 
 PROGRAM_OPTIONS = {"-h", "--help", "--dry-run", "--print-config", "--record", "--replay"}
 PROGRAM_OPTIONS |= {f"--{option}" for option in KEYS_OF_OPTIONS}
@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     # connection, which an error of this module reports in one line. The ranks do not inherit the level.
     quiet = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "FATAL"}
     os.environ.update(quiet)
+    check_packages()
     import_torch()
     from torch.distributed.run import get_args_parser
 

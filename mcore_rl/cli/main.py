@@ -95,7 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not torchrun.is_launched():
         with exit_on_error():
-            check_packages()
             launch_options, rest = split(rest)  # imports torch if there are options
         if launch_options:
             sys.exit(launch(launch_options, ["train", algorithm, *rest]))

@@ -73,8 +73,7 @@ def run_process(
     """Run `python ARGUMENTS` to its end, with its output in the file `log`.
 
     The process and all its descendants are killed after `limit` seconds, if `is_over()` becomes true, or if this
-    program receives a signal. If this program is
-    killed, they get SIGTERM.
+    program receives a signal. If this program is killed, they get SIGTERM.
 
     Args:
         is_over: function that returns whether waiting any longer is useless.

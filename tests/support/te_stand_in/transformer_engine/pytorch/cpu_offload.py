@@ -3,6 +3,13 @@ from contextlib import nullcontext
 from transformer_engine import since
 
 
+def _without_effect(enabled):
+    """Return a context without effect; Megatron calls the function below also if offloading is disabled."""
+    if enabled:
+        raise NotImplementedError("the stand-in has no offloading of activations")
+    return nullcontext(), lambda tensor: tensor
+
+
 def get_cpu_offload_context(
     enabled=False,
     num_layers=1,
@@ -11,10 +18,7 @@ def get_cpu_offload_context(
     offload_weights=False,
     double_buffering=False,
 ):
-    """Return a context without effect; Megatron calls this function also if offloading is disabled."""
-    if enabled:
-        raise NotImplementedError("the stand-in has no offloading of activations")
-    return nullcontext(), lambda tensor: tensor
+    return _without_effect(enabled)
 
 
 if since(2, 10):
@@ -30,6 +34,4 @@ if since(2, 10):
         retain_pinned_cpu_buffers=False,
         offload_stream=None,
     ):
-        if enabled:
-            raise NotImplementedError("the stand-in has no offloading of activations")
-        return nullcontext(), lambda tensor: tensor
+        return _without_effect(enabled)
