@@ -53,6 +53,8 @@ LATENT = {
 }
 INDEX = {"index_topk": 600, "index_n_heads": 2, "index_head_dim": 16}
 DELTA_NETS = {
+    # With 1e-6, the gated norms amplify rounding: transformers' gradients differ from its own in float64 by up to 1e-3.
+    "rms_norm_eps": 1e-4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
