@@ -217,7 +217,7 @@ def judge(message_log, record):
         file.write("x")
     if calls.stat().st_size > 8:
         raise RuntimeError("the judge is down")
-    return float(calls.stat().st_size % 2)
+    return float(calls.stat().st_size)  # never the same in a group
 """
 
 
@@ -249,7 +249,7 @@ def judge(message_log, record):
         file.write("x")
     if calls.stat().st_size > 9 and calls.stat().st_size % 4:
         raise RuntimeError("the judge is overloaded")
-    return float(calls.stat().st_size % 2)
+    return float(calls.stat().st_size)  # never the same in a group
 """
 
 
@@ -285,7 +285,7 @@ def judge(message_log, record):
         file.write("x")
     if calls.stat().st_size > 8:
         os._exit(1)
-    return float(calls.stat().st_size % 2)
+    return float(calls.stat().st_size)  # never the same in a group
 """
 
 
