@@ -95,8 +95,9 @@ class PolicyTerms:
     loss: value to minimise, before aggregation.
     ratio: probability ratio, of tokens or of sequences; for metrics.
     clipped_ratio: `ratio` clipped to the bounds of the loss; None for a loss without bounds.
-    clipped_low: True for the tokens that the lower bound clips. None means `clipped_ratio` > `ratio`.
-    clipped_high: the same for the upper bound. None means `clipped_ratio` < `ratio`.
+    clipped_low: True for the tokens whose loss the lower bound changes. None means `clipped_ratio` > `ratio` with a
+        negative advantage, as in the maximum of the clipped surrogate.
+    clipped_high: the same for the upper bound and a positive advantage. Both are given, or neither.
     metrics: further values by name. The mean of each value over tokens becomes a metric.
     """
 
@@ -130,7 +131,9 @@ def clipped_pg(batch: PolicyBatch, options: ClippedPGOptions) -> PolicyTerms:
         ratio = bounded_ratio(batch.sequence_means(log_ratio) if options.has_sequence_ratios else log_ratio)
         clipped = ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
     if options.clip_type == "cispo":
-        return PolicyTerms(-advantages * clipped.detach() * batch.current, ratio, clipped)
+        counts = advantages != 0
+        low, high = (ratio < clipped) & counts, (ratio > clipped) & counts
+        return PolicyTerms(-advantages * clipped.detach() * batch.current, ratio, clipped, low, high)
     loss = clipped_surrogate(advantages, ratio, clipped)
     if options.ratio_clip_c is not None:
         bounded = torch.minimum(loss, -advantages * options.ratio_clip_c)
@@ -595,8 +598,9 @@ class PolicyGradientLossFn(LogprobLoss):
         metrics |= {name: token_mean(values) for name, values in terms.metrics.items()}
         if clipped is None:
             return metrics
-        low = ratio < clipped if terms.clipped_low is None else terms.clipped_low
-        high = ratio > clipped if terms.clipped_high is None else terms.clipped_high
+        low, high = terms.clipped_low, terms.clipped_high
+        if low is None or high is None:
+            low, high = (ratio < clipped) & (batch.advantages < 0), (ratio > clipped) & (batch.advantages > 0)
         return {
             **metrics,
             "probs_ratio_clamped": token_mean(clipped),

@@ -79,7 +79,8 @@ def steps_of_policy(config, options, data):
 
 
 def steps_of_trl(name, root, data):
-    """Return losses and weights of TRL's trainer, which gets the recorded rollouts in place of its own."""
+    """Return losses, weights and clipped fractions of TRL's trainer, which gets the recorded rollouts in place of its
+    own."""
     from trl import GRPOConfig, GRPOTrainer
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
@@ -100,7 +101,9 @@ def steps_of_trl(name, root, data):
         train_dataset=Records.from_list([{"prompt": "a"}] * 12),
     )  # fmt: skip
     trainer.train()
-    return trainer.found, {key: p.detach().clone() for key, p in model.state_dict().items()}
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    clipped = [[log.get(f"clip_ratio/{side}_mean") for side in ("low", "high")] for log in logs]
+    return trainer.found, {key: p.detach().clone() for key, p in model.state_dict().items()}, clipped
 
 
 def of_trl(data, pad, corrects):
@@ -197,9 +200,14 @@ def test_steps_equal_trls_or_the_formula(names, layout, files, data, expected):
     outcomes = [of_ranks[0] for of_ranks in run_cases(cases, world_size=layout.world_size, timeout=300)]
     initial = AutoModelForCausalLM.from_pretrained(files / "model").state_dict()
     for name, (metrics, weights) in zip(names, outcomes, strict=True):
-        losses, theirs = expected[name]
+        losses, theirs, *clipped = expected[name]
         found = [m["loss"] for m in metrics]
         print(f"{name}: losses {losses}, off by {max(abs(a - b) for a, b in zip(found, losses, strict=True)):.1e}")
         assert found == pytest.approx(losses, rel=1e-5, abs=1e-6), name
         assert all(math.isfinite(value) for m in metrics for key, value in m.items() if key != "all_mb_metrics")
+        if name == "off-policy mask":  # TRL counts sequences where a ratio is of a sequence, and others not at all
+            fractions = [[m[f"clip_fraction_{side}"] for side in ("low", "high")] for m in metrics]
+            assert any(low or high for low, high in fractions)
+            for ours, of_trl in zip(fractions, clipped[0], strict=True):
+                assert ours == pytest.approx(of_trl, abs=1e-6), name
         check_weights(weights, theirs, initial, name)

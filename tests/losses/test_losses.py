@@ -217,8 +217,14 @@ def test_clipped_pg(changes, seed):
     mask = mask_of(data)
     if not (cfg.get("disable_ppo_ratio") or cfg.get("sequence_level_importance_ratios")):
         ratio = (logprobs_of(logits, data).detach() - data["prev_logprobs"][:, 1:]).exp()
-        for name, clipped in (("low", ratio < 1 - cfg["ratio_clip_min"]), ("high", ratio > 1 + cfg["ratio_clip_max"])):
-            torch.testing.assert_close(metrics[f"clip_fraction_{name}"], (clipped * mask).sum() / toks)
+        advantages = data["advantages"][:, 1:]
+        low, high = ratio < 1 - cfg["ratio_clip_min"], ratio > 1 + cfg["ratio_clip_max"]
+        both_signs = cfg.get("clip_type") == "cispo"  # CISPO clips its weight, whatever the sign
+        low = low & (advantages != 0 if both_signs else advantages < 0)
+        high = high & (advantages != 0 if both_signs else advantages > 0)
+        assert ((low | high) * mask).any(), "no token is clipped"
+        torch.testing.assert_close(metrics["clip_fraction_low"], (low * mask).sum() / toks)
+        torch.testing.assert_close(metrics["clip_fraction_high"], (high * mask).sum() / toks)
         counted = ratio[mask > 0]
         assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (counted.min(), counted.max())
         bounded = counted.clamp(1 - cfg["ratio_clip_min"], 1 + cfg["ratio_clip_max"])
