@@ -23,7 +23,7 @@ from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.errors import TrainingError
-from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
 from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
@@ -420,12 +420,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return sum(family.experts.sparse_layers), family.experts.topk
 
     def _update(self, step: int, minibatches: Sequence[LocalBatch[Any]], passes: int) -> dict[str, Any]:
-        """Run the policy updates of a step.
-
-        Returns:
-            The metrics of the last update. With `train_global_batch_size`, the metrics of all updates combined, and
-            the loss and gradient norm of each update.
-        """
+        """Run the policy updates of a step, and return their metrics (see `over_updates`)."""
         updates = list[dict[str, Any]]()
         for minibatch in [*minibatches] * passes:
             trained = self.policy.train(minibatch, self.loss_fn, temperature=self.config.rollouts.temperature)
@@ -435,10 +430,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             updates.append(trained)
         if left_out := self.updates_per_step - len(updates):
             self.policy.advance_schedule(left_out)
-        if self.config.rollouts.train_global_batch_size is None:
-            return updates[-1]
-        of_each = {f"{k}/update_{n}": one[k] for n, one in enumerate(updates, 1) for k in ("loss", "grad_norm")}
-        return over_steps(updates, reductions_of(self.loss_fn)) | of_each
+        return over_updates(updates, reductions_of(self.loss_fn))
 
     def _skip_updates(self, step: int) -> None:
         """Advance the learning-rate schedules for a step without updates, as if its updates had been made."""

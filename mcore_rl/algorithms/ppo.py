@@ -15,7 +15,7 @@ from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.algorithms import CRITIC, critic_config
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
-from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.samples import RolloutSummary
@@ -82,7 +82,7 @@ class Critic:
                 optimizer steps if minibatches without tokens were left out.
 
         Returns:
-            The metrics of the last optimizer step; with several minibatches, means over the optimizer steps.
+            The metrics of the critic's updates (see `over_updates`).
 
         Raises:
             FloatingPointError: loss or gradient norm is not finite. Raised on every rank; the weights are unchanged.
@@ -99,10 +99,9 @@ class Critic:
             self.model.advance_schedule(left_out)
         for step in steps:
             step.pop("all_mb_metrics")
-        trained = steps[-1] if len(minibatches) == 1 else over_steps(steps, reductions_of(self.loss_fn))
-        of_loss = {"value_loss": trained.pop("loss"), "value_clip_fraction": trained.pop("value_clip_fraction")}
+        trained = over_updates(steps, reductions_of(self.loss_fn))
         trained.pop("num_valid_samples")
-        return of_loss | {f"critic_{name}": value for name, value in trained.items()}
+        return {_critics_name(name): value for name, value in trained.items()}
 
     def take_flops(self) -> float:
         """Return the number of floating-point operations of all updates since the last call of this method."""
@@ -118,6 +117,13 @@ class Critic:
         """Write the critic as a Hugging Face sequence classifier with one label."""
         with self.model.on_device():
             self.model.export_hf(destination)
+
+
+def _critics_name(name: str) -> str:
+    """Return the name of a critic's metric beside the policy's metrics."""
+    if name == "loss" or name.startswith("loss/"):
+        return f"value_{name}"
+    return name if name == "value_clip_fraction" else f"critic_{name}"
 
 
 def _read(data: LocalBatch[Any]) -> LocalBatch[Any]:

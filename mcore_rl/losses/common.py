@@ -374,6 +374,17 @@ def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Re
     }
 
 
+def over_updates(updates: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
+    """Return the metrics of a step: of its single update, or of its several `updates` combined by `over_steps`.
+
+    The loss and gradient norm of each of several updates are added, as `loss/update_1`, `grad_norm/update_1` and so on.
+    """
+    if len(updates) == 1:
+        return dict(updates[0])
+    of_each = {f"{name}/update_{n}": one[name] for n, one in enumerate(updates, 1) for name in ("loss", "grad_norm")}
+    return over_steps(updates, reductions) | of_each
+
+
 def _sum(values: list[Any], samples: list[Any]) -> Any:
     return functools.reduce(operator.add, values)
 

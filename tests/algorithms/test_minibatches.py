@@ -84,6 +84,16 @@ def test_metrics_contain_mean_and_value_of_each_update(whole):
     assert rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
 
+def test_metrics_of_several_passes_over_the_whole_batch(files):
+    """Also without minibatches, all updates of a step count, those of the critic too."""
+    out = train(files, "ppo", "passes", "ppo.train_global_batch_size=null", "trainer.max_steps=1")
+    (line,) = metrics_of(out)
+    for name in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
+        updates = [line[f"{name}/update_{n}"] for n in (1, 2)]
+        assert len(set(updates)) == 2 and f"{name}/update_3" not in line
+        assert line[name] == pytest.approx(sum(updates) / 2)
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param("dp2", marks=pytest.mark.long), pytest.param("tp2", marks=pytest.mark.exhaustive)]
 )
