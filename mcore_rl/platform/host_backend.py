@@ -136,6 +136,10 @@ class HostGroup(_Interface):
     def getBackendName(self) -> str:
         return COPYING if self._copies_cpu else NAME
 
+    def _get_backend(self, device: torch.device) -> HostGroup:
+        """Return the group itself: since torch 2.14, `batch_isend_irecv` asks for the backend of the tensors' device."""
+        return self
+
     # ------------------------------------------------------------ operations that move tensors
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> HostWork:
