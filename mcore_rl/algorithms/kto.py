@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
+from mcore_rl.algorithms.dpo import FIRST_REWARD_TOLERANCE
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batching import collate
@@ -66,8 +66,9 @@ class KTOObjective(Objective):
         if self.config.model.begins_with_dropout:
             return
         reward = max(abs(metrics[f"rewards_{kind}_sum"]) for kind in ("desirable", "undesirable"))
-        (tokens,) = batch.rows.share.sum(float(batch.rows["token_mask"][:, 1:].sum()))
-        if reward > FIRST_MARGIN_TOLERANCE[self.config.model.dtype] * tokens:
+        counted = batch.rows["token_mask"][:, 1:] * batch.rows["sample_mask"][:, None]
+        (tokens,) = batch.rows.share.sum(float(counted.sum()))
+        if reward > FIRST_REWARD_TOLERANCE[self.config.model.dtype] * tokens:
             raise TrainingError(
                 "step 1: before any update the policy must equal the reference, so all rewards must be 0. They "
                 f"add up to {reward:.3g} nats over {tokens:.0f} tokens"

@@ -90,15 +90,15 @@ class Critic:
         with self.model.on_device():
             try:
                 steps = [
-                    self.model.train(_read(minibatch), self.loss_fn) for _ in range(passes) for minibatch in minibatches
+                    self.model.train_batch(_read(minibatch), self.loss_fn)
+                    for _ in range(passes)
+                    for minibatch in minibatches
                 ]
             except FloatingPointError as error:
                 raise FloatingPointError(f"critic: {error}") from None
         self._flops += passes * sum(self.model.flops_of(minibatch) for minibatch in minibatches)
         if left_out := of_all - len(steps):
             self.model.advance_schedule(left_out)
-        for step in steps:
-            step.pop("all_mb_metrics")
         trained = over_updates(steps, reductions_of(self.loss_fn))
         trained.pop("num_valid_samples")
         return {_critics_name(name): value for name, value in trained.items()}

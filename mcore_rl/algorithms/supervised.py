@@ -84,7 +84,7 @@ class Objective:
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of the first step, which are computed with the initial weights.
+        """Check the loss's metrics of the first step, before the weights change.
 
         Raises:
             TrainingError: the metrics show that policy and reference differ.
@@ -125,6 +125,9 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         policy.zero_gradients()
         counts = global_valid_counts(batch.rows)
         results = policy.forward_backward(batch.rows, loss_fn, counts, objective.temperature)
+        metrics = results.metrics(loss_fn)  # the same on every rank
+        if step == 1:
+            objective.check_first_step(batch, metrics)
 
         # Clip and update, with the optimizer's state on the device.
         with policy.memory.optimizer_on_device():
@@ -132,10 +135,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
             routers = policy.router_metrics()
             lr = policy.update_weights()
 
-        # Metrics, the same on every rank.
-        metrics = {**results.metrics(loss_fn), **routers, "grad_norm": grad_norm, "lr": lr}
-        if step == 1:
-            objective.check_first_step(batch, metrics)
+        metrics |= {**routers, "grad_norm": grad_norm, "lr": lr}
         (tokens,) = batch.rows.share.sum(float(batch.rows["input_lengths"].sum()))
         return {**metrics, **self.throughput(tokens, policy.flops_of(batch.rows), time.perf_counter() - started)}
 

@@ -234,7 +234,10 @@ class GenerationConfig(Section):
     """megatron: the training processes generate with the weights that they train. vllm: vLLM's servers generate with
     the weights that the trainer sends to them."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
-    """End the run if a step's `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
+    """End the run before an update whose `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
+    first_step_tolerance: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] | None = None
+    """End the run before its first update if `logprob_error`, `kl_penalty` or `probs_ratio` - 1 is larger, because the
+    weights of sampler, policy and reference are still the same. null: 0.001 in float32, 0.2 in bfloat16."""
     offload: bool = False
     """During generation, keep the policy's tensors in host memory. megatron: all tensors except the weights. vllm: all
     tensors; the servers use the same GPUs, and sleep during scoring and training."""

@@ -377,7 +377,7 @@ class OptimizerConfig(Section):
     lr: FractionBelowOne = 1e-6
     """Learning rate after warm-up. Adapters (LoRA) need about ten times the rate of full training."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the last step; for inverse_square_root: the lower bound."""
+    """Learning rate that the schedule has reached after the last step; for inverse_square_root: the lower bound."""
     embedding_lr: FractionBelowOne | None = None
     """Learning rate of the embedding and the LM head; the default is `lr`."""
     weight_decay: NonNegative = 0.0

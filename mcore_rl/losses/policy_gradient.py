@@ -612,14 +612,16 @@ class PolicyGradientLossFn(LogprobLoss):
     def _mismatch(self, batch: PolicyBatch) -> dict[str, Tensor]:
         """Return measures of the disagreement of sampler and trainer on each token: by name, [B, S − 1] each.
 
-        `token_mult_prob_error` is a probability ratio. The other measures are in nats: KL(generation ‖ prev), KL(prev ‖
-        generation), and the Jensen–Shannon divergence, whose two KLs are estimated by k3.
+        `token_mult_prob_error` is a probability ratio. The other measures are in nats: the absolute difference, of
+        which more than 1 counts as 1; KL(generation ‖ prev), KL(prev ‖ generation), and the Jensen–Shannon divergence,
+        whose two KLs are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)
         prev_to_mixture, generation_to_mixture = (calculate_kl(x, mixture) for x in (prev, generation))
         return {
             "token_mult_prob_error": bounded_ratio((generation - prev).abs()),
+            "logprob_error": (generation - prev).abs().clamp(max=1.0),
             "gen_kl_error": calculate_kl(generation, prev, kind),
             "policy_kl_error": calculate_kl(prev, generation, kind),
             "js_divergence_error": (prev_to_mixture + generation_to_mixture) / 2,

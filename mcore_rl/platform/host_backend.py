@@ -137,7 +137,7 @@ class HostGroup(_Interface):
         return COPYING if self._copies_cpu else NAME
 
     def _get_backend(self, device: torch.device) -> HostGroup:
-        """Return the group itself: since torch 2.14, `batch_isend_irecv` asks for the backend of the tensors' device."""
+        """Return the group itself: since torch 2.14, `batch_isend_irecv` asks for the backend of a device."""
         return self
 
     # ------------------------------------------------------------ operations that move tensors

@@ -111,7 +111,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
         critic.get_values(data)
         for _ in range(updates_of(config)):
             enter(CRITIC_TRAINING)
-            critic.train(data, ValueLossFn(config.critic.value_clip))
+            critic.train_batch(data, ValueLossFn(config.critic.value_clip))
     teacher: Any = models.beside.get(TEACHER)
     loss_fn = (
         build_policy_loss(config.effective_loss_options())
@@ -120,7 +120,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     )
     for _ in range(updates_of(config)):
         enter(TRAINING)
-        models.policy.train(data, loss_fn, temperature=temperature_of(config))
+        models.policy.train_batch(data, loss_fn, temperature=temperature_of(config))
     enter("")
 
 

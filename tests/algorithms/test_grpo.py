@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 
@@ -17,6 +18,7 @@ from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -346,12 +348,44 @@ def test_a_sampler_that_disagrees_stops_the_first_step(files):
     from mcore_rl.errors import TrainingError
 
     run_ = object.__new__(GRPOTrainer)
-    run_.config = load_config(GRPOConfig, files / "grpo.yaml", [f"output_dir={files}", "model.dtype=float32"])
-    agreeing = {"kl_penalty": 1e-6, "token_mult_prob_error": 1.0001, "probs_ratio": 0.9999}
+    changes = [f"output_dir={files}", "model.dtype=float32"]
+    run_.config = load_config(GRPOConfig, files / "grpo.yaml", changes)
+    agreeing = {"logprob_error": 1e-4, "kl_penalty": 1e-6, "token_mult_prob_error": 1.0001, "probs_ratio": 0.9999}
     run_._check_first(agreeing)
-    for name, value in (("kl_penalty", 0.1), ("token_mult_prob_error", 1.2), ("probs_ratio", 0.9)):
+    for name, value in (("kl_penalty", 0.1), ("logprob_error", 0.2), ("probs_ratio", 0.9), ("kl_penalty", math.nan)):
         with pytest.raises(TrainingError, match=f"step 1: before any update {name} must be"):
             run_._check_first({**agreeing, name: value})
+    run_.config = load_config(GRPOConfig, files / "grpo.yaml", [*changes, "generation.first_step_tolerance=0.15"])
+    run_._check_first({**agreeing, "kl_penalty": 0.1})
+    with pytest.raises(TrainingError, match=r"generation\.first_step_tolerance=0\.15"):
+        run_._check_first({**agreeing, "kl_penalty": 0.2})
+
+
+@pytest.mark.parametrize(("wrong", "ends"), [(1, False), (100_000, True), (40_000, True)])
+def test_only_tokens_in_number_end_the_first_step(wrong, ends, files):
+    """One token of 100,000 that differs by 10 nats in bfloat16 is told; in many tokens it is an error."""
+    from mcore_rl.algorithms.grpo import GRPOTrainer
+    from mcore_rl.config import GRPOConfig, load_config
+    from mcore_rl.errors import TrainingError
+
+    count, said = 100_000, []
+    data = {name: torch.zeros(1, count + 1) for name in ("advantages", "prev_logprobs", "generation_logprobs")}
+    data["generation_logprobs"][:, 1 : wrong + 1] = -10.0
+    data |= {"input_ids": torch.zeros(1, count + 1).long(), "token_mask": torch.ones(1, count + 1)}
+    data |= {"sample_mask": torch.ones(1)}
+    loss_fn = ClippedPGLossFn(ClippedPGOptions(reference_policy_kl_penalty=0.0))
+    toks, seqs = torch.tensor(float(count)), torch.tensor(1.0)
+    _, metrics = loss_fn.from_logprobs(torch.zeros(1, count), BatchedDataDict(data), seqs, toks)
+    run_ = object.__new__(GRPOTrainer)
+    run_.say = said.append
+    changes = [f"output_dir={files}", "model.dtype=bfloat16", "loss.reference_policy_kl_penalty=0"]
+    run_.config = load_config(GRPOConfig, files / "grpo.yaml", changes)
+    if ends:
+        with pytest.raises(TrainingError, match="step 1: before any update logprob_error must be 0"):
+            run_._check_first({k: float(v) for k, v in metrics.items()})
+    else:
+        run_._check_first({k: float(v) for k, v in metrics.items()})
+        assert len(said) == 1 and "differ much in few tokens: token_mult_prob_error is 1.2" in said[0]
 
 
 @pytest.mark.long

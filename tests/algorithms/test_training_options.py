@@ -18,10 +18,22 @@ from transformers import LlamaConfig
 
 from mcore_rl import platform
 from mcore_rl.algorithms import grpo
-from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
+from mcore_rl.algorithms.dpo import DPOObjective
+from mcore_rl.algorithms.kto import KTOObjective
+from mcore_rl.config import (
+    DPOConfig,
+    EnvironmentConfig,
+    GRPOConfig,
+    KTOConfig,
+    ModelConfig,
+    PPOConfig,
+    SFTConfig,
+    load_config,
+)
 from mcore_rl.data.batching import MicrobatchPlanner, divide
 from mcore_rl.data.datasets import PromptDataset, StoredPrompts
 from mcore_rl.data.token_store import SampleOrder, TokenizedChunk, TokenSequence, collect
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgeProcesses
@@ -92,10 +104,11 @@ class Policy:
     def __init__(self):
         self.trained, self.skipped = [], 0
 
-    def train(self, data, loss_fn, temperature):
+    def train_batch(self, data, loss_fn, temperature, check=lambda metrics: None):
+        metrics = {"loss": 0.0, "kl_penalty": 0.0, "logprob_error": 0.0, "token_mult_prob_error": 1.0}
+        check(metrics | {"probs_ratio": 1.0})
         self.trained.append(data)
-        metrics = {"loss": 0.0, "kl_penalty": 0.0, "token_mult_prob_error": 1.0, "probs_ratio": 1.0}
-        return {**metrics, "all_mb_metrics": {}}
+        return {**metrics, "probs_ratio": 1.0, "grad_norm": 0.0}
 
     def get_reference_policy_logprobs(self, data, temperature):
         return {"reference_logprobs": 3 * data["generation_logprobs"]}
@@ -416,12 +429,38 @@ def test_a_moved_reference_is_not_forgotten_in_silence(kept, held, tmp_path, mon
 
 
 def test_dropout_of_adapters_is_no_mistake_of_the_first_step(step):
-    run, metrics = step(), {"token_mult_prob_error": 1.08, "kl_penalty": 0.1, "probs_ratio": 1.1}
+    run, metrics = step(), {"logprob_error": 0.08, "token_mult_prob_error": 1.08, "kl_penalty": 0.1, "probs_ratio": 1.1}
     with pytest.raises(TrainingError, match="before any update"):
         run._check_mismatch(1, metrics)
     lora = {"path": "adapter", "dropout": 0.2}
     run.config = run.config.model_copy(update={"model": ModelConfig(path="model", lora=lora)})
     run._check_mismatch(1, metrics)
+
+
+@pytest.mark.parametrize(("dtype", "per_token", "ends"), [
+    ("bfloat16", 0.009, False), ("bfloat16", 0.011, True), ("float32", 9e-5, False), ("float32", 2e-4, True),
+])  # fmt: skip
+@pytest.mark.parametrize("algorithm", [DPOConfig, KTOConfig])
+def test_first_rewards_are_judged_by_their_mean_per_token(algorithm, dtype, per_token, ends, tmp_path):
+    """One of the responses is as long as all others together; a masked pair does not count."""
+    config = load(algorithm, tmp_path, batch={"global_batch_size": 4}, model={"path": "model", "dtype": dtype})
+    token_mask = torch.zeros(8, 101)
+    for row, length in enumerate((100, 10, 10, 20, 30, 10, 100, 100)):
+        token_mask[row, 1 : length + 1] = 1
+    rows = LocalBatch(
+        {"token_mask": token_mask, "sample_mask": torch.tensor([1.0] * 6 + [0.0] * 2)}, BatchShare.whole(8)
+    )
+    total = per_token * 180
+    metrics = {"rewards_chosen_mean": total / 6, "rewards_rejected_mean": -total / 12}
+    metrics |= {"rewards_desirable_sum": total / 2, "rewards_undesirable_sum": -total}
+    objective = object.__new__(DPOObjective if algorithm is DPOConfig else KTOObjective)
+    objective.config, objective.reference = config, object()
+    batch = SimpleNamespace(rows=rows)
+    if ends:
+        with pytest.raises(TrainingError, match="before any update the policy must equal the reference"):
+            objective.check_first_step(batch, metrics)
+    else:
+        objective.check_first_step(batch, metrics)
 
 
 def test_other_programs_get_every_metric(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def test_experts_are_those_that_the_server_told(layout, processes, root, tmp_pat
     for step in metrics:
         assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
         assert step["skipped_update"] == 0
-    assert wrong.returncode and "token_mult_prob_error must be 1" in wrong.stderr_text
+    assert wrong.returncode and "before any update logprob_error must be 0" in wrong.stderr_text
     check_recording(recording)
     _, again = train(root, f"{tmp_path.name}_again", *options, urls, replay, "--replay", recording, processes=processes)
     for ours, theirs in zip(again, metrics, strict=True):

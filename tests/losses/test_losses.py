@@ -210,7 +210,7 @@ def test_clipped_pg(changes, seed):
     assert set(metrics) == {
         "loss", "probs_ratio", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped", "probs_ratio_clamped_min",
         "probs_ratio_clamped_max", "kl_penalty", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-        "js_divergence_error", "sampling_importance_ratio", "num_valid_samples", "approx_entropy",
+        "js_divergence_error", "logprob_error", "sampling_importance_ratio", "num_valid_samples", "approx_entropy",
         "clip_fraction_low", "clip_fraction_high",
         *(["is_oob_ratio"] if "truncated_importance_sampling_ratio" in cfg else []),
     }  # fmt: skip
@@ -234,6 +234,7 @@ def test_clipped_pg(changes, seed):
         )
     mismatch = (data["generation_logprobs"] - data["prev_logprobs"])[:, 1:].abs().exp()
     torch.testing.assert_close(metrics["token_mult_prob_error"], (mismatch * mask).sum() / toks)
+    torch.testing.assert_close(metrics["logprob_error"], (mismatch.log().clamp(max=1) * mask).sum() / toks)
     lp = logprobs_of(logits, data).detach()
     entropy = -((lp - data["generation_logprobs"][:, 1:]).exp() * lp * mask).sum() / toks
     torch.testing.assert_close(metrics["approx_entropy"], entropy)

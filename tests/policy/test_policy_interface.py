@@ -233,3 +233,33 @@ def answers(config):
 def test_the_policy_generates_with_its_current_weights(model_of):
     layout = ParallelLayout(tp=2)
     assert run_processes(answers, layout.apply(make_config(model_of("llama"))), world_size=2) == [True, True]
+
+
+def refuse_a_step(config):
+    """Return what `check` got, and whether weights changed: by a refused step, and by the next one."""
+    policy, seen = policy_of(config), []
+
+    def weights():
+        return torch.cat([p.detach().flatten().clone() for chunk in policy.chunks for p in chunk.parameters()])
+
+    def refuse(metrics):
+        seen.append(dict(metrics))
+        raise ValueError("refused")
+
+    before = weights()
+    with pytest.raises(ValueError, match="refused"):
+        policy.train_batch(make_data(), DPOLossFn(DPO), check=refuse)
+    refused = weights()
+    metrics = policy.train_batch(make_data(), DPOLossFn(DPO), check=seen.append)
+    after = weights()
+    policy.shutdown()
+    return seen, metrics, torch.equal(before, refused), torch.equal(refused, after)
+
+
+def test_a_step_is_checked_before_the_weights_change(model_of):
+    for seen, metrics, is_unchanged, is_still in run_processes(
+        refuse_a_step, ParallelLayout(tp=2, sp=True).apply(make_config(model_of("llama"))), world_size=2
+    ):
+        assert is_unchanged and not is_still
+        assert seen[0] == seen[1] == {name: metrics[name] for name in seen[1]}
+        assert set(metrics) - set(seen[1]) == {"grad_norm", "lr"}

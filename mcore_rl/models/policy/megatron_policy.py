@@ -6,7 +6,7 @@ Every rank makes the same calls, with the whole global batch or only with the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -351,19 +351,42 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         all_mb_metrics: dict[str, list[float]] = {}
         for batch in _global_batches(data, gbs):
             arguments = batch, loss_fn, global_valid_counts(batch), temperature, mbs
-            if eval_mode:
-                results, update = self.forward(*arguments), {}
-            else:
+            if not eval_mode:
                 self.zero_gradients()
-                results = self.forward_backward(*arguments)
-                with self.memory.optimizer_on_device():
-                    grad_norm = self.clip_gradients(self.config.optimizer.clip_grad)
-                    update = {**self.router_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
-            steps.append({**results.metrics(loss_fn), **update})
+            results = self.forward(*arguments) if eval_mode else self.forward_backward(*arguments)
+            steps.append({**results.metrics(loss_fn), **({} if eval_mode else self._update())})
             for name, values in results.by_microbatch().items():
                 all_mb_metrics.setdefault(name, []).extend(values)
         metrics = steps[0] if len(steps) == 1 else over_steps(steps, reductions_of(loss_fn))
         return {**metrics, "all_mb_metrics": all_mb_metrics}
+
+    def train_batch(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        temperature: float = 1.0,
+        check: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    ) -> dict[str, float]:
+        """Make an optimizer step on one global batch; return the loss's metrics, `grad_norm` and `lr`.
+
+        Args:
+            data: see `train`.
+            check: is called with the loss's metrics before the weights change. They stay unchanged if it raises.
+
+        Raises:
+            FloatingPointError: see `train`.
+        """
+        self.zero_gradients()
+        results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
+        metrics = results.metrics(loss_fn)
+        check(metrics)
+        return {**metrics, **self._update()}
+
+    def _update(self) -> dict[str, float]:
+        """Clip the gradients and make an optimizer step, with the optimizer's state on the device."""
+        with self.memory.optimizer_on_device():
+            grad_norm = self.clip_gradients(self.config.optimizer.clip_grad)
+            return {**self.router_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
 
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
