@@ -68,6 +68,26 @@ class Written:
     digests: FileDigests
 
 
+def write_index(directory: Path, metadata: Any, results: list[list[Any]]) -> None:
+    """Write torch's index of a checkpoint.
+
+    Python 3.13 pickles the class of paths under a name that other versions do not know. So the index has no paths, only
+    strings, and every version of Python can read it.
+
+    Args:
+        metadata: torch's metadata of the whole checkpoint.
+        results: torch's write results of each rank.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class IndexWriter(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta(checkpoint_id=str(directory), save_id=self.save_id)
+
+    IndexWriter(directory).finish(metadata, results)
+
+
 @dataclass(frozen=True)
 class Commit:
     """The end of a save, on the first rank: write index and manifest, rename the directory, remove old checkpoints.
@@ -87,9 +107,7 @@ class Commit:
 
     def __call__(self, written: Sequence[Written]) -> None:
         """Commit the checkpoint, given what each rank has written."""
-        from torch.distributed.checkpoint import FileSystemWriter
-
-        FileSystemWriter(self.partial).finish(self.metadata, [of_rank.results for of_rank in written])
+        write_index(self.partial, self.metadata, [of_rank.results for of_rank in written])
         named = {name: digest for of_rank in written for name, digest in of_rank.digests.items()}
         named.update(digests_of(self.partial, FILES_BESIDE))
         self.store.commit(self.step, self.partial, named)

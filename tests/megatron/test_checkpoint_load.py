@@ -3,6 +3,8 @@ all ranks report an unreadable checkpoint."""
 
 import ctypes
 import gc
+import pickle
+import re
 
 import pytest
 import torch
@@ -153,3 +155,15 @@ def test_checkpoint_without_common_state_is_refused(tmp_path):
 
     with pytest.raises(UserError, match=r"has neither the file common\.pt nor the object common_state"):
         read_common(tmp_path, Metadata({}, storage_data={}))
+
+
+def test_index_with_a_path_of_another_python_is_read(tmp_path):
+    """Python 3.13 pickles paths as `pathlib._local.PosixPath`, other versions as `pathlib.PosixPath`."""
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    from mcore_rl.models.megatron.checkpoint.load import read_index
+
+    written = pickle.dumps(Metadata({}, storage_meta=StorageMeta(checkpoint_id=tmp_path)), protocol=2)
+    for module in (b"pathlib", b"pathlib._local"):
+        (tmp_path / ".metadata").write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", written))
+        assert read_index(tmp_path).storage_meta.checkpoint_id == tmp_path

@@ -212,6 +212,11 @@ def assert_bit_equal(ours, theirs):
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
+def test_index_has_no_path_that_depends_on_the_python(whole_run):
+    for index in whole_run.glob("checkpoints/iter_*/.metadata"):
+        assert b"pathlib" not in index.read_bytes()
+
+
 def test_resume_after_damage_ends_bit_equal(files, whole_run):
     out = files / "damaged"
     shutil.copytree(whole_run, out)

@@ -43,6 +43,7 @@ from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, r
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.utils.files import digests_of
 from mcore_rl.utils.model_directory import architecture_changes, architecture_of
+from mcore_rl.utils.shard_process import write_index
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -128,7 +129,7 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
             "architecture": architecture_of(hf_config),
         }
         write_common(common, yaml.safe_dump(config), partial)
-        planned.storage.finish(planned.metadata, [results])
+        write_index(partial, planned.metadata, [results])
         return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
 
 

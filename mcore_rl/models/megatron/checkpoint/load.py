@@ -80,6 +80,7 @@ COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # the name in Python 3.13
         if name in INDEX_CLASSES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
