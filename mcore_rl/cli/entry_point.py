@@ -32,6 +32,7 @@ from mcore_rl.utils.torchrun import (
     error_file,
     is_launched,
     is_under_torchrun,
+    launcher,
     local_world_size,
     processors,
     rank,
@@ -102,6 +103,7 @@ def run_script(
     The exit status is 0 after success, 1 after a failure with a traceback, 2 after a user's error, 3 if training cannot
     continue (one line for 2 and 3), and 130 after Ctrl-C before training. torchrun exits with 1 after any failure.
     """
+    launcher()  # remembers its process id while it still runs
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
     parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help=words)

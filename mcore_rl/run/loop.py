@@ -28,7 +28,7 @@ from mcore_rl.run.preflight import is_restart
 from mcore_rl.run.setup import DatasetT, RunInputs, warn_about_unreached_intervals
 from mcore_rl.utils.console import print_error, rank_zero_printer
 from mcore_rl.utils.model_directory import make_repository
-from mcore_rl.utils.torchrun import is_under_torchrun, rank
+from mcore_rl.utils.torchrun import is_under_torchrun, launcher, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_NOTICE_SECONDS = 5
@@ -43,7 +43,8 @@ class StopSignals:
 
     A second signal ends the process at once, unless it repeats SIGTERM or SIGUSR1 within `SAME_NOTICE_SECONDS`.
     torchrun forwards the first Ctrl-C to the ranks and waits until the ranks end. A second Ctrl-C reaches only
-    torchrun; the ranks end when torchrun has ended.
+    torchrun; the ranks end when torchrun has ended. If torchrun was killed, the ranks save and stop, as after SIGHUP:
+    otherwise the next start would find a run in progress.
 
     Args:
         save_seconds: `save_is_due` becomes True this many seconds after the last checkpoint (clock of rank 0); None for
@@ -51,7 +52,7 @@ class StopSignals:
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
-        self._received, self._received_at, self._parent = 0, 0.0, os.getppid()
+        self._received, self._received_at = 0, 0.0
         self.save_seconds, self._saved = save_seconds, time.monotonic()
         self._clock_is_mine = rank() == 0
         self.save_is_due = False
@@ -62,6 +63,8 @@ class StopSignals:
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._receive_all, args=(arrivals,), daemon=True).start()
+        if is_under_torchrun():
+            threading.Thread(target=self._wait_for_end_of_launcher, daemon=True).start()
 
     def _receive_all(self, arrivals: int) -> None:
         """Receive signals from the pipe `arrivals`. A Python handler would have to wait for the current collective."""
@@ -80,14 +83,16 @@ class StopSignals:
         if self._clock_is_mine:
             name = signal.Signals(number).name
             when = "" if number == signal.SIGINT else f"after {SAME_NOTICE_SECONDS} seconds "
+            name = "the launcher has ended" if number == signal.SIGHUP else name
             print_error(f"{name}: finishing the step and saving; again {when}ends at once")
-        if number == signal.SIGINT and is_under_torchrun():
-            threading.Thread(target=self._end_with_parent, daemon=True).start()
 
-    def _end_with_parent(self) -> None:
-        while os.getppid() == self._parent:
+    def _wait_for_end_of_launcher(self) -> None:
+        while os.getppid() == launcher():
             time.sleep(0.2)
-        os._exit(128 + self._received)
+        if self._received == signal.SIGINT:
+            os._exit(128 + self._received)
+        if not self._received:
+            self._receive(signal.SIGHUP)
 
     def requested(self) -> str | None:
         """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from pathlib import Path
@@ -14,6 +15,12 @@ def is_launched() -> bool:
 
 def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@functools.cache
+def launcher() -> int:
+    """Return the process id of this process's parent at the first call, which a program makes at its start."""
+    return os.getppid()
 
 
 def rank() -> int:

@@ -148,6 +148,32 @@ def test_killed_ranks_lose_nothing(files, request):
     print(f"{kills} kills, {during_saving} while a checkpoint was being written; nothing lost")
 
 
+def test_ranks_save_and_end_after_a_killed_launcher(files):
+    """They are orphans then: nothing would end them, and the next start would be refused while they train on."""
+    out, steps = files / "orphans", "trainer.max_steps=100000"
+    process = start(files, out, steps, "checkpoint.save_interval=1000000")
+    deadline, ranks = time.monotonic() + 120, []
+    try:
+        while steps_seen(out) < 2:
+            assert process.poll() is None and time.monotonic() < deadline, process.log.read_text()
+            time.sleep(0.02)
+        ranks = workers(process)
+        assert len(ranks) == 2
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert not alive, process.log.read_text()
+    finally:
+        for rank in (process, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+    text = process.log.read_text()
+    assert text.count("the launcher has ended: finishing the step and saving") == 1, text
+    saved = tracked(out)
+    assert saved == steps_seen(out) >= 2
+    again = start(files, out, f"trainer.max_steps={saved + 1}", "checkpoint.export_hf=false")
+    assert f"iter_{saved:07d}" in finish(again) and again.returncode == 0, again.log.read_text()
+
+
 def save_with_a_writer_that(fate, config, directory):
     """Run two saves on each rank; in the first, the writer process of rank 1 has this `fate`."""
     from layout_cases import make_data
