@@ -13,7 +13,8 @@ import time
 import psutil
 import pytest
 from ports import free_port
-from small_models import and_long
+from published_directories import add_head
+from small_models import and_long, make_model
 from vllm_cases import GROUPS, PARAMS, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
@@ -250,3 +251,12 @@ def test_options_reach_the_servers(tmp_path, monkeypatch):
     environments = [VLLMServerProcesses._environment(config, index) for index in range(2)]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["4,5", "6,7"]
     assert not any("WORLD_SIZE" in environment for environment in environments)
+
+
+def test_servers_are_told_of_a_head_apart_from_tied_embeddings(tmp_path):
+    config = config_of(tmp_path)
+    make_model("qwen2", config.model.path, tie_word_embeddings=True)
+    for head, options in (("equal", []), ("apart", ["--hf-overrides", '{"tie_word_embeddings": false}'])):
+        add_head(config.model.path, head)
+        command = server_command(config, 8123)
+        assert [part for part in command if "override" in part or "tie_" in part] == options

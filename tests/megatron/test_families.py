@@ -4,8 +4,9 @@ import importlib.util
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, make_config, make_model
+from published_directories import add_head
+from safetensors.torch import load_file, save_file
+from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import ModelConfig, ParallelConfig
@@ -90,7 +91,8 @@ def check_export(path, exported, model):
     files = sorted(exported.glob("model-*-of-*.safetensors"))
     assert len(files) > 1, "the export must be sharded at this shard size"
     written = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    original.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        original.pop("lm_head.weight", None)
     assert set(written) == set(original)
     for name, tensor in original.items():
         assert torch.equal(written[name], tensor), name
@@ -306,6 +308,47 @@ def test_widths_that_a_grouped_product_takes(changes, dtype, etp, message):
             check_model_fits(hf, parallel, 64, model)
 
 
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+HEADS = and_long(
+    [("qwen2", TP2_SP, "one apart")],
+    [("gemma3", {}, "one apart"), ("gemma3", {}, "equal"), ("glm4_moe", {}, "apart"), ("qwen3_5", TP2_SP, "apart")],
+)
+
+
+@pytest.mark.parametrize(("family", "sizes", "head"), HEADS)
+def test_a_head_beside_tied_embeddings_is_that_of_transformers(family, sizes, head, tmp_path):
+    path = make_model(family, tmp_path / "model", tie_word_embeddings=True)
+    add_head(path, head)
+    check_family(family, sizes, lambda _: path, tmp_path)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_embeddings_are_untied_where_transformers_unties_them(family, tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = make_model(family, tmp_path, tie_word_embeddings=True)
+    for head in (None, "equal", "one apart", "apart"):
+        if head is not None:
+            add_head(path, head)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert is_tied == (head in (None, "equal"))  # what transformers does
+        hf = load_hf_config(path)
+        assert hf.tie_word_embeddings == family_of(hf).ties_embeddings == is_tied
+        assert has_separate_head(path) == (not is_tied)
+        check_hf_tensors(hf, SafetensorsDirectory(path))
+        assert ("lm_head.weight" in family_of(hf).shapes()) == (not is_tied)
+        # A reward head replaces any LM head.
+        assert "lm_head.weight" not in family_of(load_hf_config(path, head="reward")).shapes()
+    add_head(path, "smaller")
+    with pytest.raises(UserError, match=r"lm_head\.weight has the shape \(249, .*config.json requires \(250"):
+        check_hf_tensors(load_hf_config(path), SafetensorsDirectory(path))
+    (path / "model.safetensors").unlink()
+    assert load_hf_config(path).tie_word_embeddings  # a plan of a run needs no weights
+
+
 def test_weights_must_be_safetensors_and_complete(tmp_path):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.weights import check_hf_tensors
@@ -343,8 +386,6 @@ def test_an_unsupported_model_type_is_refused_with_the_supported_ones(tmp_path):
 
 def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
     """GLM-4.5's files hold one behind the last layer."""
-    from safetensors.torch import save_file
-
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.weights import check_hf_tensors

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from layout_cases import make_config, make_data, plain_logprobs
-from published_directories import save_in_shards, tensors_of, train_and_export
+from published_directories import add_head, save_in_shards, tensors_of, train_and_export
 from safetensors.torch import load_file, save_file
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM
@@ -130,7 +130,7 @@ def test_published_directory_is_trained_and_exported(name, tmp_path):
     original = make_published(tmp_path / "model", family, **options)
     config = layout.apply(make_config(tmp_path / "model"))
     found = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)
-    logprobs, line = found[0]
+    logprobs, line, _ = found[0]
     before, after = tensors_of(tmp_path / "before"), tensors_of(tmp_path / "after")
     assert set(before) == set(after) == set(original)
     passed_on = {name for name in original if ".layers.4." in name or ".indexer." in name}
@@ -147,6 +147,25 @@ def test_published_directory_is_trained_and_exported(name, tmp_path):
     with torch.no_grad():
         expected = plain_logprobs(model, make_data())
     assert (logprobs - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("family", and_long(["qwen2"], ["gemma3", "glm4_moe"]))
+def test_a_head_beside_tied_embeddings_is_trained_apart_and_exported(family, tmp_path):
+    path = make_model(family, tmp_path / "model", tie_word_embeddings=True)
+    add_head(path, "apart")
+    config = TP2.apply(make_config(path))
+    found = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)
+    logprobs, _, description = found[0]
+    original, before, after = map(tensors_of, (path, tmp_path / "before", tmp_path / "after"))
+    assert set(original) == set(before) and all(torch.equal(before[name], t) for name, t in original.items())
+    changes = [(after[name] - original[name]).abs().max() for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert min(changes) > 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    assert not model.config.tie_word_embeddings
+    with torch.no_grad():
+        expected = plain_logprobs(model, make_data())
+    assert (logprobs - expected).norm() <= 1e-5 * expected.norm()
+    assert "an LM head apart from the embeddings" in description
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "mxfp4"])

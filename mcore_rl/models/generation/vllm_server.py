@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from mcore_rl import platform
-from mcore_rl.config import RLConfig
+from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm_server_reaper import end_groups
+from mcore_rl.models.megatron.hf_config import has_separate_head
+from mcore_rl.utils.model_directory import missing_files
 
 MODEL_NAME = "policy"
 
@@ -48,6 +51,8 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         command.append("--enable-return-routed-experts")
     if _returns_masks(config):
         command.append("--return-sampling-mask")
+    if overrides := _overrides(config.model):
+        command += ["--hf-overrides", json.dumps(overrides)]
     if config.generation.offload and platform.has_gpu():  # vLLM rejects it on the CPU, where sleep calls free nothing
         command.append("--enable-sleep-mode")
     if not platform.has_gpu():
@@ -164,6 +169,15 @@ def _check_precision(path: Path) -> None:
             "set model.path to a copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then "
             "megatron-to-hf)"
         )
+
+
+def _overrides(model: ModelConfig) -> dict[str, Any]:
+    """Return fields of config.json to change: vLLM would tie an LM head that the trainer trains as separate weights."""
+    if missing_files(model.path) or not has_separate_head(model.path, model.trust_remote_code):
+        return {}
+    untied: dict[str, Any] = {"tie_word_embeddings": False}
+    has_parts = "text_config" in json.loads((model.path / "config.json").read_bytes())
+    return {**untied, "text_config": untied} if has_parts else untied
 
 
 def _returns_masks(config: RLConfig) -> bool:

@@ -13,17 +13,19 @@ from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
-from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
+from mcore_rl.models.megatron.families.base import LM_HEAD, REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.hf_checkpoint import check_quantization
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, check_quantization
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
-from mcore_rl.utils.model_directory import check_model_directory
+from mcore_rl.utils.model_directory import check_model_directory, missing_files
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
     """Return transformers' configuration of a model directory.
+
+    It does not tie the embeddings if the directory's LM head differs from them; see `has_separate_head`.
 
     Args:
         head: head that the model gets, "lm" or "reward".
@@ -32,19 +34,7 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", or the
             model is quantized in an unsupported way.
     """
-    from transformers import AutoConfig
-
-    alias = CONFIGURED_AS.get(str(check_model_directory(path)["model_type"]))
-    try:
-        if alias is None:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        else:
-            values = json.loads((path / "config.json").read_bytes())
-            config = AutoConfig.for_model(
-                alias, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")}
-            )
-    except Exception as error:  # its validators raise various exception classes
-        raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
+    config = _read_config(path, trust_remote_code)
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         check_quantization(quantization, path)
         del config.quantization_config  # the weights are decoded, and exported in bfloat16
@@ -56,7 +46,49 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         config.num_labels, config.tie_word_embeddings = 1, False
     elif has_reward_head(config):
         raise UserError(f"model.path: {path} is a reward model; set model.head=reward")
+    elif _differs_from_embeddings(path, config):
+        config.tie_word_embeddings = family_of(config).hf.tie_word_embeddings = False
     return config
+
+
+def _read_config(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    alias = CONFIGURED_AS.get(str(check_model_directory(path)["model_type"]))
+    try:
+        if alias is None:
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        values = json.loads((path / "config.json").read_bytes())
+        return AutoConfig.for_model(alias, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")})
+    except Exception as error:  # its validators raise various exception classes
+        raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
+
+
+def has_separate_head(path: Path, trust_remote_code: bool = False) -> bool:
+    """Return whether config.json ties the embeddings to the LM head, but the directory's LM head differs from them.
+
+    Merging adapters of embedding and LM head, for example, leaves such a directory. As in transformers 5, the two
+    tensors are then separate weights. If the weights are not in the directory, the result is False.
+    """
+    return _differs_from_embeddings(path, _read_config(path, trust_remote_code))
+
+
+COMPARED_ROWS = 4096
+"""Number of rows of embedding and LM head that are compared at a time."""
+
+
+def _differs_from_embeddings(path: Path, config: Any) -> bool:
+    family = family_of(config)
+    if not family.ties_embeddings or missing_files(path):
+        return False
+    source = SafetensorsDirectory(path)
+    pair = (family.embedding_name, LM_HEAD)
+    if not source.names().issuperset(pair):
+        return False
+    if source.shape(pair[0]) != source.shape(pair[1]):
+        return True
+    blocks = (slice(start, start + COMPARED_ROWS) for start in range(0, source.shape(LM_HEAD)[0], COMPARED_ROWS))
+    return not all(torch.equal(*(source.read(name, rows) for name in pair)) for rows in blocks)
 
 
 def check_shared_prefixes(hf: Any) -> None:

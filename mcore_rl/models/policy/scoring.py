@@ -32,7 +32,7 @@ from mcore_rl.models.megatron.forward_step import (
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_shared_prefixes, load_hf_config
+from mcore_rl.models.megatron.hf_config import check_shared_prefixes, has_separate_head, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
@@ -127,8 +127,10 @@ class ScoringModel:
             layers += f" (Transformer Engine {problem})" if is_local else f", which {problem}"
         size = f"{self.num_parameters:,} parameters, weights of {size_text(held)} a rank in {model.dtype}"
         mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
+        heads = ["an LM head apart from the embeddings, which differ from it although config.json ties them"]
+        notes = heads if model.head == "lm" and has_separate_head(model.path, model.trust_remote_code) else []
         layout = [self.describe_layout()] if self.has_own_layout else []
-        return ", ".join((str(model.path), size, layers, *mixers, *layout))
+        return ", ".join((str(model.path), size, layers, *mixers, *notes, *layout))
 
     def describe_untrained(self) -> str | None:
         """Describe in one line the tensors of the model directory that are not trained; None if there are none.

@@ -27,6 +27,7 @@ from mcore_rl.models.megatron.weight_mapping import (
     tensor_shapes,
 )
 
+LM_HEAD = "lm_head.weight"
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 REWARD_HEAD = "score.weight"
 """Name of the reward head's weight, as in transformers' sequence classifiers; it replaces the LM head."""
@@ -250,6 +251,11 @@ class Family:
 
     # ------------------------------------------------------------ tensors
 
+    @property
+    def embedding_name(self) -> str:
+        """Hugging Face name of the embedding."""
+        return f"{self.prefix}embed_tokens.weight"
+
     @cached_property
     def table(self) -> dict[str, Mapping]:
         """Map from the Megatron name of each parameter to its `Mapping`, in the model's order."""
@@ -266,10 +272,11 @@ class Family:
     def ignores(self, name: str) -> bool:
         """Return whether loading skips the tensor `name` of a model directory.
 
-        It skips tensors that can be computed, copies of other tensors, and an LM head that a reward head replaces.
+        It skips tensors that can be computed, an LM head that equals the embedding (`load_hf_config` unties them if
+        they differ), and an LM head that a reward head replaces.
         """
         headless = self.ties_embeddings or self.has_reward_head
-        return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (headless and name == LM_HEAD)
 
     def passes_on(self, name: str) -> bool:
         """Return whether the directory's tensor `name` is no part of the text model. Exports contain it unchanged."""
@@ -286,7 +293,7 @@ class Family:
 
     def _mappings(self) -> Iterator[Mapping]:
         vocabulary, hidden = Vocabulary(self.vocab_size), self.hidden_size
-        embedding = Part(f"{self.prefix}embed_tokens.weight", (self.vocab_size, hidden))
+        embedding = Part(self.embedding_name, (self.vocab_size, hidden))
         yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
         for layer in range(self.num_layers):
             yield from self._layer(layer, f"decoder.layers.{layer}.", f"{self.prefix}layers.{layer}.")
@@ -294,7 +301,7 @@ class Family:
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
-            yield Mapping("output_layer.weight", (Part("lm_head.weight", (self.vocab_size, hidden)),), vocabulary)
+            yield Mapping("output_layer.weight", (Part(LM_HEAD, (self.vocab_size, hidden)),), vocabulary)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         """Yield the mappings of one layer.
