@@ -234,8 +234,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
     if not named:
         return config
     values = config.model_dump(mode="json")
-    code = config.model.trust_remote_code
-    paths = {key: download(str(path), key, code, with_weights) for key, path in named.items()}
+    paths = {key: download(str(path), key, with_weights) for key, path in named.items()}
     return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
 
 

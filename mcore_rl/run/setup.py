@@ -39,10 +39,11 @@ from mcore_rl.utils import shard_process, torchrun
 from mcore_rl.utils.console import PrintLine, rank_zero_printer, silent
 from mcore_rl.utils.files import MANIFEST_FILE, digest_of_file
 from mcore_rl.utils.model_directory import (
-    COMPANION_PATTERNS,
     NOT_ARCHITECTURE,
+    PATTERNS,
     check_positions,
     check_repository,
+    companions,
     digest_of_weights,
     missing_files,
 )
@@ -255,7 +256,7 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
     manifests = [path / MANIFEST_FILE for path in resume_from]
     found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
     for key, path in model_directories(config).items():
-        files = sorted(file for pattern in COMPANION_PATTERNS for file in path.glob(pattern) if file.is_file())
+        files = [file for file in companions(path) if any(fnmatchcase(file.name, pattern) for pattern in PATTERNS)]
         values = json.loads((path / "config.json").read_bytes()) if (path / "config.json").is_file() else {}
         kept = sorted((name, value) for name, value in values.items() if name not in NOT_ARCHITECTURE)
         found[f"{key}: other configuration or tokenizer"] = _digest(

@@ -323,13 +323,11 @@ def shrink_model(
 
     Its layers are few and small, but divisible as all `layouts` require. The tokenizer is copied.
     """
-    import shutil
-
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from mcore_rl.models.megatron.families import family_of, has_reward_head
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.utils.model_directory import companions
+    from mcore_rl.utils.model_directory import copy_companions
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
     family = family_of(config)
@@ -343,8 +341,7 @@ def shrink_model(
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.to(dtype).save_pretrained(destination)
-    for file in companions(source.path):
-        shutil.copy2(file, destination / file.name)
+    copy_companions(source.path, destination)
 
 
 def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:

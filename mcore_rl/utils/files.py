@@ -19,13 +19,18 @@ WEIGHTS = (".safetensors", ".distcp")
 
 
 FileDigests = dict[str, tuple[int, str]]
-"""Map from file name to (size in bytes, SHA-256)."""
+"""Map from file name, relative to the directory, to (size in bytes, SHA-256)."""
 
 
 def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
     """Return the size and the digest of each of the files `names` in `directory`."""
     paths = {name: directory / name for name in names}
     return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
+
+
+def files_below(directory: Path) -> list[str]:
+    """Return the sorted names of the files in `directory` and in its subdirectories, relative to `directory`."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
 def digest_of_file(path: Path) -> str:
@@ -67,13 +72,26 @@ def unlisted_files(directory: Path) -> list[str]:
         return []
     if not directory.is_dir() or directory.is_symlink():
         return [directory.name]
-    found = sorted(path.name for path in directory.iterdir())
     try:
         listed = read_manifest(directory)
     except ValueError:
-        return found
+        return sorted(path.name for path in directory.iterdir())
+    folders = _folders_of(directory, listed)
+    paths = [path for path in directory.rglob("*") if path.is_symlink() or path not in folders]
+    found = sorted(str(path.relative_to(directory)) for path in paths)
     changed = [name for name in found if name in listed and not is_as_listed(directory / name, *listed[name])]
     return [name for name in found if name not in {*listed, MANIFEST_FILE}] + changed
+
+
+def _folders_of(directory: Path, names: Iterable[str]) -> set[Path]:
+    """Return the subdirectories of `directory` that contain the files `names`."""
+    found = {parent for name in filter(is_inside, names) for parent in (directory / name).parents}
+    return found - {directory, *directory.parents}
+
+
+def is_inside(name: str) -> bool:
+    """Return whether the relative path `name` cannot lead out of its directory."""
+    return name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def is_as_listed(path: Path, size: int, digest: str) -> bool:
@@ -83,16 +101,18 @@ def is_as_listed(path: Path, size: int, digest: str) -> bool:
 
 
 def remove_listed(directory: Path) -> None:
-    """Remove the files that the manifest of `directory` lists, and then the directory, if it is empty."""
+    """Remove the files that the manifest of `directory` lists, and then each directory that is empty."""
     try:
         listed = read_manifest(directory)
     except ValueError:
         return
-    for name in (*listed, MANIFEST_FILE):
-        if Path(name).name == name:
+    folders = _folders_of(directory, listed)
+    for name in filter(is_inside, (*listed, MANIFEST_FILE)):
+        if not any(folder.is_symlink() for folder in folders.intersection((directory / name).parents)):
             (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
+    for folder in (*sorted(folders, reverse=True), directory):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def replace_listed(new: Path, destination: Path) -> None:
@@ -120,8 +140,8 @@ def unused(path: Path) -> Path:
 
 
 def flush_directory(directory: Path) -> None:
-    """Wait until `directory` and its files have been written to the disk."""
-    for entry in [*directory.iterdir(), directory]:
+    """Wait until `directory` and all files below it have been written to the disk."""
+    for entry in [*directory.rglob("*"), directory]:
         flush(entry)
 
 

@@ -7,7 +7,9 @@ import inspect
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,8 @@ from mcore_rl.errors import UserError
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 WEIGHTS = ["*.safetensors"]
 """Patterns of supported weight files; other formats are not downloaded."""
-PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
-"""Patterns of configuration and tokenizer files, which are always downloaded."""
-CODE = ["*.py"]
+PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*"]
+"""Patterns of the other files of a model, which are always downloaded. Downloaded code is not executed."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
@@ -38,7 +39,7 @@ def is_hub_name(path: Path) -> bool:
     return not path.exists() and _NAME.fullmatch(str(path)) is not None
 
 
-def download(name: str, key: str, with_code: bool = False, with_weights: bool = True) -> Path:
+def download(name: str, key: str, with_weights: bool = True) -> Path:
     """Download a model into the hub's cache, if it is not there yet; return its directory.
 
     $HF_HUB_OFFLINE=1 disables downloads. All processes may call this at the same time: one process per node downloads,
@@ -46,8 +47,7 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
 
     Args:
         key: configuration key that names the model, for errors.
-        with_code: also download the model's own code.
-        with_weights: also download the weights, in addition to configuration and tokenizer.
+        with_weights: also download the weights, in addition to configuration, tokenizer and code.
 
     Raises:
         UserError: the model does not exist, access is denied, or the hub cannot be reached.
@@ -57,7 +57,7 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
 
     match = _NAME.fullmatch(name)
     assert match is not None, f"{name} is no name on the hub"
-    patterns = PATTERNS + (WEIGHTS if with_weights else []) + (CODE if with_code else [])
+    patterns = PATTERNS + (WEIGHTS if with_weights else [])
     try:
         return Path(snapshot_download(match["name"], revision=match["revision"], allow_patterns=patterns))
     except GatedRepoError:
@@ -259,19 +259,18 @@ def has_chat_template(path: Path) -> bool:
         return False
 
 
-# File name patterns of a model's files other than weights and config.json.
-COMPANION_PATTERNS = (
-    "tokenizer*",
-    "tokenization_*.py",
-    "tiktoken.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
-)
+TEMPLATES = "additional_chat_templates"
+"""Subdirectory of a model's further chat templates, such as one for tools."""
+LEFT_OUT = {
+    "written anew": ("config.json", "manifest.json"),
+    "weights": ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.npz"),
+    "indexes of weights": ("*.index.json",),
+    "the state of another training": ("trainer_state.json", "*.pkl"),
+    "adapters": ("adapter_config.json",),
+    "quantization, which the export does not have": ("*quant*config.json",),
+    "the model card and Git's files, which describe the model before training": ("README*", ".*"),
+}
+"""Patterns of the files of a model directory that exports leave out, by their kind. Exports copy all other files."""
 
 
 def missing_files(path: Path) -> list[str]:
@@ -294,6 +293,28 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """Yield the files of a model directory that belong to tokenizer, chat template and generation."""
-    for pattern in COMPANION_PATTERNS:
-        yield from sorted(file for file in path.glob(pattern) if file.is_file())
+    """Yield the files of a model directory that exports copy: all except those in `LEFT_OUT`.
+
+    Of the subdirectories, only that of further chat templates is searched: transformers reads no other.
+    """
+    left_out = [pattern for patterns in LEFT_OUT.values() for pattern in patterns]
+    for file in sorted((*path.glob("*"), *path.glob(f"{TEMPLATES}/*.jinja"))):
+        if file.is_file() and not any(fnmatchcase(file.name, pattern) for pattern in left_out):
+            yield file
+
+
+def copy_companions(source: Path, destination: Path, chat_template: str | None = None) -> None:
+    """Copy the files of the model directory `source` except those in `LEFT_OUT`.
+
+    Args:
+        chat_template: chat template to write in place of all templates of `source`.
+    """
+    for file in companions(source):
+        is_further = file.parent != source
+        if is_further and chat_template is not None:
+            continue  # transformers would prefer one of these templates for conversations with tools
+        copy = destination / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    if chat_template is not None:  # transformers prefers this file to any other source of a template
+        (destination / "chat_template.jinja").write_text(chat_template)

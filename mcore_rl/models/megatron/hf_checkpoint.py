@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
-from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
-from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, companions, read_index
+from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, read_index
 
 MAX_SHARD_BYTES = 4 * 1024**3
 
@@ -337,14 +337,15 @@ def write_hf_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
 ) -> None:
-    """Write a complete model directory: weights, config, tokenizer and chat template.
+    """Write a complete model directory: weights, config, and the other files of the model.
 
     Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
     writes. The directory gets its final name after it is complete and was read back. The directory contains a manifest
     of its files, so that a later export replaces only these files.
 
     Args:
-        source: model directory. The tokenizer, and tensors that are no part of the text model, are copied from it.
+        source: model directory. Its other files (`copy_companions`), and tensors that are no part of the text model,
+            are copied from it.
         chat_template: chat template to write in place of the source's.
 
     Raises:
@@ -372,11 +373,7 @@ def write_hf_directory(
     config.dtype = family_of(config).hf.dtype = dtype
     config.architectures = hf_config.architectures
     config.save_pretrained(temporary)
-    for file in companions(source):
-        shutil.copy2(file, temporary / file.name)
-    if chat_template is not None:  # transformers prefers this file to any other source of a template
-        (temporary / "chat_template.jinja").write_text(chat_template)
-    digests = digests_of(temporary, sorted(file.name for file in temporary.iterdir()))
-    write_manifest(temporary, digests)
+    copy_companions(source, temporary, chat_template)
+    write_manifest(temporary, digests_of(temporary, files_below(temporary)))
     flush_directory(temporary)
     replace_listed(temporary, destination)

@@ -36,8 +36,8 @@ from mcore_rl.models.megatron.weight_mapping import (
     TensorSource,
     tensor_shapes,
 )
-from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
-from mcore_rl.utils.model_directory import companions, digest_of_weights
+from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.model_directory import copy_companions, digest_of_weights
 
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 """Names of the experts' parameters in transformers that can have adapters."""
@@ -253,7 +253,7 @@ def write_peft_directory(
     is_writer: bool,
     chat_template: str | None = None,
 ) -> None:
-    """Write an adapter directory: the adapter, its configuration and the base model's tokenizer.
+    """Write an adapter directory: the adapter, its configuration, and the base model's tokenizer and other files.
 
     Every rank must call this function, because all ranks produce `tensors` together; only the rank with `is_writer`
     writes. The files are written to a temporary directory. When this directory is complete, its files replace those of
@@ -284,11 +284,8 @@ def write_peft_directory(
     }
     (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (temporary / BASE_FILE).write_text(json.dumps({"weights": digest_of_weights(base)}) + "\n")
-    for file in companions(base):
-        shutil.copy2(file, temporary / file.name)
-    if chat_template is not None:
-        (temporary / "chat_template.jinja").write_text(chat_template)
-    write_manifest(temporary, digests_of(temporary, sorted(file.name for file in temporary.iterdir())))
+    copy_companions(base, temporary, chat_template)
+    write_manifest(temporary, digests_of(temporary, files_below(temporary)))
     flush_directory(temporary)
     replace_listed(temporary, destination)
 
