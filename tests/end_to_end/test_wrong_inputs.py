@@ -257,6 +257,7 @@ MODELS = [
     ("truncated_weights", "model.safetensors: is not a whole safetensors file"),
     ("lacks_a_tensor", "model.norm.weight"),
     ("lacks_a_file", "the file missing.safetensors, which model.safetensors.index.json names, is missing"),
+    ("two_sets", "two sets of weights: model.safetensors, which transformers reads, and model.safetensors.index.json"),
     ("broken_tokenizer", "model.path: no tokenizer can be loaded from"),
     ("endless", "has no eos_token; set it in tokenizer_config.json"),
 ]  # fmt: skip

@@ -246,3 +246,26 @@ def test_quantized_tensors_that_cannot_be_decoded_are_refused(quantization, chan
     without(tmp_path, **change)
     with pytest.raises(UserError, match=problem):
         check_hf_tensors(load_hf_config(tmp_path), SafetensorsDirectory(tmp_path))
+
+
+def test_a_file_beside_an_index_is_read_only_if_the_index_names_no_other(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+
+    make_model("llama", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: t + 1 for name, t in tensors.items()}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    index, two = tmp_path / "model.safetensors.index.json", ("a.safetensors", "model.safetensors")
+    files = dict(zip(sorted(tensors), two * len(tensors), strict=False))
+    for weight_map in (dict.fromkeys(tensors, "a.safetensors"), files, dict.fromkeys(tensors, "not_there.safetensors")):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        told = r"two sets of weights: model\.safetensors, .*\.index\.json, which names (a|not_there)\."
+        with pytest.raises(UserError, match=told):
+            SafetensorsDirectory(tmp_path)
+    # transformers reads all tensors of the file, also those that the index lacks.
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(sorted(tensors)[1:], "model.safetensors")}))
+    assert SafetensorsDirectory(tmp_path).names() == set(tensors)
+    (tmp_path / "model.safetensors").unlink()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+    source = SafetensorsDirectory(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(source.read(name), model[name]) for name in tensors)

@@ -129,7 +129,11 @@ def make_models(root):
     tensors.pop("model.norm.weight")
     save_file(tensors, changed("lacks_a_tensor") / "model.safetensors")
     index = {"weight_map": {"model.norm.weight": "missing.safetensors"}}
+    save_file(tensors, changed("two_sets") / "other.safetensors")
+    two_sets = {"weight_map": dict.fromkeys(tensors, "other.safetensors")}
+    (root / "two_sets" / "model.safetensors.index.json").write_text(json.dumps(two_sets))
     (changed("lacks_a_file") / "model.safetensors.index.json").write_text(json.dumps(index))
+    (root / "lacks_a_file" / "model.safetensors").rename(root / "lacks_a_file" / "present.safetensors")
     (changed("broken_tokenizer") / "tokenizer.json").write_text("{}")
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None

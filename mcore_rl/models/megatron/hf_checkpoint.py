@@ -77,7 +77,8 @@ class SafetensorsDirectory:
     the names of separate weights, such as `experts.0.gate_proj.weight`; `packed_like` puts them together again.
 
     Raises:
-        UserError: there is no safetensors file, or the index names a file that is missing or outside the directory.
+        UserError: there is no safetensors file, or the index names a file that is missing or outside the directory, or
+            that is another one than the `model.safetensors` beside the index, which transformers would read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,11 +88,15 @@ class SafetensorsDirectory:
         self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:
-        if (self.path / INDEX_FILE).is_file():
-            weight_map = read_index(self.path / INDEX_FILE)
-        elif (self.path / SINGLE_FILE).is_file():
+        weight_map = read_index(self.path / INDEX_FILE) if (self.path / INDEX_FILE).is_file() else {}
+        if (self.path / SINGLE_FILE).is_file():
+            if others := sorted(set(weight_map.values()) - {SINGLE_FILE}):
+                raise UserError(
+                    f"model.path: {self.path} has two sets of weights: {SINGLE_FILE}, which transformers reads, and "
+                    f"{INDEX_FILE}, which names {others[0]}; remove the one that does not belong to the model"
+                )
             weight_map = dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
+        elif not weight_map:
             pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(p.name for p in self.path.glob("*.pt"))
             found = (
                 f"found only pickle files ({', '.join(pickles)}), which are never loaded" if pickles else "found none"
