@@ -13,10 +13,14 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_rm(config: RMConfig) -> Path | None:
-    """Train a model to give the chosen response of each pair a higher reward than the rejected one."""
+    """Train a model to give the chosen response of each pair a higher reward than the rejected one.
+
+    Rewards are read at the last token that is not the tokenizer's pad token, in training and in the exported model.
+    """
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
+    policy.model.family.set_score_padding(inputs.tokenizer.pad_token_id)
     objective = Objective(BradleyTerryLoss(config.reward.center_rewards_coefficient))
     exported = SupervisedTrainer(config, inputs, policy, objective).run()
     policy.shutdown()

@@ -65,7 +65,7 @@ class ModelConfig(Section):
     installed, there is a GPU, and the dtype is bfloat16. In float32, Transformer Engine's matrix products have only the
     precision of TF32 (about 3 digits). Both implementations use the same checkpoints."""
     head: Literal["lm", "reward"] = "lm"
-    """reward: the model predicts one number per sequence, at its last token, instead of logits."""
+    """reward: the model predicts one number per sequence, at its last token that is not padding, instead of logits."""
     trust_remote_code: bool = False
     """Run code that comes with the model's configuration and tokenizer."""
     lora: LoRAConfig | None = None

@@ -21,7 +21,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class RewardModelEnvironment:
-    """Gives a reward: the output of a reward model at the conversation's last token.
+    """Gives a reward: a reward model's output at the conversation's last token that is not its pad token.
 
     The conversation is tokenized with the reward model's own tokenizer and chat template. Every rank creates this
     object. All ranks call `step` together, each with the samples of its replica.

@@ -318,3 +318,22 @@ def copy_companions(source: Path, destination: Path, chat_template: str | None =
         shutil.copyfile(file, copy)
     if chat_template is not None:  # transformers prefers this file to any other source of a template
         (destination / "chat_template.jinja").write_text(chat_template)
+
+
+def name_padding(path: Path, token: int) -> None:
+    """Let the tokenizer in `path` pad with the token of this id, if it names no pad token and lists this token.
+
+    Sequence classifiers get padded batches, in which the padding must be the configuration's `pad_token_id`.
+    """
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((path / name).read_bytes()) if (path / name).is_file() else {}
+
+    settings = read("tokenizer_config.json")
+    if settings.get("pad_token") or read("special_tokens_map.json").get("pad_token"):
+        return
+    listed = {entry["id"]: entry["content"] for entry in read("tokenizer.json").get("added_tokens", ())}
+    listed |= {int(key): entry["content"] for key, entry in settings.get("added_tokens_decoder", {}).items()}
+    if token in listed:
+        text = json.dumps({**settings, "pad_token": listed[token]}, indent=2, ensure_ascii=False)
+        (path / "tokenizer_config.json").write_text(text + "\n")

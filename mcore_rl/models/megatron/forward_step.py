@@ -260,7 +260,11 @@ class TopKHead:
 
 
 class RewardOfSequences:
-    """Computes the reward of each sequence: the reward head's output at the sequence's last token."""
+    """Computes the reward of each sequence: the reward head's output at the sequence's last token.
+
+    As in transformers' sequence classifiers, padding tokens (`pad_token_id` of the configuration) are not counted, even
+    if they are tokens of the sequence. A sequence of padding tokens alone is read at its first token.
+    """
 
     def __init__(self, model: ModelShard) -> None:
         self.model = model
@@ -269,8 +273,17 @@ class RewardOfSequences:
         """Return the rewards of all rows, [n, 1] in fp32, on every rank."""
         layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
-        last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
+        last = index.gather(1, self._last_positions(microbatch.data["input_ids"], torch.tensor(layout.row_lengths)))
         return self._of_pack(hidden, layout)[platform.sent(last, hidden.device)]
+
+    def _last_positions(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the positions [n, 1] of the tokens at which sequences [n, S] of these `lengths` [n] are read."""
+        token = self.model.family.score_padding
+        if token is None:
+            return lengths[:, None] - 1
+        positions = torch.arange(input_ids.shape[1])
+        counted = (positions < lengths[:, None]) & (input_ids != token)
+        return (positions * counted).amax(1, keepdim=True)
 
     def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
         """Return the reward head's output at each position of a pack, [T]."""

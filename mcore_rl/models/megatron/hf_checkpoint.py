@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.families import family_of, has_reward_head
 from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
-from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, read_index
+from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, name_padding, read_index
 
 MAX_SHARD_BYTES = 4 * 1024**3
 
@@ -379,6 +379,8 @@ def write_hf_directory(
     config.architectures = hf_config.architectures
     config.save_pretrained(temporary)
     copy_companions(source, temporary, chat_template)
+    if has_reward_head(hf_config) and family.score_padding is not None:
+        name_padding(temporary, family.score_padding)
     write_manifest(temporary, digests_of(temporary, files_below(temporary)))
     flush_directory(temporary)
     replace_listed(temporary, destination)

@@ -124,6 +124,16 @@ class Family:
         return None if token is None else int(token) % self.vocab_size
 
     @property
+    def score_padding(self) -> int | None:
+        """Token that a sequence's reward is not read at; None if a reward is read at any last token."""
+        token = getattr(self.hf, "pad_token_id", None)
+        return None if token is None else int(token)
+
+    def set_score_padding(self, token: int) -> None:
+        """Set `score_padding`, also for exports. The embedding's `padding_token` of a built model stays the same."""
+        self.hf.pad_token_id = token
+
+    @property
     def softmax_scale(self) -> float:
         """Factor by which query–key products are multiplied."""
         return float(self.head_dim**-0.5)
