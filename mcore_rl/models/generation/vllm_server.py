@@ -15,7 +15,6 @@ from mcore_rl import platform
 from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm_server_reaper import end_groups
-from mcore_rl.models.megatron.hf_config import has_separate_head
 from mcore_rl.utils.model_directory import missing_files
 
 MODEL_NAME = "policy"
@@ -173,7 +172,11 @@ def _check_precision(path: Path) -> None:
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
     """Return fields of config.json to change: vLLM would tie an LM head that the trainer trains as separate weights."""
-    if missing_files(model.path) or not has_separate_head(model.path, model.trust_remote_code):
+    if missing_files(model.path):
+        return {}
+    from mcore_rl.models.megatron.hf_config import has_separate_head  # imports Megatron
+
+    if not has_separate_head(model.path, model.trust_remote_code):
         return {}
     untied: dict[str, Any] = {"tie_word_embeddings": False}
     has_parts = "text_config" in json.loads((model.path / "config.json").read_bytes())
