@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,18 +18,21 @@ from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import broadcast_in_replica, broadcast_object
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
 from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
+from mcore_rl.models.generation.vllm_client import BIASED_IDS
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.collector import (
@@ -97,7 +101,9 @@ def check_inputs(
         required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         keeps_mask = config.rollouts.sampled_at_most is not None
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm, keeps_mask)
-    elif torchrun.rank() == 0 and config.environment.name != "reward_model":
+    if not config.rollouts.sample_unused_ids:
+        _check_unused_ids(config, inputs, recorded)
+    if not replay and torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
     if record and torchrun.rank() == 0:  # only rank 0 writes the file; other ranks may see other files
@@ -105,6 +111,29 @@ def check_inputs(
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir) or begun
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
     return inputs, recorded
+
+
+def _check_unused_ids(
+    config: RLConfig, inputs: RunInputs[PromptDataset], recorded: dict[int, list[Rollout]] | None
+) -> None:
+    """Check that ids without a token can be excluded.
+
+    Raises:
+        UserError: there are more of them than vLLM excludes, or recorded rollouts contain one.
+    """
+    count, rows = count_ids(inputs.tokenizer), family_of(inputs.hf_config).vocab_size
+    key = f"{config.algorithm}.sample_unused_ids"
+    if recorded is not None:
+        last = max((max(r.input_ids, default=0) for rollouts in recorded.values() for r in rollouts), default=0)
+        if last >= count:
+            raise UserError(
+                f"{key}: the recording has the id {last}, but the tokenizer's last is {count - 1}; set it true"
+            )
+    elif config.generation.backend == "vllm" and rows - count > BIASED_IDS:
+        raise UserError(
+            f"{key}: the model has {rows - count} ids without a token, but vLLM excludes at most {BIASED_IDS}; set it "
+            "true"
+        )
 
 
 def prepare(
@@ -154,15 +183,23 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
         say: prints the events of vLLM's servers.
     """
     if config.generation.backend == "vllm":
-        return VLLMGeneration(config, policy, sampling_params_of(config, tokenizer), tokenizer, say)
+        unused = range(policy.model.num_ids, policy.model.vocab_size)
+        params = replace(sampling_params_of(config, tokenizer), unused_ids=unused)
+        return VLLMGeneration(config, policy, params, tokenizer, say)
     return megatron_generation_of(config, policy, tokenizer)
 
 
 def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> MegatronPolicy:
-    """Return the policy; its learning-rate schedule covers all updates of the run."""
+    """Return the policy; its learning-rate schedule covers all updates of the run.
+
+    Ids without a token have no probability, unless `sample_unused_ids` is set.
+    """
     steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.updates_per_step
-    return MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
+    policy = MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
+    if not config.rollouts.sample_unused_ids:
+        policy.model.family.num_ids = min(count_ids(inputs.tokenizer), policy.model.vocab_size)
+    return policy
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:

@@ -277,6 +277,9 @@ class RolloutOptions(Section):
     if one of them leaves out tokens (docs/rollouts.md)."""
     max_kept_tokens: PositiveInt = 1024
     """Maximum number of tokens in a sampling mask. Any further, less likely tokens are not sampled."""
+    sample_unused_ids: bool = False
+    """Also sample the model's last ids, for which the tokenizer has no token; they have no text. By default, such ids
+    have no probability, in sampling and in training."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64

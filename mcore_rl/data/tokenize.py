@@ -77,6 +77,11 @@ def load_tokenizer(
     return tokenizer
 
 
+def count_ids(tokenizer: Any) -> int:
+    """Return the number of ids up to the last one for which the tokenizer has a token."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def _without_markers(template: str) -> str:
     return GENERATION_MARKER.sub("", template).replace("{% endgeneration %}", "").replace("{%- endgeneration %}", "")
 

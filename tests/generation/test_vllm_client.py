@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from small_models import and_long, make_model
 from vllm_cases import GROUPS, PARAMS, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.vllm_client import Request, ServerError, VLLMServer
+from mcore_rl.models.generation.vllm_client import Request, ServerError, VLLMServer, sampling_params
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
 
@@ -54,6 +55,11 @@ def test_requests_are_spread_and_say_how_to_sample():
             "include_stop_str_in_output": True, "skip_special_tokens": False,
         }  # fmt: skip
         assert dropped == {}
+
+
+def test_requests_exclude_unused_ids():
+    params = replace(PARAMS, unused_ids=range(84, 86))
+    assert sampling_params(GROUPS[0][0], params)["logit_bias"] == {"84": -100.0, "85": -100.0}
 
 
 FAILURES = {

@@ -12,13 +12,15 @@ import yaml
 from layout_cases import make_config
 from programs import comparable, run
 from pydantic import ValidationError
-from small_models import and_long, make_model
+from small_models import and_long, make_model, make_tokenizer
+from small_models import make_config as small_config
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.config.rl import RolloutOptions
 from mcore_rl.distributed.logprobs import linear_logprobs, valid_columns
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
+from mcore_rl.errors import UserError
 from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.generation.vllm_client import decode_sampling_mask
@@ -151,8 +153,15 @@ def test_vllm_s_sampling_mask_is_checked():
 # ------------------------------------------------------------------ generation and training
 
 
-def sample_score_and_train(config, steps=2):
-    """Sample with filters, score the samples, train on them; return everything that is compared."""
+FILTERED = SamplingParams(12, TEMPERATURE, top_k=20, top_p=0.8, seed=3, max_kept_tokens=16)
+
+
+def sample_score_and_train(config, params=FILTERED, num_ids=None, steps=2):
+    """Sample, score the samples, train on them; return everything that is compared.
+
+    Args:
+        num_ids: number of ids that have a probability; None for all.
+    """
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.interfaces import prompts_to_answer
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
@@ -160,7 +169,8 @@ def sample_score_and_train(config, steps=2):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, keep_reference=True)
-    params = SamplingParams(12, TEMPERATURE, top_k=20, top_p=0.8, seed=3, max_kept_tokens=16)
+    if num_ids is not None:
+        policy.model.family.num_ids = num_ids
     generation = MegatronGeneration(policy.model, params, 40, SimpleNamespace(pad_token_id=0), max_batch_size=3)
     prompts = [[5 + n] * (1 + n % 4) for n in range(8)]
     out = generation.generate(prompts_to_answer(prompts, range(8)))
@@ -170,9 +180,11 @@ def sample_score_and_train(config, steps=2):
     data = BatchedDataDict(
         input_ids=out["output_ids"], input_lengths=lengths, token_mask=mask.float(), sample_mask=torch.ones(8),
         generation_logprobs=out["logprobs"],
-        kept_tokens=[KeptTokens.none(len(p)) + kept for p, kept in zip(prompts, out["kept_tokens"], strict=True)],
         advantages=torch.linspace(-1, 1, 8)[:, None].expand(mask.shape).contiguous(),
     )  # fmt: skip
+    if params.keeps_mask:
+        kept_tokens = zip(prompts, out["kept_tokens"], strict=True)
+        data["kept_tokens"] = [KeptTokens.none(len(p)) + kept for p, kept in kept_tokens]
     data["prev_logprobs"] = policy.get_logprobs(data, temperature=TEMPERATURE)["logprobs"]
     scored = policy.get_reference_policy_logprobs(data, temperature=TEMPERATURE)
     data["reference_policy_logprobs"] = scored["reference_logprobs"]
@@ -234,9 +246,14 @@ def test_sampling_and_training_have_the_same_distribution(layout, model_of):
     data, metrics, weights = run_processes(sample_score_and_train, config, world_size=layout.world_size)[0]
     counts = torch.cat([kept.counts for kept in data["kept_tokens"]])
     assert counts.max() > 1  # there is a distribution
-    torch.testing.assert_close(data["prev_logprobs"], data["generation_logprobs"], rtol=0, atol=1e-5)
+    check_with_transformers(config, data, metrics, weights)
+
+
+def check_with_transformers(config, data, metrics, weights):
+    scored = data["prev_logprobs"] * data["token_mask"]
+    torch.testing.assert_close(scored, data["generation_logprobs"], rtol=0, atol=1e-5)
     first, expected, trained = plain_training(config, data)
-    torch.testing.assert_close(data["prev_logprobs"][:, 1:].double(), first, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored[:, 1:].double(), first, rtol=0, atol=1e-5)
     assert metrics[0]["probs_ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
     for ours, theirs in zip(metrics, expected, strict=True):
@@ -244,6 +261,32 @@ def test_sampling_and_training_have_the_same_distribution(layout, model_of):
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=2e-6), name
     for name, tensor in trained.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+IDS = 84  # under TP2 the second rank has no column, under TP4 the second has a few
+UNFILTERED = SamplingParams(12, TEMPERATURE, seed=3)
+ID_LAYOUTS = and_long(
+    [(ParallelLayout(tp=2, cp=2, sp=True), UNFILTERED)],
+    [
+        (ParallelLayout(), UNFILTERED),
+        (ParallelLayout(pp=2), UNFILTERED),
+        (ParallelLayout(tp=4), FILTERED),
+        (ParallelLayout(tp=2, packing=False), FILTERED),
+    ],
+)
+
+
+@pytest.mark.parametrize(("layout", "params"), ID_LAYOUTS, ids=str)
+def test_ids_without_a_token_are_neither_sampled_nor_counted(layout, params, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    arguments = config, params, IDS
+    data, metrics, weights = run_processes(sample_score_and_train, *arguments, world_size=layout.world_size)[0]
+    assert data["input_ids"].max() < IDS
+    if not params.keeps_mask:
+        lists = [[range(IDS) if sampled else () for sampled in row] for row in data["token_mask"].tolist()]
+        data["kept_tokens"] = [KeptTokens.of(of_row) for of_row in lists]
+    assert max(int(kept.ids.max()) for kept in data["kept_tokens"]) < IDS
+    check_with_transformers(config, data, metrics, weights)
 
 
 # ------------------------------------------------------------------ the script
@@ -284,6 +327,7 @@ def test_a_run_keeps_the_mask_records_it_and_replays_it(tmp_path, monkeypatch):
     assert whole[0]["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert whole[0]["kept_tokens_mean"] > 1
     rollout = json.loads(recording.read_text().splitlines()[0])["rollouts"][0]
+    assert max(rollout["input_ids"]) < len(make_tokenizer()) < 250
     counts = rollout["kept_tokens"]["counts"]
     assert [count > 0 for count in counts] == rollout["token_mask"][: len(counts)]
     shutil.rmtree(tmp_path / "whole" / "checkpoints")  # as if killed before the first one
@@ -307,3 +351,33 @@ def test_a_run_keeps_the_mask_records_it_and_replays_it(tmp_path, monkeypatch):
     )  # fmt: skip
     assert unmasked.returncode == 2
     assert "was recorded with the sampling mask of each token; set grpo.keep_sampling_mask=true" in unmasked.stderr_text
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "backend", "last_id", "told"),
+    [
+        (250, "megatron", None, None),
+        (84 + 1024, "vllm", None, None),
+        (
+            84 + 1025,
+            "vllm",
+            None,
+            "the model has 1025 ids without a token, but vLLM excludes at most 1024; set it true",
+        ),
+        (84 + 1025, "vllm", 83, None),  # nothing is sampled in a replay
+        (84 + 1025, "megatron", None, None),
+        (250, "megatron", 84, "the recording has the id 84, but the tokenizer's last is 83; set it true"),
+    ],
+)
+def test_ids_without_a_token_that_cannot_be_excluded_are_refused(vocab_size, backend, last_id, told):
+    from mcore_rl.algorithms.grpo import _check_unused_ids
+
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 83, "c": 5})
+    inputs = SimpleNamespace(tokenizer=tokenizer, hf_config=small_config("llama", vocab_size=vocab_size))
+    config = SimpleNamespace(algorithm="ppo", generation=SimpleNamespace(backend=backend))
+    recorded = None if last_id is None else {1: [SimpleNamespace(input_ids=[]), SimpleNamespace(input_ids=[last_id])]}
+    if told is None:
+        _check_unused_ids(config, inputs, recorded)
+        return
+    with pytest.raises(UserError, match=f"ppo.sample_unused_ids: {told}"):
+        _check_unused_ids(config, inputs, recorded)

@@ -32,7 +32,7 @@ FIELDS = {
     "vllm/sampling_params.py": {
         "SamplingParams": (
             "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "ignore_eos", "stop_token_ids",
-            "detokenize", "stop", "include_stop_str_in_output", "skip_special_tokens",
+            "detokenize", "stop", "include_stop_str_in_output", "skip_special_tokens", "logit_bias",
         ),
     },
 }  # fmt: skip

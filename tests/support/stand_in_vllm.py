@@ -66,12 +66,13 @@ class Engine:
             assert sampling["top_k"] == 0
         generator = torch.Generator().manual_seed(sampling["seed"])
         ids, logprobs, spans, reason, masks = list(prompt), [], [], "length", []
+        biases = sampling.get("logit_bias", {})
         for index in range(sampling["max_tokens"]):
             time.sleep(self.options.seconds)
             self.running.wait()
             with self.lock:
                 assert not self.asleep, "asked in its sleep"
-                drawn = self.draw(ids, sampling["temperature"], sampling["top_k"], generator)
+                drawn = self.draw(ids, sampling["temperature"], sampling["top_k"], generator, biases)
                 (token, logprob, mask), version = drawn, self.version
             ids.append(token)
             masks.append(mask)
@@ -94,8 +95,10 @@ class Engine:
         return {"choices": [choice]}
 
     @torch.no_grad()
-    def draw(self, ids, temperature, top_k, generator):
+    def draw(self, ids, temperature, top_k, generator, biases):
         logits = self.model(torch.tensor([ids])).logits[0, -1].double()
+        for token, bias in biases.items():
+            logits[int(token)] += bias
         kept = logits.topk(top_k or len(logits)).indices.sort().values
         scores = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept] / (temperature or 1.0))
         scores = scores.log_softmax(-1)

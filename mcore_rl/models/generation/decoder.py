@@ -603,9 +603,9 @@ class Decoder:
         torch.distributed.send(x.contiguous(), group=pipeline.group, group_dst=(pipeline.rank + 1) % pipeline.size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Map final hidden states [n, hidden] to fp32 logits [n, Vp]; logits of the vocabulary's padding are −inf."""
+        """Map final hidden states [n, hidden] to fp32 logits [n, Vp]; logits of ids without probability are −inf."""
         head = self.model.chunks[-1].lm_head_weight()
         # fp32 as in training: rounding to bfloat16 may change a logit of 16 by 0.06.
         logits = Tiles(x, head, len(head), temperature=1.0).all_columns(slice(None))
-        logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
+        logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.num_ids) :] = -torch.inf
         return logits

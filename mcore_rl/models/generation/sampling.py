@@ -33,6 +33,7 @@ class SamplingParams:
     seed: seed of the random numbers.
     max_kept_tokens: if set, the tokens that the filters keep are returned, and at most this many are kept at each
         position. If None, any number is kept, and the kept tokens are not returned.
+    unused_ids: ids that vLLM's servers do not sample. In the training processes, `ModelShard.num_ids` excludes them.
     """
 
     max_new_tokens: int
@@ -44,6 +45,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     max_kept_tokens: int | None = None
+    unused_ids: range = range(0)
 
     @property
     def greedy(self) -> bool:

@@ -235,6 +235,12 @@ class VLLMServer:
         return Answer(response, spans)
 
 
+EXCLUDING_BIAS = -100.0
+"""Lowest bias that vLLM adds to a logit. It divides the probability of an id by e^100, about 10^43."""
+BIASED_IDS = 1024
+"""Maximum number of ids with a bias in a request; vLLM has this limit."""
+
+
 def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
     """Return the sampling parameters of a request as vLLM's API names them."""
     top_k, temperature = params.top_k or 0, params.temperature
@@ -252,6 +258,8 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_token_ids),
         "detokenize": bool(params.stop_strings),
     }
+    if params.unused_ids:
+        options["logit_bias"] = {str(token): EXCLUDING_BIAS for token in params.unused_ids}
     if params.stop_strings:
         options |= {"stop": list(params.stop_strings), "include_stop_str_in_output": True, "skip_special_tokens": False}
     return options

@@ -241,6 +241,11 @@ class ModelShard:
     def vocab_size(self) -> int:
         return self.family.vocab_size
 
+    @property
+    def num_ids(self) -> int:
+        """Number of ids that have a probability; see `Family`."""
+        return self.family.num_ids
+
     def finish_param_gather(self) -> None:
         """Wait for a pending all-gather of the weights. Collective over the replicas.
 

@@ -152,7 +152,7 @@ class LogprobHead:
             weight,
             targets,
             topology.tensor.group,
-            self.model.vocab_size,
+            self.model.num_ids,
             self.temperature,
             self.with_entropy,
             kept=tiles,
@@ -164,7 +164,7 @@ class LogprobHead:
         """Return tiles of the logits, on the host. They cover the kept tokens (see `kept_tokens_of`) at `positions`."""
         kept = KeptTokens.of([targets.tolist()]) if positions.is_dummy else kept.at(positions.outputs())
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
-        columns = valid_columns(size, rank, self.model.vocab_size)
+        columns = valid_columns(size, rank, self.model.num_ids)
         return list(kept_tiles(kept, targets, rank * size, columns, KEPT_TILE_SHAPE[platform.device().type]))
 
 
@@ -378,10 +378,10 @@ class LossHead:
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
-    """Return logits [T / CP, Vp] in the model's precision; logits of the vocabulary's padding are −inf."""
+    """Return logits [T / CP, Vp] in the model's precision; logits of ids without probability are −inf."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-    columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)
+    columns = valid_columns(weight.shape[0], topology.tensor.rank, model.num_ids)
     logits = F.linear(hidden, weight)
     return (
         logits

@@ -47,6 +47,8 @@ class Family:
         families.
     model_type: name of the family in `config.json`.
     norms_before: whether a layer has norms before attention and MLP. norms_after: whether it has norms after them.
+    num_ids: number of ids, from 0 on, over which log-probabilities and samples are normalized. It is `vocab_size`,
+        unless a caller sets it because the tokenizer has fewer tokens.
     norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; "" for
         a norm that the layer does not have.
     """
@@ -76,7 +78,7 @@ class Family:
     def __init__(self, hf: Any) -> None:
         self.whole = hf
         hf = self.hf = self.text_config(hf)
-        self.vocab_size = int(hf.vocab_size)
+        self.vocab_size = self.num_ids = int(hf.vocab_size)
         self.hidden_size = int(hf.hidden_size)
         self.num_layers = int(hf.num_hidden_layers)
         self.num_attention_heads = int(hf.num_attention_heads)
