@@ -1,17 +1,16 @@
-"""Conversations: checks of messages, chat templates, and the mask of the assistant's tokens in the rendered text."""
+"""Conversations: checks of messages, and the text that a chat template makes of them."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import lru_cache
+from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.data.readers import parse_json
 from mcore_rl.errors import UserError
@@ -23,8 +22,8 @@ Messages = list[Message]
 def check_messages(value: Any, what: str) -> Messages:
     """Check that `value` is a list of messages with `role` and `content`; return it in a uniform format.
 
-    A content in parts becomes a single text, and a tool call's arguments become an object. Keys with null values are
-    removed, except in arguments, where null is a value. Other keys are kept for the template.
+    A content in parts becomes a single text. Keys with null values are removed, except in the arguments of tool calls,
+    where null is a value. Other keys are kept for the template.
 
     Args:
         what: name of the list in errors.
@@ -81,9 +80,9 @@ def _check_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: a tool call must have a function with a name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's format; templates write JSON themselves
+    if isinstance(arguments, str):  # OpenAI's format
         try:
-            arguments = parse_json(arguments)
+            parse_json(arguments)
         except ValueError as error:
             name = function["name"]
             raise ValueError(f"{where}: the arguments of the tool call {name} are not JSON: {error}") from None
@@ -155,17 +154,6 @@ DATE_CODES = (
 )
 """Codes that a chat template may use in `strftime_now`, including the codes of the C library."""
 
-LONG = 30
-
-
-@dataclass(frozen=True)
-class Span:
-    """The place of a response in a rendered conversation: the characters `start` … `end` − 1."""
-
-    start: int
-    end: int
-    has_end_token: bool
-
 
 def set_chat_day(tokenizer: Any, day: date) -> None:
     """Set the date that the chat template inserts if it calls `strftime_now`.
@@ -188,7 +176,7 @@ def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
     macro because transformers does not accept a function of this name.
     """
     day = chat_day(tokenizer)
-    return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
+    return {} if day is None else {"chat_template": _date_macro(day) + template_of(tokenizer, tools)}
 
 
 @lru_cache
@@ -210,216 +198,115 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
     Raises:
         ValueError: the tokenizer has no template, or the template fails.
     """
-    from jinja2 import TemplateError
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    return str(apply_template(tokenizer, messages, tools, **options))
 
+
+def apply_template(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
+    """Return the result of transformers' `apply_chat_template`, for messages in the form that the template needs.
+
+    Args:
+        options: keyword arguments of `apply_chat_template`.
+
+    Raises:
+        ValueError: the tokenizer has no template, or the template fails.
+    """
     if not tokenizer.chat_template:
         raise ValueError("messages need a chat template, but the tokenizer has none; set data.chat_template")
-    messages = [_without(message, "weight") for message in messages]
+    if any(message.get("tool_calls") for message in messages):
+        form = _call_form(tokenizer, template_of(tokenizer, tools))
+        messages = [form.of_message(message) for message in messages]
+    return _applied(tokenizer, messages, tools, **options)
+
+
+def _applied(tokenizer: Any, messages: Messages, tools: Any, **options: Any) -> Any:
+    from jinja2 import TemplateError
+
+    messages = [without(message, "weight") for message in messages]
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **_dated(tokenizer, tools),
-            )
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, **options, **_dated(tokenizer, tools))
     except (TemplateError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from None
 
 
-def tokenize_conversation(
-    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
-) -> tuple[list[int], list[bool]]:
-    """Return token ids and mask of a conversation, up to the end of its last trained response.
+@dataclass(frozen=True)
+class _CallForm:
+    """The form in which a chat template reads messages with tool calls.
 
-    The mask is True for the tokens of the messages to train on.
-
-    Args:
-        wanted: indices of the assistant's messages to train on.
-
-    Raises:
-        ValueError: the template fails or omits a message, or a response cannot be found in the template's output.
+    arguments: "text" if the template can only write arguments that are JSON text, "object" if it can only write
+        objects, "any" if it writes both as JSON.
+    needs_content: whether a message with tool calls must have a content, which may be empty.
     """
-    text = render(tokenizer, messages, tools)
-    _check_shown(tokenizer, messages, tools, text)
-    if GENERATION_MARKER.search(_template(tokenizer, tools)):
-        ids, mask, is_ended = *_by_markers(tokenizer, messages, wanted, tools), True
-    else:
-        ids, mask, is_ended = _by_marks(tokenizer, messages, wanted, tools, text)
-    length = max((position for position, trained in enumerate(mask) if trained), default=-1) + 1
-    ids, mask = ids[:length], mask[:length]
-    if not is_ended and length:  # the template writes no end token
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
-    return ids, mask
+
+    arguments: Literal["text", "object", "any"]
+    needs_content: bool
+
+    def of_message(self, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        filled = {"content": "", **message} if self.needs_content else message
+        return {**filled, "tool_calls": [self._of_call(call) for call in message["tool_calls"]]}
+
+    def _of_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        return with_function(call, arguments=self._of_arguments(function_of(call)["arguments"]))
+
+    def _of_arguments(self, arguments: Any) -> Any:
+        if self.arguments == "object" and isinstance(arguments, str):
+            return parse_json(arguments)
+        if self.arguments == "text" and not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        return arguments
 
 
-def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
-    """Return the text of a conversation, and after it the text by which the template requests a response.
+@lru_cache(maxsize=16)
+def _call_form(tokenizer: Any, template: str) -> _CallForm:
+    """Return the form of tool calls that `template` needs, found by rendering a short conversation in each form."""
+    mark = unused_character(template)
+    text = json.dumps({mark: 1}, ensure_ascii=False)
 
-    Raises:
-        ValueError: the template fails, or omits a part of the conversation.
-    """
-    _check_shown(tokenizer, messages, tools, render(tokenizer, messages, tools))
-    return render(tokenizer, messages, tools, add_generation_prompt=True)
+    def writes(arguments: Any, wanted: str, content: dict[str, str]) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        messages: Messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", **content, "tool_calls": [call]},
+            {"role": "tool", "name": "f", "tool_call_id": call["id"], "content": "b"},
+        ]
+        try:
+            return wanted in _applied(tokenizer, messages, None, tokenize=False)
+        except ValueError:
+            return False
+
+    for content in ({}, {"content": ""}):
+        writes_text, writes_object = writes(text, text, content), writes({mark: 1}, mark, content)
+        if writes_text or writes_object:
+            form: Literal["text", "object", "any"] = "any" if writes_object else "text"
+            return _CallForm(form if writes_text else "object", bool(content))
+    return _CallForm("object", False)  # the template fails or omits calls; rendering real messages reports the error
 
 
-def _template(tokenizer: Any, tools: Any) -> str:
+def function_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the object with name and arguments of a checked tool call."""
+    function: dict[str, Any] = call.get("function", call)
+    return function
+
+
+def with_function(call: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a checked tool call with other values of its name or arguments."""
+    function = {**function_of(call), **changes}
+    return {**call, "function": function} if "function" in call else function
+
+
+def without(message: Message, key: str) -> Message:
+    """Return a message without one of its keys."""
+    return {name: value for name, value in message.items() if name != key}
+
+
+def template_of(tokenizer: Any, tools: Any) -> str:
+    """Return the text of the chat template for conversations with `tools`; "" if the tokenizer has none."""
     if not tokenizer.chat_template:
         return ""
     return str(tokenizer.get_chat_template(None, tools))
-
-
-def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
-    """Return the conversation's token ids and the mask of `wanted` responses, for a template with generation markers.
-
-    `{% generation %}` markers surround each response; consecutive marked tokens are one response.
-    """
-    messages = [_without(message, "weight") for message in messages]
-    out = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **_dated(tokenizer, tools),
-    )
-    ids, mask = list(out["input_ids"]), [bool(marked) for marked in out["assistant_masks"]]
-    starts = [i for i, marked in enumerate(mask) if marked and not (i and mask[i - 1])]
-    responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(starts) != len(responses):
-        raise ValueError(
-            f"the chat template marks {len(starts)} passages as generated, but the conversation has "
-            f"{len(responses)} messages of the assistant; the template must mark each of these messages once"
-        )
-    kept = {start for start, index in zip(starts, responses, strict=True) if index in wanted}
-    run = -1
-    for position, marked in enumerate(mask):
-        run = position if position in starts else run
-        mask[position] = marked and run in kept
-    return ids, mask
-
-
-def _by_marks(
-    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
-) -> tuple[list[int], list[bool], bool]:
-    """Return token ids, the mask of `wanted` responses, and whether an end token follows the last response.
-
-    To find a response, the conversation is rendered again with an unused character in place of the response's content.
-    """
-    if not tokenizer.is_fast:
-        raise ValueError(
-            "messages need the position of each token in the text, but this tokenizer does not return it; use a "
-            "fast tokenizer"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    ends = end_token_ids(tokenizer)
-    end_tokens = [place for token, place in zip(ids, offsets, strict=True) if token in ends]
-    spans = [_span(_Marked(tokenizer, messages, tools, text, index), end_tokens) for index in wanted]
-    for before, after in itertools.pairwise(spans):
-        if before.end > after.start:
-            raise ValueError("the chat template mixes the texts of two messages of the assistant")
-    mask = [False] * len(ids)
-    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    for span in spans:  # a token that overlaps a response belongs to it
-        for position in range(bisect_right(stops, span.start), bisect_left(starts, span.end)):
-            mask[position] = True
-    return ids, mask, not spans or spans[-1].has_end_token
-
-
-@dataclass(frozen=True)
-class _Marked:
-    """Finds a message in a rendered conversation, by rendering the conversation again with marks in the messages.
-
-    `text` is the rendered conversation, and `index` the number of the message in `messages`, from 0.
-    """
-
-    tokenizer: Any
-    messages: Messages
-    tools: Any
-    text: str
-    index: int
-
-    @property
-    def name(self) -> str:
-        return f"message {self.index + 1} ({self.messages[self.index]['role']})"
-
-    def around(self, index: int) -> tuple[str, str]:
-        """Render the conversation; return the text before the content of message `index`, and the text after it."""
-        mark = unused_character(self.text)
-        marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
-        before, found, after = marked.partition(mark)
-        if not found or mark in after:
-            raise ValueError(f"the chat template must write message {index + 1} exactly once")
-        return before, after
-
-    def start(self, before: str) -> int:
-        """Return the position in `text` where the response starts, after its header.
-
-        The header is the generation prompt, or as much of its beginning as `text` contains. For example, the prompt may
-        end with a tag that opens a thought, but `text` has no such tag. Without a header, the response starts with its
-        content.
-
-        Args:
-            before: text before the message's content.
-        """
-        content = len(before) if self.text.startswith(before) else None
-        earlier = self.messages[: self.index]
-        if earlier:
-            asked = render(self.tokenizer, earlier, self.tools, add_generation_prompt=True)
-            if self.text.startswith(asked):
-                return len(asked)
-            history = render(self.tokenizer, earlier, self.tools)
-            shared = next((i for i, (a, b) in enumerate(zip(self.text, asked, strict=False)) if a != b), len(asked))
-            if self.text.startswith(history) and asked.startswith(history) and shared > len(history):
-                return shared if content is None else min(shared, content)
-        if content is None:
-            raise ValueError(
-                f"the chat template changes the text before {self.name} when only the content of {self.name} changes; "
-                "mark responses with {% generation %} in the template"
-            )
-        return content
-
-    def limit(self) -> int:
-        """Return the position in `text` where the next message's content starts; the end of `text` if unknown."""
-        if self.index + 1 == len(self.messages):
-            return len(self.text)
-        before, _ = self.around(self.index + 1)
-        return len(before) if self.text.startswith(before) else len(self.text)
-
-
-def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
-    """Return the span of a message: from the end of its header through the first end token after its content.
-
-    If there is no end token, the span ends with the content.
-
-    Args:
-        end_tokens: start and end of each end token in the text.
-    """
-    before, after = marked.around(marked.index)
-    if not marked.text.endswith(after):
-        raise ValueError(
-            f"the chat template changes the text after {marked.name} when the content of this message changes; mark "
-            "responses with {% generation %} in the template"
-        )
-    start, content_end = marked.start(before), len(marked.text) - len(after)
-    if start > content_end:
-        raise ValueError(f"the chat template rewrites {marked.name}")
-    begin, end = next((place for place in end_tokens if place[0] >= content_end), (len(marked.text), None))
-    if begin > content_end and end is not None and end > marked.limit():  # the end token belongs to a later turn
-        end = None
-    return Span(start, content_end if end is None else end, end is not None)
-
-
-def _with(messages: Messages, index: int, key: str, value: str) -> Messages:
-    changed: Message = {**messages[index], key: value}
-    return [*messages[:index], changed, *messages[index + 1 :]]
-
-
-def _without(message: Message, key: str) -> Message:
-    return {name: value for name, value in message.items() if name != key}
 
 
 def unused_character(text: str) -> str:
@@ -431,7 +318,7 @@ def end_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of all tokens that end a response.
 
     These are the tokenizer's end token, the end tokens in the model's generation_config.json, and the first special
-    token that the chat template writes after a response.
+    token that the chat template writes after a response, unless one of the former directly follows it.
     """
     return _end_token_ids(tokenizer, str(tokenizer.chat_template))
 
@@ -444,10 +331,17 @@ def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
         text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
     except ValueError:  # the template expects other conversations; rendering real messages reports the error
         return frozenset(ends)
-    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id, tokenizer.bos_token_id}
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = special_token_ids(tokenizer)
     behind = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
-    return frozenset(ends | {*[token for token in behind if token in special][:1]})
+    closing = dropwhile(lambda token: token not in special, behind)
+    together = list(takewhile(lambda token: token in special, closing))
+    return frozenset(ends if ends.intersection(together) else ends | {*together[:1]})
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the special tokens, without the start token and the token for unknown text."""
+    added = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset({*tokenizer.all_special_ids} | added) - {tokenizer.unk_token_id, tokenizer.bos_token_id}
 
 
 def _declared_ends(directory: Path) -> list[int]:
@@ -459,41 +353,7 @@ def _declared_ends(directory: Path) -> list[int]:
     return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
 
-def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> None:
-    """Check that `text`, the rendered conversation, contains all parts of the record.
-
-    Raises:
-        ValueError: the template omits a part; the message names it.
-    """
-    if tools and render(tokenizer, messages) == text:
-        raise ValueError(
-            "the chat template does not write the record's tools; use another template, or leave tools out"
-        )
-    for index, message in enumerate(messages):
-        if not _shows(tokenizer, messages, tools, text, index, "content"):
-            raise ValueError(f"the chat template does not write message {index + 1} ({message['role']})")
-        if message.get("tool_calls"):
-            without = _without(message, "tool_calls")
-            if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
-                raise ValueError(f"the chat template does not write the tool calls of message {index + 1}")
-    # Templates may omit the thoughts of earlier turns. The thoughts of the last turn are trained on.
-    if messages and not _shows(tokenizer, messages, tools, text, len(messages) - 1, "reasoning_content"):
-        raise ValueError(f"the chat template does not write the reasoning_content of message {len(messages)}")
-
-
-def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int, key: str) -> bool:
-    """Return whether the template writes the value of `key` of message `index`; True if there is no value.
-
-    Args:
-        text: the rendered conversation.
-    """
-    said = messages[index].get(key, "").strip()
-    if not said or (len(said) > LONG and said in text):  # too long to be there by chance
-        return True
-    mark = unused_character(text)
-    return mark in render(tokenizer, _with(messages, index, key, mark), tools)
-
-    # ------------------------------------------------------------------ conversations of several turns
+# ------------------------------------------------------------------ conversations of several turns
 
 
 def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:

@@ -21,11 +21,10 @@ from mcore_rl.data.chat import (
     check_tools,
     end_token_ids,
     render,
-    render_prompt,
     set_chat_day,
-    tokenize_conversation,
 )
 from mcore_rl.data.readers import Records, files_of, read_records
+from mcore_rl.data.responses import render_prompt, tokenize_conversation
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent

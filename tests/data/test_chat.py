@@ -291,6 +291,35 @@ def test_marked_passages_without_an_end_token_are_told(tokenizer_of, tmp_path):
     assert "no response teaches the model to end" in line
 
 
+def test_a_response_may_be_marked_in_several_passages(tokenizer_of):
+    tokenizer = tokenizer_of("generation markers")
+    tokenizer.chat_template = MARKED.replace(
+        "{{ m.content }}", "{{ m.content }}{% endgeneration %}|{% generation %}", 1
+    )
+    messages = conversation("Hi", "one", "and?", "two")
+    assert trained(tokenizer, tokenize_messages(tokenizer, messages)) == ["one", "<|im_end|>", "two", "<|im_end|>"]
+    messages[1]["weight"] = 0
+    assert trained(tokenizer, tokenize_messages(tokenizer, messages)) == ["two", "<|im_end|>"]
+    tokenizer.chat_template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    with pytest.raises(ValueError, match=r"marks no text of message 2 \(assistant\) as generated"):
+        tokenize_messages(tokenizer, conversation("Hi", "one", "and?", "two"))
+
+
+def test_a_call_ends_with_the_special_token_that_closes_its_turn(tokenizer_of):
+    """Llama 3.1 closes calls with another token than texts, which generation_config.json may fail to name."""
+    tokenizer = tokenizer_of("llama3")
+    tokenizer.chat_template = LLAMA3.replace(
+        "{{ m.content | trim }}<|eot|>",
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}<|eos|>"
+        "{% else %}{{ m.content | trim }}<|eot|>{% endif %}",
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [*conversation("Hi"), call, {"role": "tool", "content": "3"}, *conversation("x", "one")[1:]]
+    text = '{"name": "f", "arguments": {}}<|eos|>'
+    assert trained(tokenizer, tokenize_messages(tokenizer, messages)) == [text, "one<|eot|>"]
+    assert trained(tokenizer, tokenize_messages(tokenizer, messages[:2])) == [text]
+
+
 def test_only_what_the_assistant_says_in_a_completion(tokenizer_of):
     tokenizer = tokenizer_of("qwen3")
     prompt = conversation("Hi", "one", "and?")
