@@ -171,10 +171,22 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
         start = 0
         for position, mark in enumerate([*sequence.token_mask, False]):
             if mark != trained or position == len(sequence):
-                text += tokenizer.decode(sequence.input_ids[start:position]) + ("»" if mark else "«" if trained else "")
+                text += text_of_tokens(tokenizer, sequence.input_ids, start, position)
+                text += "»" if mark else "«" if trained else ""
                 start, trained = position, mark
         text = text.replace("\n", "\\n")
         yield f"  {text[:SHOWN_CHARACTERS]}{' …' if len(text) > SHOWN_CHARACTERS else ''}"
+
+
+def text_of_tokens(tokenizer: Any, ids: Sequence[int], start: int, end: int) -> str:
+    """Return the text of the tokens `start` … `end` − 1 as a part of the whole text.
+
+    Tokens that are decoded alone may lose a space at their start.
+    """
+    before, whole = (tokenizer.decode(list(ids[:n]), clean_up_tokenization_spaces=False) for n in (start, end))
+    if start and whole.startswith(before):
+        return str(whole[len(before) :])
+    return str(tokenizer.decode(list(ids[start:end]), clean_up_tokenization_spaces=False))
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:

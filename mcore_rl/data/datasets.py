@@ -17,6 +17,7 @@ import numpy as np
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages
 from mcore_rl.data.readers import SUFFIXES, files_of, require
+from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import (
     MixedTokenStore,
@@ -123,7 +124,7 @@ class DistillationDataset(Dataset):
         The configuration must have a `teacher_prompt`.
         """
         prompt, tools = json.loads(self.units.extra(index))["prompt"]
-        return tokenize_prompt(tokenizer, prompt, tools)
+        return tokenize_prompt(tokenizer, prompt, tools).input_ids
 
 
 Source = str | Mapping[str, float]
@@ -173,8 +174,13 @@ def load_store(
         return MixedTokenStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
     what = replace(what, columns=data.columns_of(source))
     if cache is not None:
-        return cache.store(source, tokenizer, what, say)
-    return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
+        store = cache.store(source, tokenizer, what, say)
+    else:
+        store = collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
+    for name, note in TEXT_NOTES.items():
+        if store.counts[name]:
+            say(f"{source}: in {store.counts[name]:,} of {store.counts['records']:,} records, {note}")
+    return store
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
@@ -571,10 +577,10 @@ def load_prompt_dataset(
 
 def _unit_of(tokenizer: Any, record: dict[str, Any], valued: Sequence[str]) -> SequenceGroup:
     require(record, "prompt", *[key for key in valued if key in record])
-    input_ids = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"))
-    if not input_ids:
+    sequence = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"))
+    if not len(sequence):
         raise ValueError("the prompt has no tokens")
-    return (TokenSequence(input_ids, (False,) * len(input_ids)),)
+    return (sequence,)
 
 
 def _content_of(record: dict[str, Any]) -> str | Messages:

@@ -125,10 +125,14 @@ def quotas_of(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids, and whether each token carries loss. The tokens of a response, and its end token, carry loss."""
+    """Token ids, and whether each token carries loss. The tokens of a response, and its end token, carry loss.
+
+    notes: names of counters of what was done in the tokenization, for messages; not part of the sequence's value.
+    """
 
     input_ids: tuple[int, ...]
     token_mask: tuple[bool, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -25,6 +25,7 @@ from mcore_rl.data.chat import (
 )
 from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.responses import render_prompt, tokenize_conversation
+from mcore_rl.data.texts import completed_text_tokens, prompt_text_tokens
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent
@@ -94,7 +95,7 @@ def tokenize_completion(
 ) -> TokenSequence:
     """Tokenize a prompt and its completion. Both are plain strings, or both are lists of messages.
 
-    With plain strings, the completion and an end token are trained on. With messages, the assistant's messages in the
+    With plain strings, the completion and its end token are trained on. With messages, the assistant's messages in the
     completion are trained on.
 
     Raises:
@@ -102,10 +103,8 @@ def tokenize_completion(
             cannot be found in its output.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
-        context = tokenize_prompt(tokenizer, prompt, tools)
-        response = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        end = [tokenizer.eos_token_id] if response and response[-1] != tokenizer.eos_token_id else []
-        return TokenSequence((*context, *response, *end), (False,) * len(context) + (True,) * len([*response, *end]))
+        _refuse_tools(tools)
+        return completed_text_tokens(tokenizer, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = check_messages(prompt, "prompt"), check_messages(completion, "completion")
         return _conversation(tokenizer, before + after, len(before), tools)
@@ -170,30 +169,24 @@ def tokenize_judged(
     return TokenSequence(tuple(ids), mask)
 
 
-def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> tuple[int, ...]:
-    """Tokenize a prompt, up to the place where the response will start.
+def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> TokenSequence:
+    """Tokenize a prompt, up to the place where the response will start. No token carries loss.
 
     Raises:
         ValueError: messages are invalid, tools are given with a plain text, or the chat template fails.
     """
-    tools = check_tools(tools)
     if isinstance(prompt, str):
-        if tools:
-            raise ValueError("tools need a chat template; write the prompt as messages, or leave tools out")
-        return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    messages = check_messages(prompt, "prompt")
-    text = render_prompt(tokenizer, messages, tools)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        _refuse_tools(tools)
+        return prompt_text_tokens(tokenizer, prompt)
+    text = render_prompt(tokenizer, check_messages(prompt, "prompt"), check_tools(tools))
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return TokenSequence(ids, (False,) * len(ids))
 
 
-def _leading_special_tokens(tokenizer: Any) -> list[int]:
-    """Return the special tokens that the tokenizer adds before a text: usually a start token, or none."""
-    marked = list(tokenizer("a")["input_ids"])
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    for start in range(len(marked) - len(plain) + 1):
-        if marked[start : start + len(plain)] == plain:
-            return marked[:start]
-    return []
+def _refuse_tools(tools: Any) -> None:
+    """Raise ValueError if a record with a plain text has tools."""
+    if check_tools(tools):
+        raise ValueError("tools need a chat template; write the prompt as messages, or leave tools out")
 
 
 SOURCE_BYTES_FOR_PROCESSES = 32 << 20
@@ -242,6 +235,7 @@ class TokenizationSpec:
             except ValueError as error:
                 raise UserError(f"{place}: {error}") from None
             chunk.counts["records"] += 1
+            chunk.counts.update({note for sequence in unit for note in sequence.notes})
             ends = end_token_ids(tokenizer)
             chunk.counts["teach_end"] += any(not ends.isdisjoint(sequence.trained_ids) for sequence in unit)
             kept = self._limited(unit)

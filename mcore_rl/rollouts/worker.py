@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.datasets import Prompt
+from mcore_rl.data.texts import continuation_ids
+from mcore_rl.data.turns import tokens_between
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.collectives import broadcast_lists_in_replica, settle
 from mcore_rl.distributed.topology import Topology
@@ -84,7 +85,7 @@ class Conversation:
         After a plain-text prompt, these are only the tokens of `observation`; otherwise the chat template adds text.
         """
         if isinstance(self.prompt.content, str):
-            return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
+            return continuation_ids(tokenizer, self.rollout.message_log[-1]["content"], observation)
         return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
 
 

@@ -18,11 +18,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
-from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
+from mcore_rl.data.chat import chat_day, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.token_store import Order
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
+from mcore_rl.data.turns import check_keeps_turns
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_rank_zero
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families import family_of

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.chat import check_keeps_turns, tokens_between
 from mcore_rl.data.datasets import Prompt, load_preference_dataset, load_sft_dataset
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages, tokenize_prompt
+from mcore_rl.data.turns import check_keeps_turns, tokens_between
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.samples import Rollout

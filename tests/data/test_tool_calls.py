@@ -162,7 +162,7 @@ def test_calls_in_prompts_of_every_algorithm(name, content, tmp_path):
 def test_arguments_that_are_objects_become_text_where_the_template_needs_text(tmp_path):
     form = FORMS["deepseek-v3.1"]
     tokenizer = tokenizer_of(form, form.plain, tmp_path)
-    text = tokenizer.decode(tokenize_prompt(tokenizer, [user("Hi"), says("", "add"), result("3.5")]))
+    text = tokenizer.decode(tokenize_prompt(tokenizer, [user("Hi"), says("", "add"), result("3.5")]).input_ids)
     assert 'add<tool_sep>{"a": 1, "b": 2.5}<tool_call_end>' in text
 
 
