@@ -295,6 +295,18 @@ def with_function(call: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
+def is_prefill(messages: Messages) -> bool:
+    """Return whether a prompt ends with the beginning of a response: a message of the assistant without tool calls."""
+    return bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+
+
+def with_response(messages: Messages, text: str) -> Messages:
+    """Return a prompt and a response of the assistant, which continues the prompt's last message if that is one."""
+    if is_prefill(messages):
+        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
+    return [*messages, {"role": "assistant", "content": text}]
+
+
 def without(message: Message, key: str) -> Message:
     """Return a message without one of its keys."""
     return {name: value for name, value in message.items() if name != key}

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
-from mcore_rl.data.chat import Messages, check_messages
+from mcore_rl.data.chat import Messages, check_messages, is_prefill
 from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
@@ -319,7 +319,8 @@ class Teaching:
     def _prompt_of(self, record: dict[str, Any], template: str) -> str | Messages:
         """Return the record's prompt for the teachers, with the filled template in place of the prompt's text.
 
-        If the prompt is a list of messages, the filled template replaces the text of the last message.
+        If the prompt is a list of messages, the filled template replaces the text of the last message. If this is the
+        beginning of a response, the filled template replaces the text of the message before it.
         """
         prompt = record.get("prompt")
         if record.get("messages") is not None:
@@ -340,8 +341,11 @@ class Teaching:
                 f"{numbers[0]}: must be a text, because distillation.teacher_prompt inserts it; got "
                 f"{record[numbers[0]]!r}"
             )
-        filled = template.format_map({**record, "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"]})
-        return filled if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": filled}]
+        if isinstance(prompt, str):
+            return template.format_map({**record, "prompt": prompt})
+        place = max(0, len(prompt) - 1 - is_prefill(prompt))
+        filled = template.format_map({**record, "prompt": prompt[place]["content"]})
+        return [*prompt[:place], {**prompt[place], "content": filled}, *prompt[place + 1 :]]
 
 
 def load_distillation_dataset(
@@ -413,26 +417,30 @@ def _same(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
 
 
 def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
-    prompt, *responses = _pair_of(record)
-    return tuple(tokenize_completion(tokenizer, prompt, response, record.get("tools")) for response in responses)
+    prompt, responses, continues = _pair_of(record)
+    return tuple(tokenize_completion(tokenizer, prompt, text, record.get("tools"), continues) for text in responses)
 
 
 def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
-    prompt, *responses = _pair_of(record)
-    return tuple(tokenize_judged(tokenizer, prompt, response, record.get("tools")) for response in responses)
+    prompt, responses, continues = _pair_of(record)
+    return tuple(tokenize_judged(tokenizer, prompt, text, record.get("tools"), continues) for text in responses)
 
 
-def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the prompt, the chosen response and the rejected response of a preference record."""
+def _pair_of(record: dict[str, Any]) -> tuple[Any, tuple[Any, Any], bool]:
+    """Return the prompt of a preference record, its two responses, and whether responses may continue a message.
+
+    Responses that are given with the prompt are whole conversations: they do not continue the prompt's last message.
+    """
     require(record, "chosen", "rejected")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     if prompt is None:
         prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
-    elif isinstance(prompt, list) and all(
+        return prompt, (chosen, rejected), False
+    if isinstance(prompt, list) and all(
         isinstance(response, list) and response[: len(prompt)] == prompt for response in (chosen, rejected)
     ):  # the responses repeat the prompt
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return prompt, chosen, rejected
+        return prompt, (chosen[len(prompt) :], rejected[len(prompt) :]), False
+    return prompt, (chosen, rejected), True
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -469,6 +477,11 @@ class Prompt:
     def message_log(self) -> list[dict[str, str]]:
         """The prompt as messages; a plain text becomes a user message."""
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
+
+    @property
+    def num_complete_messages(self) -> int:
+        """Number of messages before the response; the beginning of the response is not counted."""
+        return len(self.message_log) - is_prefill(self.message_log)
 
 
 class StoredPrompts(Sequence[Prompt]):

@@ -17,6 +17,7 @@ from mcore_rl.data.chat import (
     apply_template,
     end_token_ids,
     function_of,
+    is_prefill,
     render,
     special_token_ids,
     template_of,
@@ -38,7 +39,7 @@ class Span:
 
 
 def tokenize_conversation(
-    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
+    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None, prefill: str = ""
 ) -> tuple[list[int], list[bool]]:
     """Return token ids and mask of a conversation, up to the end of its last trained response.
 
@@ -46,6 +47,7 @@ def tokenize_conversation(
 
     Args:
         wanted: indices of the assistant's messages to train on.
+        prefill: beginning of the content of the first of these messages that is not trained on.
 
     Raises:
         ValueError: the template fails or omits a message, or a response cannot be found in the template's output.
@@ -56,6 +58,10 @@ def tokenize_conversation(
         ids, mask, is_ended = *_by_markers(chat, wanted), True
     else:
         ids, mask, is_ended = _by_marks(chat, wanted)
+    if prefill:
+        offsets = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        start = chat.prefill_end(wanted[0], prefill)
+        mask = [trained and stop > start for trained, (_, stop) in zip(mask, offsets, strict=True)]
     length = max((position for position, trained in enumerate(mask) if trained), default=-1) + 1
     ids, mask = ids[:length], mask[:length]
     if not is_ended and length:  # the template writes no end token
@@ -66,10 +72,19 @@ def tokenize_conversation(
 def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
     """Return the text of a conversation, and after it the text by which the template requests a response.
 
+    If the conversation ends with the beginning of a response, its turn stays open, so that the response continues it.
+
     Raises:
-        ValueError: the template fails, or omits a part of the conversation.
+        ValueError: the template fails or omits a part of the conversation, or the conversation ends with tool calls.
     """
     check_shown(RenderedChat(tokenizer, messages, tools))
+    if is_prefill(messages):
+        return str(apply_template(tokenizer, messages, tools, tokenize=False, continue_final_message=True))
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"prompt, message {len(messages)}: ends the prompt with tool calls; add their results as messages of the "
+            "role tool"
+        )
     return render(tokenizer, messages, tools, add_generation_prompt=True)
 
 
@@ -114,6 +129,22 @@ class RenderedChat:
             return None
         before, found, _ = self.with_message(index, {**self.messages[index], "content": self.mark}).partition(self.mark)
         return len(before) if found and self.text.startswith(before) else None
+
+    def prefill_end(self, index: int, prefill: str) -> int:
+        """Return the position after `prefill`, with which the content of a message begins.
+
+        Raises:
+            ValueError: the text before this position depends on the rest of the content.
+        """
+        message = self.messages[index]
+        content = prefill + self.mark + message["content"][len(prefill) :]
+        before, found, _ = self.with_message(index, {**message, "content": content}).partition(self.mark)
+        if not found or not self.text.startswith(before):
+            raise ValueError(
+                f"the chat template rewrites the beginning of {self.name(index)}, with which the prompt ends; end the "
+                "prompt with a message of the user"
+            )
+        return len(before)
 
     def end(self, index: int) -> int:
         """Return the position after the last content or tool call of a message, before the text that closes its turn.

@@ -20,8 +20,10 @@ from mcore_rl.data.chat import (
     check_messages,
     check_tools,
     end_token_ids,
+    is_prefill,
     render,
     set_chat_day,
+    without,
 )
 from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.responses import render_prompt, tokenize_conversation
@@ -91,12 +93,15 @@ JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number
 
 
 def tokenize_completion(
-    tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
+    tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None, continues: bool = True
 ) -> TokenSequence:
     """Tokenize a prompt and its completion. Both are plain strings, or both are lists of messages.
 
     With plain strings, the completion and its end token are trained on. With messages, the assistant's messages in the
     completion are trained on.
+
+    Args:
+        continues: whether the completion's first message continues a message of the assistant at the end of the prompt.
 
     Raises:
         ValueError: one is a string and the other a list, messages are invalid, the chat template fails, or a response
@@ -106,13 +111,33 @@ def tokenize_completion(
         _refuse_tools(tools)
         return completed_text_tokens(tokenizer, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = check_messages(prompt, "prompt"), check_messages(completion, "completion")
-        return _conversation(tokenizer, before + after, len(before), tools)
+        return _conversation(tokenizer, *_joined(prompt, completion, continues), tools=tools)
     found = " and ".join(JSON_NAMES.get(type(part), type(part).__name__) for part in (prompt, completion))
     raise ValueError(
         "a prompt and its response (completion, chosen or rejected) must both be strings or both be lists of messages; "
         f"found {found}"
     )
+
+
+def _joined(prompt: Messages, completion: Messages, continues: bool) -> tuple[Messages, int, str]:
+    """Return the messages of a prompt and its completion, the index of the completion's first message, and a prefill.
+
+    The prefill is the part of this message with which the prompt ends. It is empty if the prompt does not end with a
+    message of the assistant, or if the completion does not continue it.
+    """
+    before, after = check_messages(prompt, "prompt"), check_messages(completion, "completion")
+    if not (continues and is_prefill(before) and after and after[0]["role"] == "assistant"):
+        return before + after, len(before), ""
+    given, rest = without(before[-1], "weight"), after[0]
+    if not (rest.get("content", "").strip() or rest.get("tool_calls")):
+        raise ValueError("completion, message 1 (assistant) is empty")
+    if given["content"].strip() and rest.get("reasoning_content"):
+        raise ValueError(
+            "completion, message 1: has a reasoning_content, but the prompt ends with the beginning of this response; "
+            "write the thought into the content of both, or end the prompt with a message of the user"
+        )
+    whole = {**given, **rest, "content": given["content"] + rest.get("content", "")}
+    return [*before[:-1], whole, *after[1:]], len(before) - 1, given["content"]
 
 
 def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> TokenSequence:
@@ -121,11 +146,13 @@ def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> 
     Raises:
         ValueError: as in `tokenize_completion`.
     """
-    return _conversation(tokenizer, check_messages(messages, "messages"), 0, tools)
+    return _conversation(tokenizer, check_messages(messages, "messages"), tools=tools)
 
 
-def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) -> TokenSequence:
-    """Tokenize a conversation; the assistant's messages from index `first` on are trained on."""
+def _conversation(
+    tokenizer: Any, messages: Messages, first: int = 0, prefill: str = "", tools: Any = None
+) -> TokenSequence:
+    """Tokenize a conversation; the assistant's messages from index `first` on are trained on, without `prefill`."""
     wanted = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and m.get("weight", 1)]
     if not wanted:
         if len(messages) > first:
@@ -136,7 +163,8 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
     for index in wanted:
         if not messages[index].get("content", "").strip() and not messages[index].get("tool_calls"):
             raise ValueError(f"message {index + 1} (assistant) is empty")
-    ids, mask = tokenize_conversation(tokenizer, messages, wanted, check_tools(tools))
+    given = prefill if wanted[0] == first else ""
+    ids, mask = tokenize_conversation(tokenizer, messages, wanted, check_tools(tools), given)
     return TokenSequence(tuple(ids), tuple(mask))
 
 
@@ -153,17 +181,17 @@ def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list
 
 
 def tokenize_judged(
-    tokenizer: Any, prompt: str | Messages, response: str | Messages, tools: Any = None
+    tokenizer: Any, prompt: str | Messages, response: str | Messages, tools: Any = None, continues: bool = True
 ) -> TokenSequence:
     """Tokenize a prompt and its response for a reward model; messages are tokenized by `judged_tokens`.
 
     Raises:
         ValueError: as in `tokenize_completion`.
     """
-    sequence = tokenize_completion(tokenizer, prompt, response, tools)
+    sequence = tokenize_completion(tokenizer, prompt, response, tools, continues)
     if isinstance(prompt, str) or isinstance(response, str):
         return sequence
-    messages = check_messages(prompt, "prompt") + check_messages(response, "completion")
+    messages, _, _ = _joined(prompt, response, continues)
     ids = judged_tokens(tokenizer, messages, check_tools(tools))
     mask = (*sequence.token_mask, *(False for _ in ids))[: len(ids)]
     return TokenSequence(tuple(ids), mask)

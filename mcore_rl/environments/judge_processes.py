@@ -22,6 +22,7 @@ from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.config.load import variables_in
+from mcore_rl.data.chat import with_response
 from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.errors import TrainingError, UserError
 
@@ -203,8 +204,7 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
 
 
 def _answered(sample: Sample) -> Sample:
-    answer = {"role": "assistant", "content": str(sample.record.get("answer", ""))}
-    return replace(sample, message_log=[*sample.message_log, answer])
+    return replace(sample, message_log=with_response(sample.message_log, str(sample.record.get("answer", ""))))
 
 
 class _Worker:

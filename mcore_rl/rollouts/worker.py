@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from mcore_rl.data.chat import with_response
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.texts import continuation_ids
 from mcore_rl.data.turns import tokens_between
@@ -44,10 +45,10 @@ class Conversation:
     @property
     def sample(self) -> Sample:
         """The last response as a `Sample`, for the judge."""
-        log, start = self.prompt.message_log, len(self.prompt.input_ids)
+        start, asked = len(self.prompt.input_ids), self.prompt.num_complete_messages
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
-        return Sample(rollout.message_log, self.prompt.record, len(log), is_text, rollout.input_ids[start:], size)
+        return Sample(rollout.message_log, self.prompt.record, asked, is_text, rollout.input_ids[start:], size)
 
     def respond(self, response: Response, tokenizer: Any) -> None:
         rollout = self.rollout
@@ -57,7 +58,7 @@ class Conversation:
         if response.routed_experts is not None:  # experts of the whole conversation so far
             rollout.routed_experts = response.routed_experts
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
-        rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
+        rollout.message_log = with_response(rollout.message_log, text)
 
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
         """Record how the environment judges the last response (`step`); return the tokens of its observation.

@@ -12,11 +12,12 @@ from tokenizers import AddedToken, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.datasets import Prompt, load_preference_dataset, load_sft_dataset
+from mcore_rl.data.datasets import Prompt, load_preference_dataset, load_reward_dataset, load_sft_dataset
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages, tokenize_prompt
 from mcore_rl.data.turns import check_keeps_turns, tokens_between
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.rollouts.samples import Rollout
 from mcore_rl.rollouts.worker import Conversation
 
@@ -418,3 +419,124 @@ def test_templates_that_keep_turns_are_accepted(name, tokenizer_of):
 def test_templates_that_rewrite_turns_are_refused(name, what, tokenizer_of):
     with pytest.raises(UserError, match=f"environment.max_turns: the chat template rewrites {what}"):
         check_keeps_turns(tokenizer_of(name))
+
+
+# ------------------------------------------------------------------ prompts that end with the beginning of a response
+
+PREFILL, REST = "The number is", " two."
+CONTINUED = [{"role": "assistant", "content": PREFILL}]
+
+
+def asked_and_answered(tokenizer):
+    """transformers' text of a prompt whose last message is continued, and of the whole conversation."""
+    prompt, whole = [*conversation("Hi"), *CONTINUED], conversation("Hi", PREFILL + REST)
+    return tokenizer.apply_chat_template(prompt, tokenize=False, continue_final_message=True), whole
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_response_continues_the_beginning_that_the_prompt_gives(name, tokenizer_of):
+    tokenizer = tokenizer_of(name)
+    asked, whole = asked_and_answered(tokenizer)
+    prompt = [*conversation("Hi"), *CONTINUED]
+    assert tokenizer.decode(tokenize_prompt(tokenizer, prompt).input_ids) == asked
+    sequence = tokenize_completion(tokenizer, prompt, [{"role": "assistant", "content": REST}])
+    complete = tokenize_messages(tokenizer, whole)
+    assert sequence.input_ids == complete.input_ids
+    text = tokenizer.decode(sequence.input_ids)
+    (response,) = trained(tokenizer, sequence)
+    assert text == asked + response
+    assert response.startswith(REST) and trained(tokenizer, complete)[0].endswith(PREFILL + response)
+
+
+def test_further_turns_after_a_continued_response(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2.5")
+    prompt = [*conversation("Hi"), {**CONTINUED[0], "weight": 0}]
+    rest = [{"role": "assistant", "content": REST}, *conversation("more", "three")]
+    assert trained(tokenizer, tokenize_completion(tokenizer, prompt, rest)) == [f"{REST}<|im_end|>", "three<|im_end|>"]
+    rest[0]["weight"] = 0
+    assert trained(tokenizer, tokenize_completion(tokenizer, prompt, rest)) == ["three<|im_end|>"]
+
+
+def test_a_continued_response_may_be_a_call(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2.5")
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    sequence = tokenize_completion(
+        tokenizer, [*conversation("Hi"), *CONTINUED], [{"role": "assistant", "content": None, "tool_calls": calls}]
+    )
+    text = '\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+    assert trained(tokenizer, sequence) == [text]
+
+
+def test_pairs_continue_the_end_of_their_prompt_only_if_it_stands_alone(tokenizer_of, tmp_path):
+    """Responses that repeat the prompt are whole conversations, in which the assistant speaks twice."""
+    tokenizer, path = tokenizer_of("qwen2.5"), tmp_path / "a.jsonl"
+    prompt = [*conversation("Hi"), *CONTINUED]
+    answers = {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", REST), ("rejected", " 3."))}
+    whole = {key: [*prompt, *answer] for key, answer in answers.items()}
+    settings = DataConfig(train="x", max_sequence_length=200)
+    for load in (load_preference_dataset, load_reward_dataset):
+        texts = []
+        for record in ({"prompt": prompt, **answers}, {"prompt": prompt, **whole}, whole):
+            path.write_text(json.dumps(record))
+            ((chosen, rejected),) = load(str(path), tokenizer, settings).units
+            texts.append(tokenizer.decode(chosen.input_ids))
+            assert trained(tokenizer, chosen) == [f"{REST}<|im_end|>"]
+            assert trained(tokenizer, rejected) == [" 3.<|im_end|>"]
+        assert f"assistant\n{PREFILL}{REST}<|im_end|>" in texts[0]
+        assert f"{PREFILL}<|im_end|>\n<|im_start|>assistant\n{REST}<|im_end|>" in texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "message"),
+    [
+        ([*CONTINUED], [{"role": "assistant", "content": " "}], r"completion, message 1 \(assistant\) is empty"),
+        (
+            [*CONTINUED],
+            [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
+            "has a reasoning_content, but",
+        ),
+        ([{"role": "assistant", "content": "<think>x</think>\n\ny"}], [{"role": "assistant", "content": "z"}], None),
+    ],
+)
+def test_continuations_that_are_no_text(prompt, completion, message, tokenizer_of):
+    tokenizer = tokenizer_of("qwen3")
+    given = [*conversation("Hi"), *prompt]
+    if message is None:
+        assert trained(tokenizer, tokenize_completion(tokenizer, given, completion)) == ["z<|im_end|>"]
+        return
+    with pytest.raises(ValueError, match=message):
+        tokenize_completion(tokenizer, given, completion)
+
+
+def test_a_beginning_that_the_template_rewrites_is_refused(tokenizer_of):
+    tokenizer = tokenizer_of("deepseek-r1")
+    given = [*conversation("Hi"), {"role": "assistant", "content": "thought"}]
+    with pytest.raises(
+        ValueError, match=r"rewrites the beginning of message 2 \(assistant\), with which the prompt ends"
+    ):
+        tokenize_completion(tokenizer, given, [{"role": "assistant", "content": "</think>answer"}])
+
+
+def test_a_prompt_of_rollouts_that_ends_with_calls_is_refused(tokenizer_of):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ValueError, match="prompt, message 2: ends the prompt with tool calls; add their results"):
+        tokenize_prompt(tokenizer_of("qwen2.5"), [*conversation("Hi"), call])
+
+
+def test_a_rollout_continues_the_beginning_of_its_response(tokenizer_of):
+    """Judges get one message with the whole response, as from TRL; later turns follow it."""
+    tokenizer = tokenizer_of("qwen2.5")
+    asked = [*conversation("Hi"), *CONTINUED]
+    prompt = Prompt(tokenize_prompt(tokenizer, asked).input_ids, asked, {})
+    going = Conversation(Rollout.begin(0, 0, prompt), prompt)
+    ids = tokenizer(REST, add_special_tokens=False)["input_ids"]
+    going.respond(Response([*ids, tokenizer.eos_token_id], [-1.0] * (len(ids) + 1), True), tokenizer)
+    sample = going.sample
+    assert sample.message_log == conversation("Hi", PREFILL + REST)
+    assert sample.num_prompt_messages == 1
+    assert tokenizer.decode(sample.response_ids) == f"{REST}<|im_end|>"
+    going.observe(Step(done=False, observation="and?"), tokenizer, max_turns=2, max_sequence_length=200)
+    whole = conversation("Hi", PREFILL + REST, "and?")
+    assert tokenizer.decode(going.rollout.input_ids) == tokenizer.apply_chat_template(
+        whole, tokenize=False, add_generation_prompt=True
+    )
