@@ -56,7 +56,7 @@ class TrainingBatch:
 class Objective:
     """The differences between algorithms in supervised training: the loss, and the columns that the loss reads.
 
-    SFT and reward models use this class itself, because their losses need no additional columns.
+    SFT uses this class itself, because its loss needs no additional columns.
     """
 
     temperature = 1.0

@@ -107,6 +107,22 @@ class UnpairedDataset(Dataset):
         return f"{super().describe(name, limit)}, {self.units.counts['desirable']:,} desirable"
 
 
+class RewardDataset(Dataset):
+    """Pairs for a reward model, with optional margins between the rewards of their responses."""
+
+    @property
+    def has_margins(self) -> bool:
+        return self.units.counts["margin"] > 0
+
+    def margin(self, index: int) -> float:
+        """Return by how much the reward of the chosen response should exceed that of the rejected one; 0 by default."""
+        return float(json.loads(self.units.extra(index)))
+
+    def describe(self, name: str, limit: int) -> str:
+        margins = f", {self.units.counts['margin']:,} with a margin" if self.has_margins else ""
+        return super().describe(name, limit) + margins
+
+
 class DistillationDataset(Dataset):
     """SFT records for distillation, with data about the teachers of each record.
 
@@ -207,24 +223,26 @@ def load_preference_dataset(
 
     The key prompt may be missing if chosen and rejected begin with the same messages.
     """
-    return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
+    return _load_pairs(
+        source, tokenizer, data, tokenization_of(data, "preference", _tokenize_preference, 2), say, cache
+    )
 
 
 def load_reward_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
-) -> Dataset:
+) -> RewardDataset:
     """Load pairs from the same records as `load_preference_dataset`, tokenized as a reward model reads them.
 
-    A reward model also reads the text that the template writes after the response.
+    A reward model also reads the text that the template writes after the response. A record may have a number `margin`.
     """
-    return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
+    what = tokenization_of(data, "reward", _tokenize_reward, 2, extra_of=_margin_of)
+    return RewardDataset(_load_pairs(source, tokenizer, data, what, say, cache).units)
 
 
 def _load_pairs(
-    source: Source, tokenizer: Any, data: DataConfig, name: str, unit_of: Any, say: PrintLine, cache: TokenCache | None
+    source: Source, tokenizer: Any, data: DataConfig, what: TokenizationSpec, say: PrintLine, cache: TokenCache | None
 ) -> Dataset:
-    what = tokenization_of(data, name, unit_of, 2, seen_in=_same)
-    dataset = _load(source, tokenizer, data, what, say, cache)
+    dataset = _load(source, tokenizer, data, replace(what, seen_in=_pair_kinds_of), say, cache)
     equal = dataset.units.counts["equal"]
     if equal == len(dataset):
         raise UserError(
@@ -412,8 +430,9 @@ def _load(
     return Dataset(store)
 
 
-def _same(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
-    return ["equal"] if unit[0] == unit[1] else []
+def _pair_kinds_of(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
+    equal = ["equal"] if unit[0] == unit[1] else []
+    return [*equal, "margin"] if record.get("margin") is not None else equal
 
 
 def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
@@ -422,8 +441,23 @@ def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> SequenceGrou
 
 
 def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
+    _margin_of(record)
     prompt, responses, continues = _pair_of(record)
     return tuple(tokenize_judged(tokenizer, prompt, text, record.get("tools"), continues) for text in responses)
+
+
+def _margin_of(record: dict[str, Any]) -> float:
+    """Return a record's margin, or 0 if it has none.
+
+    Raises:
+        ValueError: the margin is not a finite number.
+    """
+    margin = record.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"margin must be a finite number, or be left out; got {margin!r}")
+    return float(margin)
 
 
 def _pair_of(record: dict[str, Any]) -> tuple[Any, tuple[Any, Any], bool]:
@@ -433,7 +467,7 @@ def _pair_of(record: dict[str, Any]) -> tuple[Any, tuple[Any, Any], bool]:
     """
     require(record, "chosen", "rejected")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-    if prompt is None:
+    if prompt is None or (isinstance(prompt, str) and _repeat(prompt, chosen, rejected)):
         prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
         return prompt, (chosen, rejected), False
     if isinstance(prompt, list) and all(
@@ -441,6 +475,14 @@ def _pair_of(record: dict[str, Any]) -> tuple[Any, tuple[Any, Any], bool]:
     ):  # the responses repeat the prompt
         return prompt, (chosen[len(prompt) :], rejected[len(prompt) :]), False
     return prompt, (chosen, rejected), True
+
+
+def _repeat(prompt: str, chosen: Any, rejected: Any) -> bool:
+    """Return whether two responses are conversations that contain the text `prompt` as a message of the user."""
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    shared, _, _ = _split_shared_prompt(chosen, rejected)
+    return any(isinstance(m, dict) and (m.get("role"), m.get("content")) == ("user", prompt) for m in shared)
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -115,7 +115,7 @@ def tokenize_completion(
     found = " and ".join(JSON_NAMES.get(type(part), type(part).__name__) for part in (prompt, completion))
     raise ValueError(
         "a prompt and its response (completion, chosen or rejected) must both be strings or both be lists of messages; "
-        f"found {found}"
+        f'found {found}; beside messages, write a text as [{{"role": "user", "content": "…"}}]'
     )
 
 

@@ -16,8 +16,8 @@ MessageLog = list[Message]
 class Sample:
     """A response to judge.
 
-    message_log: the conversation. It ends with the response. If the prompt gives the beginning of the response, both are
-        one message.
+    message_log: the conversation. It ends with the response. If the prompt gives the beginning of the response, both
+        are one message.
     record: the fields of the prompt's record in the data file, such as `answer`, without the prompt itself.
     num_prompt_messages: number of messages in the prompt, at the start of the conversation.
     is_text: whether the prompt is a plain text; otherwise it consists of messages.

@@ -13,14 +13,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from small_models import make_tokenizer
 
+from mcore_rl.algorithms.rm import RewardObjective
+from mcore_rl.algorithms.supervised import TrainingBatch
 from mcore_rl.config import DataConfig
 from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
-from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
+from mcore_rl.data.datasets import (
+    load_preference_dataset,
+    load_prompt_dataset,
+    load_reward_dataset,
+    load_sft_dataset,
+)
 from mcore_rl.data.token_store import SampleOrder, TokenSequence
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import round_up
 from mcore_rl.errors import UserError
+from mcore_rl.losses.preference import BradleyTerryLoss
 
 TOKENIZER = make_tokenizer()
 
@@ -90,6 +98,48 @@ def test_preference_records(tmp_path):
         write(tmp_path / "d.jsonl", [{**implicit, "prompt": [user("q")]}]), TOKENIZER, settings_of()
     )
     assert whole.units == given.units
+
+
+def test_a_text_as_prompt_of_whole_conversations(tmp_path):
+    """The form of ultrafeedback_binarized: the prompt is a text, which both conversations contain as a message."""
+    whole = {"chosen": [user("q"), assistant("good")], "rejected": [user("q"), assistant("bad")]}
+    expected = load_preference_dataset(write(tmp_path / "a.jsonl", [whole]), TOKENIZER, settings_of())
+    for shared in ([], [{"role": "system", "content": "s"}]):
+        conversations = {key: [*shared, *messages] for key, messages in whole.items()}
+        path = write(tmp_path / "b.jsonl", [{"prompt": "q", **conversations}])
+        dataset = load_preference_dataset(path, TOKENIZER, settings_of())
+        assert [text_of(s, trained=True) for s in dataset.units[0]] == ["good<|end|>", "bad<|end|>"]
+        assert shared or dataset.units == expected.units
+    for prompt, chosen in (("other", whole["chosen"]), ("q", "good"), ("q", whole["chosen"][1:])):
+        path = write(tmp_path / "c.jsonl", [{"prompt": prompt, **whole, "chosen": chosen}])
+        with pytest.raises(UserError, match=r'beside messages, write a text as \[{"role": "user", "content": "…"}\]'):
+            load_preference_dataset(path, TOKENIZER, settings_of())
+
+
+def test_margins_of_pairs(tmp_path):
+    pair, said = {"prompt": "p ", "chosen": "good", "rejected": "bad"}, []
+    path = write(
+        tmp_path / "a.jsonl", [{**pair, "margin": 1}, pair, {**pair, "margin": None}, {**pair, "margin": -0.5}]
+    )
+    dataset = load_reward_dataset(path, TOKENIZER, settings_of(), said.append)
+    assert [dataset.margin(i) for i in range(4)] == [1.0, 0.0, 0.0, -0.5] and dataset.has_margins
+    assert dataset.describe("train", 40).endswith(", 2 with a margin") and said == []
+    batch = TrainingBatch(None, dataset, [3, 0], [None, None])
+    columns = RewardObjective(BradleyTerryLoss()).frozen_columns(batch)
+    assert columns["margin"].tolist() == [-0.5, -0.5, 1.0, 1.0]
+    without = load_reward_dataset(write(tmp_path / "b.jsonl", [pair]), TOKENIZER, settings_of())
+    assert RewardObjective(BradleyTerryLoss()).frozen_columns(TrainingBatch(None, without, [0], [None])) == {}
+    mixed = load_reward_dataset({path: 1.0, str(tmp_path / "b.jsonl"): 1.0}, TOKENIZER, settings_of())
+    assert sorted(mixed.margin(i) for i in range(5)) == [-0.5, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("margin", ["1", True, float("nan"), [1]])
+def test_margins_that_are_no_numbers_are_refused(margin, tmp_path):
+    pair = {"prompt": "p ", "chosen": "good", "rejected": "bad", "margin": margin}
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: .*(margin must be a finite number|NaN)"):
+        load_reward_dataset(write(tmp_path / "a.jsonl", [pair]), TOKENIZER, settings_of())
+    dataset = load_preference_dataset(write(tmp_path / "b.jsonl", [{**pair, "margin": "x"}]), TOKENIZER, settings_of())
+    assert len(dataset) == 1  # only the loss of reward models reads margins
 
 
 def test_an_answer_that_is_null_is_refused_where_it_is_needed(tmp_path):

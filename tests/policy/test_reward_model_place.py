@@ -106,7 +106,11 @@ def test_training_judge_and_transformers_read_one_number(place, kind, template, 
     model = model_with_padding(tmp_path / "model", place, template)
     fields = [(c if kind == "chat" else c[1]["content"], r if kind == "chat" else r[1]["content"]) for c, r in PAIRS]
     prompts = [{} if kind == "chat" else {"prompt": chosen[0]["content"]} for chosen, _ in PAIRS]
-    lines = [json.dumps({**p, "chosen": c, "rejected": r}) for p, (c, r) in zip(prompts, fields, strict=True)]
+    margins = [None, 0.0, 0.5, 1, 2.5, -1.0]
+    lines = [
+        json.dumps({**p, "chosen": c, "rejected": r, "margin": margin})
+        for p, (c, r), margin in zip(prompts, fields, margins, strict=True)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     config = {
         "output_dir": str(tmp_path / "out"),
@@ -122,6 +126,10 @@ def test_training_judge_and_transformers_read_one_number(place, kind, template, 
     exported = tmp_path / "out" / "hf"
     expected = transformers_scores(exported, texts_of(model, kind))
     (last,) = [line for line in metrics_of(tmp_path / "out") if "validation_rewards_chosen_mean" in line]
+    differences = torch.tensor(expected[::2]) - torch.tensor(expected[1::2])
+    with_margins = differences - torch.tensor([margin or 0.0 for margin in margins])
+    loss = float(-torch.nn.functional.logsigmoid(with_margins).mean())
+    assert last["validation_loss"] == pytest.approx(loss, rel=1e-4)
     for name, first in (("chosen", 0), ("rejected", 1)):
         mean = sum(expected[first::2]) / len(PAIRS)
         assert last[f"validation_rewards_{name}_mean"] == pytest.approx(mean, abs=1e-5), name
