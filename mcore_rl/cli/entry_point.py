@@ -103,7 +103,6 @@ def run_script(
     The exit status is 0 after success, 1 after a failure with a traceback, 2 after a user's error, 3 if training cannot
     continue (one line for 2 and 3), and 130 after Ctrl-C before training. torchrun exits with 1 after any failure.
     """
-    launcher()  # remembers its process id while it still runs
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
     parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help=words)
@@ -241,6 +240,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """Context that ends the process, with a message and an exit status, if an error is raised in it."""
+    launcher()  # remembers its process id while it still runs
     try:
         yield
     except UserError as error:
