@@ -320,14 +320,14 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         with phases("logprobs"):
             temperature = config.rollouts.temperature
             if config.rollouts.reads_score_norms:
-                scored = policy.get_score_norms(rows, temperature)
+                scored = policy.get_score_norms(rows, temperature, counted_only=True)
                 rows["score_norms"] = scored["score_norms"]
             elif config.scores_samples(self.replays):
-                scored = policy.get_logprobs(rows, temperature=temperature)
+                scored = policy.get_logprobs(rows, temperature=temperature, counted_only=True)
             if config.scores_samples(self.replays):
                 rows["prev_logprobs"] = scored["logprobs"]
             if policy.reference is not None:
-                scored = policy.get_reference_policy_logprobs(rows, temperature=temperature)
+                scored = policy.get_reference_policy_logprobs(rows, temperature=temperature, counted_only=True)
                 rows["reference_policy_logprobs"] = scored["reference_logprobs"]
         penalty = kl_penalty(config.loss, rows) if config.loss.use_kl_in_reward else None  # [B, S]
 

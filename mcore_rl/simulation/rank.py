@@ -143,12 +143,13 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
     long as the policy's.
     """
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
+    options: Any = {"temperature": temperature, "counted_only": isinstance(config, RLConfig)}
 
     def by_policy() -> Any:
-        return policy.get_logprobs(data, temperature=temperature)
+        return policy.get_logprobs(data, **options)
 
     def by_reference() -> Any:
-        return policy.get_reference_policy_logprobs(data, temperature=temperature)
+        return policy.get_reference_policy_logprobs(data, **options)
 
     reference = [] if policy.reference is None else [by_reference]
     if isinstance(config, DPOConfig):

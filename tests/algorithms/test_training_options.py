@@ -110,13 +110,13 @@ class Policy:
         self.trained.append(data)
         return {**metrics, "probs_ratio": 1.0, "grad_norm": 0.0}
 
-    def get_reference_policy_logprobs(self, data, temperature):
+    def get_reference_policy_logprobs(self, data, temperature, counted_only):
         return {"reference_logprobs": 3 * data["generation_logprobs"]}
 
     def advance_schedule(self, steps):
         self.skipped += steps
 
-    def get_logprobs(self, data, temperature):
+    def get_logprobs(self, data, temperature, counted_only):
         return {"logprobs": data["generation_logprobs"]}
 
     def divide(self, lengths, tokens_of, known):

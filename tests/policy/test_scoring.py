@@ -174,3 +174,60 @@ def test_the_script(model_of, tmp_path):
     )
     assert wrong.returncode == 2
     assert "is a reward model; set model.head=reward" in wrong.stderr_text
+
+
+def scores_of_counted_tokens(config):
+    """Return the scores of all tokens and of the counted ones, the positions of both, and a step's operations."""
+    from mcore_rl.models.megatron import forward_step
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, positions = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True), []
+    real = forward_step.linear_logprobs
+
+    def counting(hidden, *arguments, **options):
+        positions[-1] += len(hidden)
+        return real(hidden, *arguments, **options)
+
+    forward_step.linear_logprobs = counting
+    found, data = [], make_data()
+    data["sample_mask"][:2] = 0  # a pack may have no counted token at all
+    for only in (False, True):
+        for score, name in (
+            (policy.get_logprobs, "logprobs"),
+            (policy.get_reference_policy_logprobs, "reference_logprobs"),
+        ):
+            positions.append(0)
+            found.append(score(data, temperature=1.3, counted_only=only)[name])
+        positions.append(0)
+        norms = policy.get_score_norms(data, 1.3, counted_only=only)
+        found += [norms["logprobs"], norms["score_norms"]]
+    flops = policy.flops_of(data)
+    policy.shutdown()
+    return data, found, positions, flops
+
+
+@pytest.mark.parametrize("layout", and_long(LAYOUTS[2:3], [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]]), ids=str)
+def test_counted_tokens_alone_are_scored_and_credited(layout, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    ranks = run_processes(scores_of_counted_tokens, config, world_size=layout.world_size)
+    for data, found, positions, flops in ranks:
+        mask = F.pad(data["token_mask"][:, 1:] * data["sample_mask"][:, None], (1, 0))
+        for whole, counted in zip(found[:4], found[4:], strict=True):
+            torch.testing.assert_close(counted, whole * mask, rtol=1e-5, atol=1e-6)
+            assert (counted * mask).abs().sum() > 0
+        per_rank = mask.sum().item() / layout.cp
+        if layout.pp == 1 and layout.cp == 1:
+            fillers = 8 if layout.packing else 12  # a pack without counted tokens computes one position
+            assert all(per_rank <= count <= per_rank + fillers for count in (*positions[3:5], positions[5] / 2))
+            assert min(positions[:3]) > data["input_lengths"].sum().item() - len(mask) - 1
+        assert flops == pytest.approx(operations_by_hand(model_of("llama"), data["input_lengths"].tolist(), mask.sum()))
+
+
+def operations_by_hand(path, lengths, counted):
+    """Six operations for each weight and token; attention over n tokens costs 6·n²·heads·head_dim per layer."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    layers = sum(p.numel() for p in model.model.layers.parameters()) + model.model.norm.weight.numel()
+    config = model.config
+    size = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    attention = 6 * sum(n * n for n in lengths) * size * config.num_hidden_layers
+    return 6 * layers * sum(lengths) + 6 * model.lm_head.weight.numel() * float(counted) + attention

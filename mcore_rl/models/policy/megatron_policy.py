@@ -428,13 +428,20 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     # ------------------------------------------------------------ the reference
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        temperature: float = 1.0,
+        counted_only: bool = False,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return `reference_logprobs` [B, S]: the log-probability of each token of `data` under the reference model."""
+        """Return `reference_logprobs` [B, S]: the log-probability of each token of `data` under the reference model.
+
+        `counted_only` is explained at `get_logprobs`.
+        """
         # The reference model chooses the experts itself.
         data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
         with self.reference_weights():
-            return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
+            return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature, counted_only))
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, 
 from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
 from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError
+from mcore_rl.losses.common import token_mask_of
 from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
@@ -47,6 +48,11 @@ from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec
 from mcore_rl.utils.console import size_text
+
+
+def _scored_tokens(data: Mapping[str, Any], counted_only: bool) -> Tensor:
+    """Return a mask [B, S − 1] of the predicted tokens to score: all tokens, or those that carry loss."""
+    return token_mask_of(data, data["token_mask"]) if counted_only else torch.ones(data["input_ids"][:, 1:].shape)
 
 
 class ScoringModel:
@@ -196,29 +202,35 @@ class ScoringModel:
             text += f", expert {parallel.expert_model_parallel_size} (tensor {parallel.expert_tensor_size})"
         return text + (", sequence parallel" if parallel.sequence_parallel else "") + f" on {platform.device().type}"
 
-    def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
+    def training_flops(
+        self, lengths: Sequence[int], before: Sequence[int] | None = None, predicted: float | None = None
+    ) -> float:
         """Return the number of floating-point operations for forward and backward over sequences of these lengths.
 
         Each parameter costs 6 operations per token; a frozen parameter under an adapter costs 4. The input embedding
-        costs none, because it is a lookup. The operations of the token mixers are added: for causal attention over n
-        tokens, 6·n²·heads·head_dim per layer; for a gated delta net, the products with its states. Recomputation is not
-        counted.
+        costs none, because it is a lookup. The LM head costs nothing for tokens whose prediction no loss reads. The
+        operations of the token mixers are added: for causal attention over n tokens, 6·n²·heads·head_dim per layer; for
+        a gated delta net, the products with its states. Recomputation is not counted.
 
         Args:
             lengths: number of tokens in each sequence.
             before: for each sequence, the number of preceding tokens. The sequence attends to them, but they are not
                 computed again. Default: 0.
+            predicted: number of tokens whose prediction the loss reads. Default: all.
         """
         sequences = list(zip(lengths, before or [0] * len(lengths), strict=True))
         mixing = (n * sum(mixer.flops(*sequence) for sequence in sequences) for mixer, n in self._mixers.items())
-        return self._flops_of_weights * sum(lengths) + sum(mixing)
+        left_out = 0.0 if predicted is None else max(sum(lengths) - predicted, 0.0)
+        return self._flops_of_weights * sum(lengths) - self._flops_of_head * left_out + sum(mixing)
 
     def _count_flops(self) -> None:
         """Compute the operations of the weights per token, and count the layers of each token mixer."""
         family, lora = self.model.family, self.model.lora
-        self._flops_of_weights = 6.0 * family.active_parameters()
+        of_parameter = 6.0 if lora is None else 4.0
+        self._flops_of_weights = of_parameter * family.active_parameters()
+        self._flops_of_head = 0.0 if family.has_reward_head else of_parameter * family.vocab_size * family.hidden_size
         if lora is not None:
-            self._flops_of_weights = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
+            self._flops_of_weights += 6.0 * lora.active_parameters(family)
         self._mixers = Counter(map(family.token_mixer, range(family.num_layers)))
 
     def _attention_length(self) -> float:
@@ -228,8 +240,12 @@ class ScoringModel:
         return (self._flops_of_weights + per_token) / squared if squared else math.inf
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
-        """Return `training_flops` of a global batch; a common prefix counts once if the model computes it once."""
-        return batch_share(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
+        """Return `training_flops` of a global batch, with the LM head for the tokens that carry loss.
+
+        A common prefix counts once if the model computes it once.
+        """
+        predicted = float(token_mask_of(data, data["token_mask"]).count_nonzero()) if "token_mask" in data else None
+        return batch_share(data).sum(self.training_flops(*self.batching.pieces(data), predicted))[0]
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
@@ -280,25 +296,41 @@ class ScoringModel:
             )
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        temperature: float = 1.0,
+        counted_only: bool = False,
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
+        """Return `logprobs` [B, S]; see `PolicyInterface`.
 
-    def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
+        Args:
+            temperature: divisor of the logits.
+            counted_only: return 0 for tokens that carry no loss (`token_mask`, `sample_mask`), and do not multiply
+                their positions with the LM head.
+        """
+        return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature, counted_only))
+
+    def _score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float, counted_only: bool
+    ) -> Tensor:
         """Return the log-probability of each token in the rows of `data`, [B, S]; 0 in padding and in column 0."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
-            ids = microbatch.data["input_ids"]
-            logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
+            logprobs, _ = head(hidden, microbatch, _scored_tokens(microbatch.data, counted_only))
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
         return self._map_microbatches(
             "get_logprobs", data, lambda rows: {"logprobs": per_token(rows)}, score, micro_batch_size=micro_batch_size
         )["logprobs"]
 
-    def get_score_norms(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[Any]:
+    def get_score_norms(
+        self, data: BatchedDataDict[Any], temperature: float = 1.0, counted_only: bool = False
+    ) -> BatchedDataDict[Any]:
         """Return `logprobs` and `score_norms`, [B, S] each: the log-probability and the score norm of each token.
+
+        `counted_only` is explained at `get_logprobs`.
 
         The score norm of a token with probability π is ‖∂ log π / ∂ logits‖² = 1 − 2π + Σ π²; the sum is over the
         vocabulary. To compute Σ π², all logits are doubled: the token's probability is then p = π² / Σ π², so that
@@ -307,10 +339,9 @@ class ScoringModel:
         heads = LogprobHead(self.model, temperature), LogprobHead(self.model, temperature / 2)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
-            ids = microbatch.data["input_ids"]
-            everything = torch.ones(ids.shape[0], ids.shape[1] - 1)
-            logprobs, doubled = (head(hidden, microbatch, everything)[0] for head in heads)
-            norms = 1 - 2 * logprobs.exp() + (2 * logprobs - doubled).exp()
+            mask = _scored_tokens(microbatch.data, counted_only)
+            logprobs, doubled = (head(hidden, microbatch, mask)[0] for head in heads)
+            norms = 1 - 2 * logprobs.exp() + (2 * logprobs - doubled).exp()  # 0 where `mask` is 0
             return {"logprobs": F.pad(logprobs, (1, 0)), "score_norms": F.pad(norms, (1, 0))}
 
         def zeros(rows: BatchedDataDict[Any]) -> dict[str, Tensor]:

@@ -299,9 +299,10 @@ class Family:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def active_parameters(self) -> int:
-        """Return how many parameters one token is multiplied with. An untied input embedding does not count."""
-        embedding = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
-        return self.num_parameters() - embedding
+        """Return how many parameters one token is multiplied with, including the LM head: the input embedding does not
+        count, unless it is the LM head too."""
+        is_head = self.ties_embeddings and not self.has_reward_head
+        return self.num_parameters() - (0 if is_head else self.vocab_size * self.hidden_size)
 
     def _mappings(self) -> Iterator[Mapping]:
         vocabulary, hidden = Vocabulary(self.vocab_size), self.hidden_size
