@@ -445,13 +445,16 @@ class LossBySource(LogprobLoss):
         whole = next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy
         loss, metrics = self.loss_fn.from_logprobs(*whole)
         metrics = dict(metrics)
+        detached = next_token_logprobs.detach()
         with torch.no_grad():
             for number, (source, counts) in enumerate(self.counts.items()):
-                if counts[0]:
-                    mask = data["sample_mask"] * (data["source"] == number)
-                    own: BatchedDataDict[Any] = BatchedDataDict({**data, "sample_mask": mask})
-                    seqs, toks = (next_token_logprobs.new_full((), count) for count in counts)
-                    _, of_source = self.loss_fn.from_logprobs(next_token_logprobs.detach(), own, seqs, toks, entropy)
+                # Its rows only: all sources together compute the loss once more, however many there are.
+                rows = (data["source"] == number).nonzero()[:, 0].tolist()
+                if counts[0] and rows:
+                    seqs, toks = (detached.new_full((), count) for count in counts)
+                    of_rows = None if entropy is None else entropy[rows]
+                    own = data.select_indices(rows), seqs, toks, of_rows
+                    _, of_source = self.loss_fn.from_logprobs(detached[rows], *own)
                     metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
         return loss, metrics
 

@@ -263,3 +263,45 @@ def test_a_step_is_checked_before_the_weights_change(model_of):
         assert is_unchanged and not is_still
         assert seen[0] == seen[1] == {name: metrics[name] for name in seen[1]}
         assert set(metrics) - set(seen[1]) == {"grad_norm", "lr"}
+
+
+def lives_of_inputs():
+    """Run three microbatches through two chunks in an interleaved order; return which inputs live after each pass."""
+    import gc
+    import weakref
+    from types import SimpleNamespace
+
+    from mcore_rl.models.megatron import forward_step
+
+    class Inputs(dict):
+        """A dict that can be referred to weakly."""
+
+    made, alive = {}, []
+
+    def model_inputs(microbatch, model):
+        inputs = Inputs(hidden=torch.ones(()))
+        assert microbatch.name not in made, "computed once"
+        made[microbatch.name] = weakref.ref(inputs)
+        return inputs
+
+    def schedule(forward_step_func, data_iterator, model, **_):
+        for chunk in (0, 0, 1, 0, 1, 1):
+            forward_step_func(data_iterator[chunk], model[chunk])
+            gc.collect()
+            alive.append([name for name, reference in made.items() if reference() is not None])
+        return alive
+
+    forward_step.model_inputs, forward_step.get_forward_backward_func = model_inputs, lambda *_: schedule
+
+    class Named(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    microbatches = [Named(name=name, layout=SimpleNamespace(total=1)) for name in "abc"]
+    model = SimpleNamespace(topology=SimpleNamespace(pipeline=SimpleNamespace(size=2)))
+    chunks = [lambda hidden: hidden, lambda hidden: hidden]
+    return forward_step.run_microbatches(model, chunks, microbatches, None, train=False)
+
+
+def test_inputs_live_until_the_last_chunk_has_them():
+    expected = [["a"], ["a", "b"], ["b"], ["b", "c"], ["c"], []]
+    assert run_processes(lives_of_inputs, world_size=1)[0] == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,14 +64,23 @@ def run_microbatches(
     Returns:
         The head's outputs for each microbatch; [] on all pipeline stages but the last.
     """
-    several = len(wrapped) > 1
-    of_microbatch = functools.partial(model_inputs, model=model)
-    # Each microbatch passes through every chunk of the model; its inputs are cached until it has passed all of them.
-    inputs: Callable[[Microbatch], dict[str, Any]] = functools.cache(of_microbatch) if several else of_microbatch
+    several, kept = len(wrapped) > 1, dict[Microbatch, dict[str, Any]]()
+
+    def inputs(microbatch: Microbatch, chunk: int) -> dict[str, Any]:
+        """Return the inputs of a microbatch; they are kept until it has passed every chunk, of which this is the last.
+
+        Chunks run in their order: the interleaved schedule starts a microbatch in the next one after this one.
+        """
+        of_chunk = kept.get(microbatch) or model_inputs(microbatch, model)
+        if chunk < len(wrapped) - 1:
+            kept[microbatch] = of_chunk
+        else:
+            kept.pop(microbatch, None)
+        return of_chunk
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
-        output = chunk(**inputs(microbatch))
+        output = chunk(**inputs(microbatch, wrapped.index(chunk)))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
