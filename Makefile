@@ -193,7 +193,7 @@ BENCHMARKS := start packing data prefix context_parallel logprobs delta_rule che
 # measure no speed of this machine.
 bench: .venv/installed-compat
 	@failed=; for name in $(BENCHMARKS); do \
-		$(BIN)/python scripts/bench_$$name.py || failed="$$failed $$name"; \
+		$(BIN)/python scripts/benchmarks/bench_$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "missed a bound, or ended with an error:$$failed"; exit 1; }
 
 lint: .venv/installed-lint

@@ -27,12 +27,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import CASES
-
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.errors import UserError
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts" / "benchmarks"))  # for the names of its parts
+from gpu_steps import CASES
+
 SECONDS = 600
 AT_ONCE = min(8, os.cpu_count() or 1)
 """Tests that run at the same time: they wait mostly for their processes to start."""
@@ -58,7 +59,7 @@ def tests(name: str, wanted: str, file: str = "test_devices.py") -> Part:
 
 
 def benchmark(name: str) -> Part:
-    command = ["scripts/bench_gpu.py", name, "--output", "{output}"]
+    command = ["scripts/benchmarks/bench_gpu.py", name, "--output", "{output}"]
     return Part(name, command, [*command, "--rehearse"])
 
 

@@ -91,7 +91,9 @@ def test_kept_tables_hold_their_floors_and_are_shown(path):
     title, run, columns, rows = kept(path)
     assert not [row.name for row in rows if row.fails]
     assert run["date"] and run["commit"] and run["machine"]
-    assert path.with_suffix(".svg").read_text() == picture(title, run, columns, rows), "run scripts/bench_results.py"
+    assert path.with_suffix(".svg").read_text() == picture(title, run, columns, rows), (
+        "run scripts/benchmarks/bench_results.py"
+    )
     shown = re.findall(r"!\[[^\]]+\]\(benchmarks/(\w+)\.svg\)", (RESULTS.parent / "benchmarks.md").read_text())
     assert path.stem in shown
 
@@ -118,8 +120,12 @@ def test_the_tables_of_bfloat16_are_those_of_its_run():
 @pytest.mark.parametrize(
     ("script", "sizes", "row"),
     [
-        ("bench_async.py", "--steps 2 --hidden 64 --layers 1", "rollouts one step ahead "),
-        ("bench_generation.py", "--hidden 64 --layers 1 --prompts 8 --new-tokens 12 --repetitions 1", "groups of 8, "),
+        ("benchmarks/bench_async.py", "--steps 2 --hidden 64 --layers 1", "rollouts one step ahead "),
+        (
+            "benchmarks/bench_generation.py",
+            "--hidden 64 --layers 1 --prompts 8 --new-tokens 12 --repetitions 1",
+            "groups of 8, ",
+        ),
     ],
 )
 def test_benchmarks_of_rollouts_run_on_small_sizes(script, sizes, row):
@@ -136,6 +142,6 @@ def test_every_picture_has_its_table():
 def test_benchmarks_beside_trl_start_without_this_package():
     """TRL's own environment runs their other side."""
     code = "import sys; sys.modules['mcore_rl'] = None; import bench_bf16, bench_dpo, bench_grpo"
-    scripts = RESULTS.parents[1] / "scripts"
+    scripts = RESULTS.parents[1] / "scripts" / "benchmarks"
     done = subprocess.run([sys.executable, "-c", code], cwd=scripts, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Compare the time of a step with asynchronous and with synchronous rollouts, measured within one run.
 
-    OMP_NUM_THREADS=1 python scripts/bench_async.py [--steps 16] [--hidden 256] [--layers 4]
+    OMP_NUM_THREADS=1 python scripts/benchmarks/bench_async.py [--steps 16] [--hidden 256] [--layers 4]
 
 Training is real and runs on the CPU. The generation engine is a stub that computes nothing: it sleeps for as long as
 the last step's training took, and then returns random tokens. The benchmark thus shows the gain from overlapping if

@@ -1,6 +1,6 @@
 """Compare the simulator with published steps on NVIDIA's GPUs and with a step that was measured on an H200.
 
-    python scripts/bench_simulator.py [--rows TEXT …] [--workers 2]
+    python scripts/benchmarks/bench_simulator.py [--rows TEXT …] [--workers 2]
 
 The expected agreement is 15 % for seconds and 10 % for memory. Exits with 1 if a row is far from it. Published rows
 were measured with Megatron's layers of Transformer Engine. `source` names where each was published. No efficiency of

@@ -1,6 +1,6 @@
 """Measure the stall of training during a save, and the memory of a conversion, within one run.
 
-    OMP_NUM_THREADS=2 python scripts/bench_checkpoints.py [--hidden 768] [--layers 8]
+    OMP_NUM_THREADS=2 python scripts/benchmarks/bench_checkpoints.py [--hidden 768] [--layers 8]
 
 Stall: seconds that training stops for an asynchronous save, divided by those of a synchronous save; medians of
 interleaved repetitions, on two threads. Memory: growth of a converting process to its peak, compared with the size of

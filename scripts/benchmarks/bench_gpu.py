@@ -1,7 +1,7 @@
 """Benchmark one GPU: log-probabilities, training steps of 1B and 8B shapes, generation, checkpoints.
 
-    python scripts/bench_gpu.py PART [--output DIRECTORY] [--rehearse]
-    python scripts/bench_gpu.py predict
+    python scripts/benchmarks/bench_gpu.py PART [--output DIRECTORY] [--rehearse]
+    python scripts/benchmarks/bench_gpu.py predict
 
 Each part takes less than ten minutes. Models have random weights, in bfloat16. Steps are compared with the simulation
 by `scripts/simulate.py`; `predict` prints only the simulation and needs no GPU. A part exits with 1 if a bound is

@@ -1,6 +1,6 @@
 """Measure how full packs are, how balanced ranks are, and how long planning takes, on log-normal lengths.
 
-    python scripts/bench_packing.py
+    python scripts/benchmarks/bench_packing.py
 
 Cases: one rank and eight ranks, exact lengths and lengths rounded up to multiples of 16. The table shows the worst
 case. Exits with 1 if a bound is missed.

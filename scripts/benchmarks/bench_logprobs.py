@@ -1,6 +1,6 @@
 """Measure the cost of log-probabilities, forward and backward with the LM head, as ratios within one run.
 
-    OMP_NUM_THREADS=2 python scripts/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
+    OMP_NUM_THREADS=2 python scripts/benchmarks/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
 
 The reference is the time of the three unavoidable matrix products: logits, and the gradients of hidden states and
 weight. They are computed as in training, by oneDNN, and in one row by torch's own kernel. All cases take turns,

@@ -1,6 +1,6 @@
 """Benchmark the start of programs: processor time of help, a wrong key, a dry run, and the first step's imports.
 
-    python scripts/bench_start.py [--repetitions 3]
+    python scripts/benchmarks/bench_start.py [--repetitions 3]
 
 The imports of a run are compared with those of torch in the same run. The processor time of a process includes its
 threads. A dry run prints the values of the configuration before it imports torch; its row is the time of the whole
@@ -19,7 +19,7 @@ from bench_results import Row, finish
 
 from mcore_rl.cli.entry_point import Parser, count
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 DPO = [str(ROOT / "scripts" / "train_dpo.py")]
 CONFIG = str(ROOT / "configs" / "dpo_cpu.yaml")
 IMPORTS = "from mcore_rl import platform; platform.initialize_platform(); import mcore_rl.algorithms.dpo"

@@ -1,6 +1,6 @@
 """Compare the sampled tokens per second of a GRPO step with TRL's GRPOTrainer, measured within one run.
 
-    python scripts/bench_grpo.py
+    python scripts/benchmarks/bench_grpo.py
 
 Both train a Llama of 7 million parameters in fp32, with two threads in all, on the CPU. On both sides the training
 processes sample groups of 8 responses, the same function judges them, and each step has one update. Prompts have

@@ -1,6 +1,6 @@
 """Compare the tokens per second of a DPO step with TRL's DPOTrainer, measured within one run.
 
-    python scripts/bench_dpo.py
+    python scripts/benchmarks/bench_dpo.py
 
 Both train a Llama of 7 million parameters on the same records, in fp32, with two threads in all, on the CPU: TRL with
 one process, this package with one and with two (data-parallel). Each side is a separate program that trains one epoch.

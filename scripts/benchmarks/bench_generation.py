@@ -1,6 +1,7 @@
 """Compare the useful tokens per second of generation with transformers' batched generate, within one run.
 
-    OMP_NUM_THREADS=2 python scripts/bench_generation.py [--hidden 256] [--layers 6] [--prompts 32] [--new-tokens 128]
+    OMP_NUM_THREADS=2 python scripts/benchmarks/bench_generation.py [--hidden 256] [--layers 6] [--prompts 32] \
+        [--new-tokens 128]
 
 Prompts are ragged, and responses have skewed lengths (a few as long as the limit, most much shorter), the same for
 both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; tokens that a

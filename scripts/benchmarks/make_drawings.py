@@ -1,6 +1,6 @@
 """Draw the pictures of docs/how_it_works.md from the objects that training uses and the names in the code.
 
-python scripts/make_drawings.py
+python scripts/benchmarks/make_drawings.py
 """
 
 import ast
@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 SIZE, GAP, LEFT, TOP = 18, 2, 120, 44
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 PADDING, MASKED, TEXT = "#d9d9d9", "#f2f2f2", "#222222"

@@ -1,6 +1,6 @@
 """Measure the gated delta rule on the CPU against torch's attention of as many heads.
 
-    OMP_NUM_THREADS=1 python scripts/bench_delta_rule.py
+    OMP_NUM_THREADS=1 python scripts/benchmarks/bench_delta_rule.py
 
 One sequence, 4 key heads with 2 value heads each (8 query heads in attention), of size 128, fp32. Forward and backward
 include the convolution before the rule, and the second forward pass of a layer, whose intermediate results are not

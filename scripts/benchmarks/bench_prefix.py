@@ -1,6 +1,6 @@
 """Measure the time saved by computing a shared prompt once, within one run.
 
-    OMP_NUM_THREADS=1 python scripts/bench_prefix.py
+    OMP_NUM_THREADS=1 python scripts/benchmarks/bench_prefix.py
 
 A training step, with the optimizer, of a 7-million-parameter model: CPU time without sharing over CPU time with it,
 medians of interleaved repetitions. Exits with 1 if a bound is missed.

@@ -1,6 +1,6 @@
 """Benchmark bfloat16: the distances of training from float32, by layout and with TRL, and of sampler and trainer.
 
-    python scripts/bench_bf16.py [--steps 30] [--seeds 3]
+    python scripts/benchmarks/bench_bf16.py [--steps 30] [--seeds 3]
 
 Trains SFT and DPO of a small Llama and of a small mixture of experts, with the same data: in float32 with one process,
 in bfloat16 with one process and under several layouts. The distance of a run is the root mean square, over steps and

@@ -1,6 +1,6 @@
 """Measure the memory of a rank with a million tokenized records, and the time until its first batch.
 
-    python scripts/bench_data.py [--records 1000000] [--tokens 512]
+    python scripts/benchmarks/bench_data.py [--records 1000000] [--tokens 512]
 
 Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records. The same bounds
 hold for a run of `train_sft.py` on as many short records, tokenized before, until the end of its first step. The cost
@@ -99,7 +99,7 @@ def invented(records: int, tokens: int) -> Iterator[TokenizedChunk]:
 def real_run(records: int, directory: Path) -> tuple[float, int]:
     """Return the seconds from the start of a training program to the end of its first step, with records tokenized
     before; and the peak of its private memory until then, in bytes."""
-    scripts, chosen = Path(__file__).parent, random.Random(0)
+    scripts, chosen = Path(__file__).parent.parent, random.Random(0)
     subprocess.run([sys.executable, scripts / "make_demo_data.py", directory / "demo"], check=True, timeout=SECONDS)
     data, out = directory / "train.jsonl", directory / "run"
     with open(data, "w") as file:

@@ -1,6 +1,6 @@
 """Measure how time and memory grow with sequence length, vocabulary, group size and ranks.
 
-    OMP_NUM_THREADS=1 python scripts/bench_growth.py
+    OMP_NUM_THREADS=1 python scripts/benchmarks/bench_growth.py
 
 Each point is measured in separate processes: CPU time, and the growth of memory to its peak. The growth of a curve is
 the slope of the line through its points on logarithmic axes. The table shows it with the expected value and the

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TRL = "trl>=1.0,<2"
 VOCABULARY, LIMIT_SECONDS = 8192, 900
 

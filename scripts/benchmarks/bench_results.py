@@ -1,6 +1,6 @@
 """Table of a benchmark: print it, check it, and write it as JSON and as a picture in docs/benchmarks/.
 
-    python scripts/bench_results.py
+    python scripts/benchmarks/bench_results.py
 
 This command redraws the pictures from the JSON files.
 
@@ -21,7 +21,7 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
+RESULTS = Path(__file__).parent.parent.parent / "docs" / "benchmarks"
 BAR, LEFT, WIDTH = 22, 250, 360
 LETTER = 6.5  # average width of a letter of a name
 

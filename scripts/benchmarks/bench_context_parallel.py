@@ -1,6 +1,6 @@
 """Measure a rank's time and memory in a step on one long sequence with context parallelism (CP) 1, 2 and 4.
 
-    OMP_NUM_THREADS=1 python scripts/bench_context_parallel.py
+    OMP_NUM_THREADS=1 python scripts/benchmarks/bench_context_parallel.py
 
 Both are compared with 1 / CP of those without CP. Time is the CPU time of a rank, not wall-clock time, because there
 may be fewer cores than ranks. Memory is the peak of a rank minus its memory between steps (weights, gradients,
