@@ -351,7 +351,7 @@ def unpack_next_token_values(
 
 
 # (tokens, vocabulary columns) of a tile that fits a CPU's cache, or keeps a GPU busy. On an H200, 4096 × 8192 is 3
-# to 7 % faster and takes 100 MB more (docs/benchmarks.md).
+# to 7 % faster and takes 100 MB more.
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 KEPT_TILE_SHAPE = {"cpu": (64, 4096), "cuda": (256, 4096)}
 """Largest (rows, columns) of a tile of kept tokens. A tile has only the columns that its rows keep."""
