@@ -67,8 +67,10 @@ class LossFunction(Protocol):
         Args:
             next_token_logits: [B, S, V]; entry (b, i) predicts token i + 1 of row b. Losses that can work on shards
                 also take `vocab_parallel_rank`, `vocab_parallel_group` (logits contain this rank's columns) and
-                `context_parallel_group` (logits contain this rank's zigzag tokens). Under context parallelism every
-                rank computes the whole loss; `packs.gather_context_parallel` describes the consequence for gradients.
+                `context_parallel_group` (logits contain this rank's zigzag tokens). For a loss without one of these
+                groups, a policy gathers the logits over it and prints the memory that they need. Under context
+                parallelism every rank computes the whole loss; `packs.gather_context_parallel` describes the
+                consequence for gradients.
             data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own entries.
             global_valid_seqs: Σ sample_mask over the global batch.
             global_valid_toks: Σ token_mask[:, 1:] · sample_mask over the global batch.

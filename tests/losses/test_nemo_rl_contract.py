@@ -149,20 +149,25 @@ def test_reductions_are_declared():
         SequencePackingLossWrapper(Misspelt(), true, padded)(packed, data, seqs, toks)
 
 
-def test_a_loss_that_knows_no_groups_is_refused_split_logits():
-    run_processes(_refuse_split_logits, world_size=2)
+def test_a_loss_that_knows_no_groups_gets_whole_logits():
+    run_processes(_gather_split_logits, world_size=2)
 
 
-def _refuse_split_logits():
+def _gather_split_logits():
+    """Both halves of the vocabulary are on different ranks; each rank gets the gradient of its half."""
     logits, data, seqs, toks = batch()
     packed, true, padded = pack(logits, data, multiple=4, tail=0)
-    with pytest.raises(
-        ValueError,
-        match="OwnMetrics must have a parameter vocab_parallel_rank, because the logits are split over 2",
-    ):
-        SequencePackingLossWrapper(OwnMetrics(), true, padded)(
-            packed, data, seqs, toks, torch.distributed.get_rank(), torch.distributed.group.WORLD
-        )
+    packed = packed.detach()[..., :10].requires_grad_()
+    whole, _ = SequencePackingLossWrapper(OwnMetrics(), true, padded)(packed, data, seqs, toks)
+    (expected,) = torch.autograd.grad(whole, packed)
+    rank, columns = torch.distributed.get_rank(), packed.shape[-1] // 2
+    own = slice(rank * columns, (rank + 1) * columns)
+    shard = packed.detach()[..., own].clone().requires_grad_()
+    loss, _ = SequencePackingLossWrapper(OwnMetrics(), true, padded)(
+        shard, data, seqs, toks, rank, torch.distributed.group.WORLD
+    )
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(torch.autograd.grad(loss, shard)[0], expected[..., own])
 
 
 # ------------------------------------------------------------------ names and forms

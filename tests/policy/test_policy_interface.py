@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layout_cases import make_config, make_data
 from small_models import and_long
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import DPOLossFn, NLLLoss
@@ -38,6 +40,20 @@ class WholeMicrobatch(LossFunction):
         }
 
 
+class SmoothedNLL:
+    """A loss exactly after the protocol: a label-smoothed likelihood. It knows no groups and needs all columns."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        assert next_token_logits.shape[:2] == data["input_ids"].shape
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        logprobs = F.log_softmax(next_token_logits[:, :-1].float(), dim=-1)
+        chosen = logprobs.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+        loss = -((0.9 * chosen + 0.1 * logprobs.mean(-1)) * mask).sum() / global_valid_toks
+        return loss, {"loss": loss.detach()}
+
+
 class EveryToken(NLLLoss):
     """Read values that the masks exclude: every real token of every row, including prompts and masked samples."""
 
@@ -65,12 +81,22 @@ def policy_of(config, **options):
     return MegatronPolicy(config, **{"total_steps": 10, "rows_per_unit": 2, **options})
 
 
-def gradients_of(config, loss_fn, rows=12):
+def printed_and_gradients_of(config, loss_fn):
+    """Return what two steps print, the second step's metrics, and its gradients."""
+    from mcore_rl.utils.console import console
+
+    with console.capture() as printed:
+        metrics, gradients = gradients_of(config, loss_fn, calls=2)
+    return printed.get(), metrics, gradients
+
+
+def gradients_of(config, loss_fn, rows=12, calls=1):
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
 
     policy = policy_of(config)
-    metrics = policy.compute_gradients(make_data().slice(0, rows), loss_fn)
+    for _ in range(calls):
+        metrics = policy.compute_gradients(make_data().slice(0, rows), loss_fn)
     gather_gradients(policy.chunks)
     gradients = dict(export_hf_weights(policy.model, _main_grad))
     policy.shutdown()
@@ -91,6 +117,46 @@ def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
     assert twice["num_valid_samples"] == once["num_valid_samples"] == 5
     for name, gradient in gradients.items():
         torch.testing.assert_close(doubled[name], 2 * gradient, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def plain_smoothed(path):
+    """Return loss and gradients of `SmoothedNLL`, computed by transformers row by row."""
+    model, data = AutoModelForCausalLM.from_pretrained(path), make_data()
+    mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].double()
+    loss = 0.0
+    for ids, length, counted in zip(data["input_ids"], data["input_lengths"].tolist(), mask, strict=True):
+        logprobs = F.log_softmax(model(ids[None, :length]).logits[0, :-1].double(), dim=-1)
+        chosen = logprobs.gather(1, ids[1:length, None])[:, 0]
+        loss = loss - ((0.9 * chosen + 0.1 * logprobs.mean(-1)) * counted[: length - 1]).sum() / mask.sum()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    and_long(
+        [ParallelLayout(tp=2, sp=True, cp=2)],
+        [ParallelLayout(tp=2), ParallelLayout(cp=2, packing=False), ParallelLayout()],
+    ),
+    ids=str,
+)
+def test_a_loss_without_groups_has_the_gradients_of_transformers(layout, model_of):
+    """The loss needs whole logits, so they are gathered, and one line tells the memory that this needs."""
+    path = model_of("llama")
+    loss, expected = plain_smoothed(path)
+    config = layout.apply(make_config(path))
+    results = run_processes(printed_and_gradients_of, config, SmoothedNLL(), world_size=layout.world_size)
+    printed, metrics, gradients = results[0]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6, msg=name)
+    assert all(not other for other, _, _ in results[1:])
+    if layout.world_size == 1:
+        assert not printed
+        return
+    (line,) = printed.splitlines()
+    assert line.startswith("SmoothedNLL has no parameter ") and "LogprobLoss" in line and " MiB" in line
 
 
 @pytest.mark.parametrize("rows", and_long([], [2, 12]))

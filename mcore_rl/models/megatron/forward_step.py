@@ -39,12 +39,13 @@ from mcore_rl.losses.common import (
     takes_logprobs,
     token_mask_of,
 )
-from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
+from mcore_rl.losses.packing import LogitShards, SequencePackingLossWrapper, rows_of_width
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.moe import RoutedTokens
+from mcore_rl.utils.console import size_text
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -319,7 +320,8 @@ class LossHead:
 
     - If the model has a reward head: rewards [n, 1], or values of tokens [n, S] if the function has `reads_values`.
     - Otherwise log-probabilities, or hidden states, if the function accepts one of these.
-    - Otherwise logits: sequence by sequence for a pack (`SequencePackingLossWrapper`), all at once for padded rows.
+    - Otherwise logits: sequence by sequence for a pack (`SequencePackingLossWrapper`), all at once for padded rows. A
+      function without parameters for the parallel groups receives whole logits.
 
     The outputs are `loss` and `metrics`. If the function receives log-probabilities, the outputs also contain
     `logprobs`, `mask` (of the tokens that carry loss), and `rows` (the microbatch's row numbers).
@@ -346,6 +348,8 @@ class LossHead:
         self.of_hidden_states = takes_hidden_states(loss_fn)
         self.of_counted_tokens = reads_counted_tokens_only(loss_fn)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
+        tensor, context = model.topology.tensor, model.topology.context
+        self.shards = LogitShards(tensor.rank, tensor.group, context.group, model.num_ids)
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
@@ -370,19 +374,35 @@ class LossHead:
     def _from_logits(
         self, hidden: Tensor, microbatch: Microbatch, data: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        topology, layout = self.model.topology, microbatch.layout
+        layout, shards = microbatch.layout, self.shards
         logits = vocab_parallel_logits(hidden, self.model) / self.temperature
-        groups = (topology.tensor.rank, topology.tensor.group, topology.context.group)
         if microbatch.packed:
             padded = layout.cu_seqlens_padded[: layout.num_sequences + 1]
-            return SequencePackingLossWrapper(self.loss_fn, layout.cu_seqlens, padded)(
-                logits[None], data, *self.counts, groups[0], groups[1], groups[2]
+            return SequencePackingLossWrapper(self.loss_fn, layout.cu_seqlens, padded, shards.vocab_size)(
+                logits[None], data, *self.counts, shards.rank, shards.vocab_group, shards.context_group
             )
         rows, width = layout.num_sequences, layout.padded_lengths[0]
         logits = logits[: rows * width // layout.cp_size].unflatten(0, (rows, -1))
-        data = rows_of_width(data, list(layout.lengths), width)
-        loss, metrics = self.loss_fn(logits, data, *self.counts, **accepted_groups(self.loss_fn, *groups))
-        return loss, metrics
+        return shards.call(self.loss_fn, logits, rows_of_width(data, list(layout.lengths), width), self.counts)
+
+    def cost_of_gathering(self, microbatches: Sequence[Microbatch]) -> str | None:
+        """Return a line that tells what gathering the logits costs; None if the loss function needs no gathering."""
+        if self.rewards is not None or self.fused or self.of_hidden_states:
+            return None
+        if not (lacking := self.shards.gathered_for(self.loss_fn)):
+            return None
+        unit = getattr(self.loss_fn, "rows_per_unit", 1)
+        tokens = max(
+            max(x.layout.padded_lengths) * (unit if x.packed else x.layout.num_sequences) for x in microbatches
+        )
+        weight = self.model.chunks[-1].lm_head_weight()
+        columns = weight.shape[0] * self.model.topology.tensor.size
+        size = size_text(tokens * columns * weight.element_size())
+        return (
+            f"{type(self.loss_fn).__name__} has no parameter {' and no parameter '.join(lacking)}: each rank gathers "
+            f"logits of [{tokens}, {columns}] for it, {size}, and their gradient, as much again; a subclass of "
+            f"LogprobLoss needs no logits (examples/custom_loss.py)"
+        )
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:

@@ -56,6 +56,7 @@ from mcore_rl.models.policy.reference import Reference, ReferenceWeights, initia
 from mcore_rl.models.policy.refit import RefitInfo
 from mcore_rl.models.policy.refit_sender import BUCKET_BYTES, WeightSender
 from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.utils.console import console
 
 
 class TrainingMemory:
@@ -174,6 +175,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.generation: MegatronGeneration | None = None
         self._router_load: StepRouterStatistics | None = None
         self._metric_names = InternedObjects()
+        self._told: set[type] = set()
 
     def describe_optimizer(self) -> str:
         """Describe the optimizer in one line: its implementation, fused operations, and overlapped communication."""
@@ -307,6 +309,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         microbatches = self._microbatches(data, micro_batch_size, share, getattr(loss_fn, "rows_per_unit", 1))
         if prepare := getattr(loss_fn, "prepare", None):
             prepare(microbatches)
+        self._tell_cost(head, microbatches)
         outputs = self._run(microbatches, head, train)
         results = all_gather_results(self.topology, loss_fn, microbatches, outputs, self._metric_names)
         known = batch_share(data)
@@ -314,6 +317,13 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             raise FloatingPointError(explain_nonfinite(results.loss, outputs, known.indices))
         assert results.rows == known.total, f"{results.rows} rows went through the loss, not {known.total}"
         return results
+
+    def _tell_cost(self, head: LossHead, microbatches: Sequence[Microbatch]) -> None:
+        """Print what gathering the logits for a loss function costs, once for each kind of loss function."""
+        kind = type(head.loss_fn)
+        if self.is_writer and kind not in self._told and (line := head.cost_of_gathering(microbatches)):
+            self._told.add(kind)
+            console.print(line, markup=False)
 
     # ------------------------------------------------------------ training and evaluation, for controllers
 
