@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
-from mcore_rl.environments.judges import make_judge, step_of
+from mcore_rl.environments.judges import make_judge, reported, step_of
 from mcore_rl.utils.console import printable
 from mcore_rl.utils.parent_process import signal_at_end_of
 
@@ -58,7 +58,7 @@ def main() -> None:
     try:
         judge = make_judge(json.loads(requests.readline()))
     except Exception as error:
-        return answer({"error": _told(error)})
+        return answer({"error": reported(error)})
     answer({"ready": True})
     with asyncio.Runner() as runner:
         for line in requests:
@@ -66,7 +66,7 @@ def main() -> None:
             try:
                 answer({"steps": [asdict(step) for step in runner.run(_judged(judge, samples))]})
             except Exception as error:
-                answer({"error": _told(error)})
+                answer({"error": reported(error)})
 
 
 async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
@@ -106,15 +106,11 @@ def _checked(result: float | Step | BaseException | None) -> Step:
             step.observation.encode()  # tokenizers refuse invalid Unicode
         return step
     except Exception as error:
-        return Step(error=_told(error))
+        return Step(error=reported(error))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _told(error: Exception) -> str:
-    return printable(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import asyncio
 import importlib
 import inspect
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +23,7 @@ import requests
 
 from mcore_rl.config.load import expand_headers
 from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
+from mcore_rl.utils.console import printable
 
 FIRST_PAUSE_SECONDS = 0.5
 """Pause in seconds before an HTTP request is repeated; it doubles with each further attempt."""
@@ -251,7 +254,7 @@ class Weighted:
         answer: str | None = None
         for (name, (weight, _)), result in zip(self.judges.items(), results, strict=True):
             if isinstance(result, BaseException):
-                return Step(error=f"{name}: {type(result).__name__}: {result}")
+                return Step(error=f"{name}: {reported(result)}")
             if result is None:
                 continue
             step = step_of(result)
@@ -275,6 +278,26 @@ class Weighted:
 def step_of(result: float | Step) -> Step:
     """Convert a judge's result, a reward or a `Step`, to a `Step`."""
     return result if isinstance(result, Step) else Step(float(result))
+
+
+_traced: set[tuple[str, str]] = set()
+
+
+def reported(error: BaseException) -> str:
+    """Print an error of a judge to standard error, which is judge.log; return the error as one text.
+
+    The first error of each kind and line is printed with its traceback, and the others with their line only: a judge
+    that always fails would otherwise fill the disk.
+    """
+    text = printable(f"{type(error).__name__}: {error}")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
+    if (kind := (type(error).__name__, place)) in _traced:
+        print(f"{text} (again at {place})", file=sys.stderr, flush=True)
+    else:
+        _traced.add(kind)
+        print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    return text
 
 
 def load_function(function: str | None) -> Callable[..., Any]:

@@ -183,7 +183,7 @@ def groups_with_signal(
 def _logged(rollout: Rollout, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of samples.jsonl for a rollout; `record` is the record of its prompt."""
     return {
-        "reward": rollout.reward,
+        "reward": None if rollout.error else rollout.reward,
         **({"ground_truth": record["answer"]} if "answer" in record else {}),
         "messages": rollout.message_log,
         "error": rollout.error,

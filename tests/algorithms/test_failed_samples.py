@@ -47,6 +47,7 @@ def files(tmp_path_factory):
     }
     for name in ("grpo", "ppo"):
         own = {name: {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 6}}
+        own[name]["num_logged_samples"] = 16
         (root / f"{name}.yaml").write_text(yaml.safe_dump({**config, **own, "output_dir": str(root / name)}))
     return root
 
@@ -78,6 +79,12 @@ def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
         f"{failed} samples could not be judged and count as failed; first: ValueError: not this one \\ud83d"
         in first.stdout_text
     )
+    samples = [json.loads(line) for line in (files / algorithm / "samples.jsonl").read_text().splitlines()]
+    assert [sample["reward"] is None for sample in samples] == [sample["error"] is not None for sample in samples]
+    assert sum(sample["reward"] is None for sample in samples) == failed
+    judge_log = (files / algorithm / "judge.log").read_text()
+    line = next(i for i, text in enumerate(JUDGES.splitlines(), 1) if "raise ValueError" in text)
+    assert f'odd_judges.py", line {line}, in sometimes' in judge_log
     out = files / f"{algorithm}_changed"
     run(f"train_{algorithm}.py", config, f"output_dir={out}", "--replay", changed, processes=2)
     (ours,), (theirs,) = metrics_of(files / algorithm), metrics_of(out)

@@ -16,6 +16,8 @@ from mcore_rl.environments.judge_processes import JudgeProcesses, _Worker, probe
 from mcore_rl.environments.judges import ExactMatch, MathVerify, RetryExactMatch
 from mcore_rl.errors import UserError, WorkerError
 
+JUDGES = SUPPORT / "judge_functions.py"
+
 
 def log(*contents):
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
@@ -68,6 +70,13 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()
     assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
+    # The place of each error is in the log: once in full, afterwards by its line.
+    line = next(
+        i for i, text in enumerate(JUDGES.read_text().splitlines(), 1) if 'ValueError("no such answer")' in text
+    )
+    assert f'File "{JUDGES}", line {line}, in misbehave\n    raise ValueError("no such answer")' in printed
+    assert printed.count('File "') < 40
+    assert "ValueError: the reward must be a finite number (float32), got nan\n" in printed
     assert capfd.readouterr() == ("", "")
 
 
