@@ -18,7 +18,7 @@ from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import DPOConfig, ParallelConfig, TrainingConfig
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
-from mcore_rl.run.preflight import check_layout, check_sources
+from mcore_rl.run.preflight import check_layout, check_lengths, check_sources
 from mcore_rl.utils.console import quiet_libraries
 
 
@@ -66,6 +66,7 @@ def main() -> None:
         check_layout(checked, arguments.world_size)
         if lengths is None:
             check_sources(config)
+        check_lengths(config)
 
         from mcore_rl.platform import initialize_platform  # imports PyTorch
 

@@ -232,7 +232,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
     named = {key: path for key, path in model_directories(config).items() if is_hub_name(path)}
     if not named:
         return config
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json", exclude_unset=True)
     paths = {key: download(str(path), key, with_weights) for key, path in named.items()}
     return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
 

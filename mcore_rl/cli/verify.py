@@ -27,7 +27,7 @@ from mcore_rl.cli.verify_process import POLL_SECONDS, Ended, Interrupted, Signal
 from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.report.verification import Anonymous, write_results
-from mcore_rl.run.preflight import check_layout
+from mcore_rl.run.preflight import check_layout, check_lengths
 from mcore_rl.testing.cluster.plan import PARTS, SHARES, Plan, dpo_config
 from mcore_rl.testing.cluster.verdicts import (
     FAILED,
@@ -237,6 +237,7 @@ def _plan(config: TrainingConfig | None, nodes: Nodes, output: Path, minutes: fl
     plan = replace(plan, model=model, has_experts=experts_of(config) > 1, backend=config.parallel.backend)
     try:
         check_layout(config, plan.world_size)
+        check_lengths(config)
     except UserError as error:
         return replace(plan, note=f"measured with the check's own model and layout: {error}")
     return replace(plan, speed=_speed_values(config, plan))

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from mcore_rl.config.base import Section
 from mcore_rl.errors import UserError
+from mcore_rl.utils.model_directory import check_model_directory, positions_of
 
 BASE = "base"
 """Key by which a file names the file that it includes."""
@@ -231,12 +232,35 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
         _apply_override(values, override)
     refuse_unset(values)
     try:
-        return config_type.model_validate(values)
+        config = config_type.model_validate(values)
     except ValidationError as error:
         overridden = tuple(f"{override.partition('=')[0]}." for override in overrides)
         wrong = ["".join(f"{part}." for part in problem["loc"]) for problem in error.errors()]
         said_by = "command line" if all(key.startswith(overridden) for key in wrong) else origin
         raise UserError(f"{said_by}: {_explain(config_type, error)}") from None
+    if (limit := _default_length(config)) is not None:
+        return build_config(config_type, laid_over(values, {"data": {LENGTH: limit}}), overrides, origin)
+    return config
+
+
+LENGTH = "max_sequence_length"
+"""The key in the section `data` whose default depends on the model."""
+
+
+def _default_length(config: Section) -> int | None:
+    """Return the model's number of positions if it must replace the default of `data.max_sequence_length`.
+
+    Return None if the key is set, or if the model has enough positions or cannot be read. A later check then explains
+    why it cannot.
+    """
+    data, model = getattr(config, "data", None), getattr(config, "model", None)
+    if data is None or model is None or LENGTH in data.model_fields_set:
+        return None
+    try:
+        positions = positions_of(check_model_directory(model.path))
+    except (UserError, OSError, TypeError, AttributeError):
+        return None
+    return int(positions) if 1 <= positions < data.max_sequence_length else None
 
 
 def resolved_yaml(config: Section) -> str:

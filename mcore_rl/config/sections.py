@@ -149,7 +149,8 @@ class DataConfig(Section):
     validation: NamedSources | None = None
     """A source for validation, or several by name: `{math: math_test.jsonl}`. The names appear in the metrics."""
     max_sequence_length: PositiveInt = 1024
-    """Maximum number of tokens of a sequence, prompt and response together."""
+    """Maximum number of tokens of a sequence, prompt and response together. The default is smaller for a model with
+    fewer positions: their number."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Drop records longer than max_sequence_length, or truncate them at the end."""
     chat_template: str | None = None

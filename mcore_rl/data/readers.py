@@ -48,6 +48,9 @@ ItemT = TypeVar("ItemT")
 
 RECORDS_AT_ONCE = 256
 
+_HUB_DATASET = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/]+)?")
+"""Pattern of names of datasets on the hub, with or without a split."""
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 FOREIGN_COLUMNS = {
@@ -141,6 +144,8 @@ def check_file(source: str) -> None:
     if path.suffix not in SUFFIXES:
         if path.exists():
             raise UserError(f"data: {source} must be a .jsonl, .json or .parquet file")
+        if not _HUB_DATASET.fullmatch(source):
+            raise UserError(f"data: {source} does not exist")
         return
     try:
         with open(path, "rb") as file:
@@ -250,7 +255,7 @@ def load_hub_dataset(source: str) -> Any:
         return datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be loaded: "
+            f"data: {source} does not exist, and cannot be loaded as a dataset of the hub: "
             f"{' '.join(str(error).split())}"
         ) from None
 
@@ -283,8 +288,9 @@ def require(record: dict[str, Any], *keys: str) -> None:
         raise ValueError(f"the key {empty[0]} has no value (null)")
     missing = [key for key in keys if key not in record]
     if missing:
-        foreign = next((f" ({what})" for column, what in FOREIGN_COLUMNS.items() if column in record), "")
+        other = f"; if another column holds it, set data.columns={{{missing[0]}: COLUMN}}"
+        advice = next((f" ({what})" for column, what in FOREIGN_COLUMNS.items() if column in record), other)
         has = ", ".join(sorted(record)) or "nothing"
         raise ValueError(
-            f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}; the record has {has}{foreign}"
+            f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}; the record has {has}{advice}"
         )

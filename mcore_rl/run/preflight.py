@@ -34,7 +34,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
         raise NotFiniteError(f"{ended}; a restart would end in the same way, so the run is not restarted")
     check_layout(config, world_size)
-    check_sources(config)
+    check_sources(config)  # before lengths: a missing column is the more basic mistake
+    check_lengths(config)
     _check_files(files, RunDirectory(config.output_dir))
     if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
@@ -64,9 +65,12 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
         config.check_steps(config.trainer.max_steps)
     for key, path in model_directories(config).items():
         if key != "model.lora.path":
-            values = check_model_directory(path, key)
-            if key == "model.path":
-                check_positions(values, config.data.max_sequence_length)
+            check_model_directory(path, key)
+
+
+def check_lengths(config: TrainingConfig) -> None:
+    """Raise UserError if the model has fewer positions than `data.max_sequence_length`."""
+    check_positions(check_model_directory(config.model.path), config.data.max_sequence_length)
 
 
 def check_sources(config: TrainingConfig) -> None:

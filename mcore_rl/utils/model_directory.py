@@ -71,7 +71,7 @@ def download(name: str, key: str, with_weights: bool = True) -> Path:
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-    raise UserError(f"{key}: {name} is not a directory, and cannot be loaded as a model of the hub: {reason}")
+    raise UserError(f"{key}: {name} does not exist, and cannot be loaded as a model of the hub: {reason}")
 
 
 def is_repository_name(name: str) -> bool:
@@ -216,6 +216,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
         merged = "merge it into its base model"
         instead = "give its base model, and the adapter as model.lora.path" if key == "model.path" else merged
         raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
+    if not path.exists():
+        raise UserError(f"{key}: {path} does not exist; give a Hugging Face model directory, or OWNER/NAME on the hub")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
     try:
@@ -229,6 +231,18 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
     return config
 
 
+def positions_of(values: Mapping[str, Any]) -> float:
+    """Return the number of positions of a model; infinity if the model has no limit.
+
+    Args:
+        values: the content of the model's config.json.
+    """
+    text = values.get("text_config") or values
+    own = text.get("max_position_embeddings") or math.inf
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return float(max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own)))
+
+
 def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None:
     """Check that a model has enough positions for sequences of the maximum length.
 
@@ -238,10 +252,7 @@ def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None
     Raises:
         UserError: the model has too few positions; the message names the key and its largest valid value.
     """
-    text = values.get("text_config") or values
-    own = text.get("max_position_embeddings") or math.inf
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
+    positions = positions_of(values)
     if max_sequence_length > positions:
         raise UserError(
             f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "

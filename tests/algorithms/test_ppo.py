@@ -214,7 +214,7 @@ def test_rewards_of_tokens_that_there_are_not_fail_their_samples(files):
     ("overrides", "message"),
     [
         (["critic.pretraining_steps=4"], "critic.pretraining_steps=4: must be less than the steps of the run (4)"),
-        (["critic.path=/no/where"], "critic.path: /no/where must be a Hugging Face model directory"),
+        (["critic.path=/no/where"], "critic.path: /no/where does not exist"),
         (["ppo.gamma=1.1"], "ppo.gamma: "),
         (["ppo.gae_lambda=-0.1"], "ppo.gae_lambda: "),
         (["critic.value_clip=0"], "critic.value_clip: "),

@@ -224,7 +224,7 @@ WRONG = [
     (["--minutes", "0"], "argument --minutes: must be a number above 0, got '0'"),
     (["seed=1"], "seed=1: changes a key of a configuration; name the file first"),
     (["{root}/c.yaml", "model.nothing=1"], "command line: unknown key model.nothing; "),
-    (["{root}/c.yaml"], "model.path: {root}/model must be a Hugging Face model directory"),
+    (["{root}/c.yaml"], "model.path: {root}/model does not exist"),
     (["{root}/none.yaml"], "{root}/none.yaml: cannot be read"),
     (["{root}/c.yaml", "--nproc-per-node", "2"], "--nproc-per-node: options of the launch come first: mcore-rl verify"),
     (["--nnodes", "1:4"], "--nnodes 1:4: must be a single number of at least 1 here"),

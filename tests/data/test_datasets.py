@@ -15,7 +15,7 @@ from small_models import make_tokenizer
 
 from mcore_rl.algorithms.rm import RewardObjective
 from mcore_rl.algorithms.supervised import TrainingBatch
-from mcore_rl.config import DataConfig
+from mcore_rl.config import DataConfig, SFTConfig, build_config
 from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
 from mcore_rl.data.datasets import (
     load_preference_dataset,
@@ -23,6 +23,7 @@ from mcore_rl.data.datasets import (
     load_reward_dataset,
     load_sft_dataset,
 )
+from mcore_rl.data.readers import check_file
 from mcore_rl.data.token_store import SampleOrder, TokenSequence
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -294,7 +295,7 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
     for module in (datasets.config, huggingface_hub.constants):  # so that they are put back
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"no/such-name is neither a \.jsonl, .* nor a dataset that can be loaded"):
+    with pytest.raises(UserError, match=r"no/such-name does not exist, and cannot be loaded as a dataset of the hub"):
         load_sft_dataset("no/such-name", TOKENIZER, settings_of())
     assert time.monotonic() - started < 5
 
@@ -412,6 +413,22 @@ def test_microbatch_rows_are_cut_to_their_longest():
     assert torch.equal(microbatch.data["input_ids"], data["input_ids"][2:, :4])
 
 
+@pytest.mark.parametrize(
+    ("positions", "own", "length"), [(64, {}, 64), (4096, {}, 1024), (64, {"max_sequence_length": 65}, 65)]
+)
+def test_default_length_fits_the_models_positions(positions, own, length, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": positions}))
+    values = {"output_dir": "out", "model": {"path": str(tmp_path)}, "data": {"train": "a.jsonl", **own}}
+    config = build_config(SFTConfig, values, ["trainer.max_steps=1"], "")
+    assert (config.data.max_sequence_length, config.trainer.max_steps) == (length, 1)
+
+
+@pytest.mark.parametrize("source", ["/no/where", "./where", "../a/b", "a/b/c", "no/where.jsonl", "~/data"])
+def test_path_that_does_not_exist_is_not_sought_on_the_hub(source):
+    with pytest.raises(UserError, match=f"data: {re.escape(source)} does not exist$"):
+        check_file(source)
+
+
 def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
     """Wrong columns, messages without a template and too many positions are refused; a right record passes."""
     model, path = tmp_path / "model", tmp_path / "a.jsonl"
@@ -427,7 +444,16 @@ def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
         (chat, {}, "a.jsonl, line 1: messages need a chat template, but the tokenizer has none"),
         (chat, {"chat_template": "{{ messages }}"}, None),
         ({"prompt": "a", "completion": "b"}, {}, None),
-        (chat, {"max_sequence_length": 65}, "the model has 64 positions.*; set data.max_sequence_length=64 or less"),
+        (
+            {"prompt": "a", "answer": "b"},
+            {"max_sequence_length": 65},
+            "the record has answer, prompt; if another column holds it, set data.columns={completion: COLUMN}",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"max_sequence_length": 65},
+            "the model has 64 positions.*; set data.max_sequence_length=64 or less",
+        ),
     ]
     code = """
 import json, sys

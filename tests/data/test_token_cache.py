@@ -200,7 +200,9 @@ def test_a_wrong_record_leaves_nothing(files):
     write(files / "data.jsonl", [*RECORDS, {"prompt": "p"}])
     with pytest.raises(UserError) as error:
         load(files)
-    assert str(error.value) == f"{files / 'data.jsonl'}, line 701: lacks the key completion; the record has prompt"
+    assert str(error.value) == f"{files / 'data.jsonl'}, line 701: lacks the key completion; the record has prompt" + (
+        "; if another column holds it, set data.columns={completion: COLUMN}"
+    )
     assert [path.suffix for path in (files / "cache" / "tokens").iterdir()] == [".lock"]
 
 

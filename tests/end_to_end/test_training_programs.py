@@ -130,7 +130,7 @@ def test_a_mistake_is_one_line_and_comes_at_once(files):
     assert process.returncode == 2
     assert process.stdout_text == ""
     assert process.stderr_text == (
-        "error: model.path: nowhere must be a Hugging Face model directory with a config.json\n"
+        "error: model.path: nowhere does not exist; give a Hugging Face model directory, or OWNER/NAME on the hub\n"
     )
     assert time.monotonic() - started < 5, "before PyTorch is imported"
 

@@ -69,7 +69,7 @@ COMMANDS = [
     ("convert_checkpoint", ["inspect", "{root}/nothing_here"], "is not a checkpoint and contains none"),
     ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run/checkpoints", "{root}/new"], "all checkpoints in .* are damaged or incomplete"),
     ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run", "{root}/mine"], "mine exists already"),
-    ("convert_checkpoint", ["hf-to-megatron", "{root}/nowhere", "{root}/new"], "must be a Hugging Face model directory"),
+    ("convert_checkpoint", ["hf-to-megatron", "{root}/nowhere", "{root}/new"], "nowhere does not exist"),
     ("convert_checkpoint", ["hf-to-megatron", "{root}/model", "{root}/a_file"], "a_file is not a directory"),
     ("convert_checkpoint", ["hf-to-megatron", "{root}/gpt2", "{root}/new"], "model type 'gpt2' is not supported"),
     ("convert_checkpoint", ["hf-to-megatron", "{root}/truncated_weights", "{root}/new"], "not a whole safetensors"),
@@ -236,7 +236,7 @@ KEYS = [
 ]  # fmt: skip
 
 MODELS = [
-    ("nowhere", "nowhere must be a Hugging Face model directory with a config.json"),
+    ("nowhere", "nowhere does not exist; give a Hugging Face model directory, or OWNER/NAME on the hub"),
     ("a_file", "a_file must be a Hugging Face model directory"),
     ("lora", "lora is an adapter (LoRA), not a model; give its base model"),
     ("no_tokenizer", "model.path: no tokenizer found in"),
@@ -275,7 +275,7 @@ DATA = [
     ("sft", "object.json", "object.json, line 1: "),
     ("sft", "truncated.parquet", "truncated.parquet: is not a complete Parquet file"),
     ("sft", "directory.jsonl", "directory.jsonl is a directory without a .jsonl, .json or .parquet file"),
-    ("sft", "no_completion.jsonl", "line 1: lacks the key completion; the record has answer, prompt"),
+    ("sft", "no_completion.jsonl", "line 1: lacks the key completion; the record has answer, prompt; if another column holds it, set data.columns={completion: COLUMN}"),
     ("sft", "null_completion.jsonl", "line 1: the key completion has no value (null)"),
     ("sft", "no_response.jsonl", "line 1: the record has no response tokens"),
     ("sft", "sharegpt.jsonl", "conversations is ShareGPT's; write it as messages of role and content"),
@@ -314,16 +314,16 @@ DATA = [
 
 JUDGED = "environment={name: reward_model, path: '{root}/%s'%s}"
 BESIDE = [
-    ("dpo", ["dpo.reference_model={root}/nowhere"], "dpo.reference_model: {root}/nowhere must be a Hugging Face model"),
+    ("dpo", ["dpo.reference_model={root}/nowhere"], "dpo.reference_model: {root}/nowhere does not exist"),
     ("dpo", ["dpo.reference_model={root}/gelu"], "dpo.reference_model: .*activation 'gelu' is not supported"),
     ("dpo", ["dpo.reference_model={root}/judge"], "dpo.reference_model: {root}/judge is a reward model, where a language"),
     ("dpo", ["dpo.reference_model={root}/five_heads"], "dpo.reference_model: "),
     ("distill", ["distillation.teacher={root}/gpt2"], "distillation.teacher: model type 'gpt2' is not supported|distillation.teacher: {root}/gpt2"),
     ("distill", ["distillation.topk=251"], "distillation.topk=251: the teacher has only 250 tokens"),
-    ("ppo", ["critic.path={root}/nowhere"], "critic.path: {root}/nowhere must be a Hugging Face model"),
+    ("ppo", ["critic.path={root}/nowhere"], "critic.path: {root}/nowhere does not exist"),
     ("ppo", ["critic.path={root}/wide"], "critic.path: {root}/wide"),
     ("ppo", ["critic.pretraining_steps=3"], "critic.pretraining_steps=3: must be less than the steps of the run (3)"),
-    ("grpo", [JUDGED % ("nowhere", "")], "environment.path: {root}/nowhere must be a Hugging Face model"),
+    ("grpo", [JUDGED % ("nowhere", "")], "environment.path: {root}/nowhere does not exist"),
     ("grpo", [JUDGED % ("model", "")], "environment.path: {root}/model is not a reward model: it has no score.weight"),
     ("grpo", [JUDGED % ("judge", ", max_sequence_length: 4096")], "environment.max_sequence_length=4096: the model has 1024 positions.*; the model is environment.path={root}/judge"),
     ("distill", ["distillation.teacher={root}/short"], "data.max_sequence_length=48: the model has 32 positions.*; the model is distillation.teacher={root}/short"),

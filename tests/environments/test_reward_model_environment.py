@@ -165,7 +165,7 @@ def test_a_run_is_judged_by_a_reward_model(judge, model_of, tmp_path):
     assert len(metrics_of(tmp_path / "out")) == 3
     for change, message in (
         (f"environment.path={model_of('llama')}", "is not a reward model: it has no score.weight"),
-        ("environment.path=nowhere", "environment.path: nowhere must be a Hugging Face model directory"),
+        ("environment.path=nowhere", "environment.path: nowhere does not exist"),
         ("environment.max_sequence_length=4096", "environment.max_sequence_length=4096: the model has 1024 positions"),
     ):
         refused = run("train_grpo.py", tmp_path / "grpo.yaml", change, f"output_dir={tmp_path / 'new'}", check=False)

@@ -59,16 +59,16 @@ def test_train_loads_model_by_hub_name(cache, name):
         [
             (
                 "someone/other",
-                "someone/other is not a directory, and cannot be loaded as a model of the hub: it is not in the hub",
+                "someone/other does not exist, and cannot be loaded as a model of the hub: it is not in the hub",
             ),
         ],
         [
             (
                 "someone/tiny@v2",
-                "someone/tiny@v2 is not a directory, and cannot be loaded as a model of the hub: it is not in the hub",
+                "someone/tiny@v2 does not exist, and cannot be loaded as a model of the hub: it is not in the hub",
             ),
-            ("tiny", "tiny must be a Hugging Face model directory with a config.json"),
-            ("some/-where", "some/-where is not a directory, and cannot be loaded as a model of the hub: "),
+            ("tiny", "tiny does not exist; give a Hugging Face model directory, or OWNER/NAME on the hub"),
+            ("some/-where", "some/-where does not exist, and cannot be loaded as a model of the hub: "),
         ],
     ),
 )
