@@ -36,6 +36,9 @@ from mcore_rl.losses.policy_options import (
     options_class,
 )
 
+CALLS_FUNCTION = ("function", "trl", "verl")
+"""Values of `environment.name` with which the judge calls a function of the user."""
+
 
 class JudgeOptions(Section):
     """Options of a judge; which ones apply depends on its name."""
@@ -45,7 +48,8 @@ class JudgeOptions(Section):
     """exact_match, try_again: a regular expression; the first group of its last match in the response is the answer."""
     function: str | None = None
     """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: a function with
-    the signature of TRL's reward functions (docs/environments.md). Either may be a coroutine function (`async def`)."""
+    the signature of TRL's reward functions. verl: a function with the signature of verl's compute_score. Each of these
+    may be a coroutine function (`async def`); see docs/environments.md."""
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
     """http: URL of the judge (docs/environments.md)."""
     headers: dict[str, str] = Field(default={})
@@ -57,13 +61,13 @@ class JudgeOptions(Section):
     @model_validator(mode="after")
     def _used(self) -> Self:
         name = self.name
-        for key, owners in (("function", ("function", "trl")), ("url", ("http",))):
+        for key, owners in (("function", CALLS_FUNCTION), ("url", ("http",))):
             value = getattr(self, key)
             if value is not None and name not in owners:
                 raise ValueError(f"{key}: requires name={' or '.join(owners)}, not {name}")
             if value is None and name in owners and key == "url":
                 raise ValueError(f"{key}: must be set with name={name}")
-        if name in ("function", "trl") and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
+        if name in CALLS_FUNCTION and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
             raise ValueError(f"function: must be written module:function (got {self.function!r})")
         if name != "http" and self.headers:
             raise ValueError(f"headers: requires name=http, not {name}")
@@ -97,7 +101,7 @@ class JudgeOptions(Section):
 class RewardConfig(JudgeOptions):
     """A judge in a list of judges. With `name: weighted`, the rewards of the listed judges are added up."""
 
-    name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
+    name: Literal["exact_match", "math", "try_again", "function", "trl", "verl", "http"]
     """Kind of judge. The options of each kind are the same as in `environment`."""
     weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
     """Factor of this judge's rewards in the sum. Metrics show the rewards without this factor."""
@@ -106,7 +110,7 @@ class RewardConfig(JudgeOptions):
 class EnvironmentConfig(JudgeOptions):
     """The judge of responses; see docs/environments.md."""
 
-    name: Literal["exact_match", "math", "try_again", "function", "trl", "http", "weighted", "reward_model"] = (
+    name: Literal["exact_match", "math", "try_again", "function", "trl", "verl", "http", "weighted", "reward_model"] = (
         "exact_match"
     )
     """Kind of judge."""

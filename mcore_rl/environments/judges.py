@@ -1,4 +1,4 @@
-"""The built-in judges: exact match, math, functions, TRL's reward functions, URLs, weighted sums.
+"""The built-in judges: exact match, math, functions, reward functions of TRL and verl, URLs, weighted sums.
 
 Each worker process constructs its judge once, from the options of the configuration's `environment` section.
 """
@@ -148,6 +148,52 @@ def arguments_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
     return "".join(message["content"] for message in messages) if sample.is_text else messages
+
+
+class VerlReward:
+    """Judges by a reward function of verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+
+    The function returns a number, or a dictionary with the reward as `score`. It may be a coroutine function. Its
+    arguments are passed by name:
+
+    data_source: the record's field of this name, or "".
+    solution_str: text of the response.
+    ground_truth: `reward_model.ground_truth` of the record, or else its field `ground_truth` or `answer`.
+    extra_info: the record's field of this name, or {}.
+
+    An entry `pred` of the dictionary is the answer that the function found in the response. Other entries are ignored.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    async def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step:
+        result = self.function(
+            data_source=record.get("data_source") or "",
+            solution_str=message_log[-1]["content"],
+            ground_truth=_ground_truth(record),
+            extra_info=record.get("extra_info") or {},
+        )
+        result = await result if inspect.isawaitable(result) else result
+        if not isinstance(result, dict):
+            return float(result)
+        if "score" not in result:
+            raise ValueError(f"the function returned a dictionary without score: {', '.join(map(str, result))}")
+        answer = result.get("pred")
+        return Step(float(result["score"]), answer=None if answer is None else str(answer))
+
+
+def _ground_truth(record: Mapping[str, Any]) -> Any:
+    """Return the ground truth of a record, in verl's format or in this package's."""
+    model = record.get("reward_model")
+    places = (model if isinstance(model, dict) else {}, "ground_truth"), (record, "ground_truth"), (record, "answer")
+    for fields, name in places:
+        if name in fields:
+            return fields[name]
+    raise ValueError(
+        "the record has no reward_model.ground_truth, ground_truth or answer for verl's function; its fields are "
+        f"{', '.join(record)}"
+    )
 
 
 class ExactMatch:
@@ -326,6 +372,8 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
             return PerSampleJudge(load_function(options["function"]))
         case "trl":
             return TRLReward(load_function(options["function"]))
+        case "verl":
+            return PerSampleJudge(VerlReward(load_function(options["function"])))
         case "http":
             from mcore_rl.environments.judges import HTTPJudge  # imports requests, which only this judge needs
 

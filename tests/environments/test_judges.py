@@ -1,8 +1,9 @@
-"""Tests of judges of several samples: batches, coroutines, TRL's reward functions, weighted sums, URLs, tools."""
+"""Tests of judges of several samples: batches, coroutines, functions of TRL and verl, weighted sums, URLs, tools."""
 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import threading
 import time
@@ -12,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from judge_functions import ODD
 from ports import free_port
-from programs import SUPPORT
+from programs import ROOT, SUPPORT
 from small_models import and_long
 
 from mcore_rl.config import EnvironmentConfig
@@ -163,6 +164,60 @@ def test_trl_judge_accepts_reward_functions_of_trl(judge):
     expected = think_format_reward([s.message_log[s.num_prompt_messages :] for s in chats])
     assert [step.reward for step in thinks] == expected
     assert {1.0, 0.0} == set(expected)
+
+
+@pytest.mark.parametrize("function", ["compute_score", "compute_score_remotely"])
+def test_verl_judge_calls_function_with_fields_of_verls_records(function, judge):
+    truth = {"style": "rule", "ground_truth": "42"}
+    samples = [
+        sample("42", data_source="gsm8k", reward_model=truth, extra_info={"bonus": 0.5}, answer="not this"),
+        sample("41", data_source="dapo", reward_model=truth, extra_info={"index": 3}),
+        sample("42", answer="42"),
+        sample("", ground_truth="42", extra_info=None),
+        sample("42", data_source="odd", ground_truth="42"),
+        sample("42", data_source="gsm8k"),
+    ]
+    steps = judge(samples, name="verl", function=f"judge_functions:{function}", num_workers=1)
+    assert [step.reward for step in steps] == [1.5, -1.0, 1.0, 0.0, 0.0, 0.0]
+    assert [step.answer for step in steps] == [None, "41", None, None, None, None]
+    assert [step.error for step in steps[:4]] == [None] * 4
+    assert steps[4].error == "ValueError: the function returned a dictionary without score: acc"
+    assert steps[5].error.startswith("ValueError: the record has no reward_model.ground_truth, ground_truth or answer")
+
+
+GUESSING = """
+from typing import NamedTuple
+import torch
+
+class EnvironmentReturn(NamedTuple):
+    observations: list
+    metadata: list
+    next_stop_strings: list
+    rewards: torch.Tensor
+    terminateds: torch.Tensor
+    answers: list
+
+class Guessing:
+    def __init__(self, cfg):
+        assert cfg["num_workers"] == 1
+
+    def step(self, message_log_batch, metadata):
+        right = [log[-1]["content"] == of["answer"] for log, of in zip(message_log_batch, metadata)]
+        told = [{"role": "environment", "content": "right" if is_right else "wrong"} for is_right in right]
+        ends = torch.tensor(right)
+        return EnvironmentReturn(told, metadata, [None] * len(right), ends.float(), ends, [None] * len(right))
+"""
+
+
+def test_adapter_of_the_documentation_calls_an_environment_of_nemo_rl(judge, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (adapter,) = re.findall(r"```python\n(# nemo_rl_judge.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "nemo_rl_judge.py").write_text(adapter)
+    (tmp_path / "my_environments.py").write_text(GUESSING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    samples = [sample("7", answer="7"), sample("8", answer="7")]
+    steps = judge(samples, name="function", function="nemo_rl_judge:judge", num_workers=1, time_limit_seconds=60)
+    assert steps == [Step(1.0), Step(0.0, done=False, observation="wrong")]
 
 
 # ------------------------------------------------------------------ several rewards
