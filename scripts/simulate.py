@@ -96,17 +96,18 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
         print(GENERATION)
     if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
         print("assumed: the reference is computed before training (dpo.reference=auto)")
+    say = partial(print, file=sys.stderr, flush=True)
     if arguments.search:
-        found = search(config, size, sequences, gpu, arguments.workers, partial(print, file=sys.stderr), assumed)
+        found = search(config, size, sequences, gpu, arguments.workers, say, assumed)
         print("\n".join(table(found, assumed)))
         return
     ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
     rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
-    print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
-    reports = simulate(config, size, ranks, sequences, arguments.workers, assumed)
+    print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step", flush=True)
+    reports = simulate(config, size, ranks, sequences, arguments.workers, assumed, say)
     print("\n".join(describe(config, size, reports, gpu, assumed)))
     if arguments.load_from:
-        loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers)
+        loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers, say)
         print("\n".join(describe_loading(loadings, arguments.load_from)))
 
 

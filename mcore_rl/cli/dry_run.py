@@ -20,11 +20,12 @@ from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.run.identity import model_directories
-from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
+from mcore_rl.run.setup import POLICY, check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
-from mcore_rl.simulation.step import Sequences
+from mcore_rl.simulation.step import Sequences, sequences_of
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import counted
+from mcore_rl.utils.model_directory import has_only_config
 
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
@@ -40,8 +41,13 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: a check fails.
     """
-    config = platform.resolve(given)
+    config, world_size = platform.resolve(given), torchrun.world_size()
     on_gpu = given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
+    if has_only_config(config.model.path):
+        if torchrun.rank() == 0:
+            for line in describe_plan(on_gpu, check_models(on_gpu)[POLICY], world_size):
+                print(line, flush=True)
+        return
     if given.model.transformer_impl == "local" or find_spec("transformer_engine") is None:
         check_models(on_gpu)  # otherwise a GPU would run other layers than a simulation, which has only local ones
     if isinstance(config, RLConfig):
@@ -51,7 +57,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    for line in (*inputs.checkpoints[1], *describe_run(config, on_gpu, inputs, steps, torchrun.world_size())):
+    for line in (*inputs.checkpoints[1], *describe_run(config, on_gpu, inputs, steps, world_size)):
         print(line, flush=True)
     written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
     hub = Path(HF_HUB_CACHE)
@@ -59,6 +65,33 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
         written.append(f"models that were missing to the hub's cache ({hub})")
     told = f"it wrote {' and '.join(written)}, and nothing else" if written else "nothing was written"
     print(f"this was a dry run: {told}")
+
+
+def describe_plan(config: TrainingConfig, hf_config: Any, world_size: int) -> Iterator[str]:
+    """Yield lines about layout and memory of a run whose model directory has only a config.json.
+
+    The sequences have `data.max_sequence_length` tokens, because there is no tokenizer for the data.
+
+    Args:
+        config: the configuration for a run on GPUs.
+        hf_config: transformers' configuration of the model.
+    """
+    yield from _layouts(config, hf_config, world_size)
+    length = config.data.max_sequence_length
+    sequences = sequences_of(config, [length])
+    yield f"{config.model.path} has only a config.json: memory is for the longest sequences, of {length:,} tokens"
+    yield from memory(config, sequences, world_size)
+    yield (
+        "this was a dry run: weights, tokens of the data and output_dir were not checked; for the time of a step, run "
+        f"python scripts/simulate.py CONFIG --algorithm {config.algorithm} --world-size {world_size} --lengths {length}"
+    )
+
+
+def _layouts(config: TrainingConfig, hf_config: Any, world_size: int) -> Iterator[str]:
+    """Yield lines about the parallel layouts of the policy and of the other models."""
+    yield from layout_picture(config.parallel, world_size, family_of(hf_config).num_layers)
+    for key, own in own_layouts(config).items():
+        yield f"{key}: {_sizes(own, world_size)}"
 
 
 def describe_run(
@@ -71,9 +104,7 @@ def describe_run(
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
-    yield from layout_picture(config.parallel, world_size, family_of(inputs.hf_config).num_layers)
-    for key, own in own_layouts(config).items():
-        yield f"{key}: {_sizes(own, world_size)}"
+    yield from _layouts(config, inputs.hf_config, world_size)
     dataset = inputs.train
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)

@@ -39,7 +39,7 @@ from mcore_rl.data.tokenize import (
 )
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, silent
-from mcore_rl.utils.model_directory import has_chat_template
+from mcore_rl.utils.model_directory import has_chat_template, has_only_config
 
 
 @dataclass(frozen=True)
@@ -702,7 +702,10 @@ def check_first_records(config: TrainingConfig) -> None:
         UserError: a record is invalid; the message names its file and line.
     """
     data = config.data.model_copy(update={"max_samples": 1})
-    own = "a template" if config.model.trust_remote_code or has_chat_template(config.model.path) else None
+    path = config.model.path
+    # A directory without a tokenizer can be planned with; what it lacks is told later.
+    may_have = config.model.trust_remote_code or has_chat_template(path) or has_only_config(path)
+    own = "a template" if may_have else None
     tokenizer = UnloadedTokenizer(data.read_chat_template() or own)
     for source in (*data.train_sources, *data.validation_sets.values()):
         if all(map(_begins_quickly, files_of(source))):

@@ -8,9 +8,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from mcore_rl.simulation.step import (
     simulate_loading,
     simulate_rank,
 )
+from mcore_rl.utils.console import SECONDS_BETWEEN_LINES, PrintLine, silent
 from mcore_rl.utils.parent_process import signal_at_end_of
 
 T = TypeVar("T")
@@ -100,8 +102,13 @@ def simulate(
     sequences: Sequences,
     workers: int = 1,
     assumed: Assumptions = BALANCED_LOCAL,
+    say: PrintLine = silent,
 ) -> list[RankReport]:
     """Simulate a step of each of these ranks; return their reports in the order of `ranks`.
+
+    Args:
+        workers: number of simulations that run at the same time.
+        say: prints a line of progress.
 
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
@@ -112,24 +119,36 @@ def simulate(
             "and multiply the optimizer's part of the time by the number of minibatches"
         )
     calls = assumed.calls(config, world_size, ranks, sequences)
-    return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls)]
+    return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls, say)]
 
 
 def simulate_loadings(
-    config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
+    config: TrainingConfig,
+    world_size: int,
+    ranks: Sequence[int],
+    writers: int,
+    workers: int = 1,
+    say: PrintLine = silent,
 ) -> list[LoadingReport]:
     """Simulate how each of the `ranks` loads a checkpoint that `writers` ranks have written; return their reports."""
-    return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
+    return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks], say)
 
 
-def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
+def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]], say: PrintLine) -> list[T]:
     """Call `function` with each of the argument tuples `calls`, each in a separate process; return the results.
 
     Args:
         workers: number of calls that run at the same time.
+        say: prints a line of progress when a call has ended, and at least every 10 seconds.
     """
+    started = time.monotonic()
     with _threads(workers) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
+        ended, running = wait(waiting, timeout=SECONDS_BETWEEN_LINES, return_when=FIRST_COMPLETED)
+        while running and not any(future.exception() for future in ended):
+            done, seconds = len(calls) - len(running), time.monotonic() - started
+            say(f"{done} of {len(calls)} ranks simulated after {seconds:.0f} s")
+            ended, running = wait(running, timeout=SECONDS_BETWEEN_LINES, return_when=FIRST_COMPLETED)
         return [future.result() for future in waiting]
 
 

@@ -270,6 +270,12 @@ def has_chat_template(path: Path) -> bool:
         return False
 
 
+def has_only_config(path: Path) -> bool:
+    """Return whether a model directory has a config.json, but neither weights nor a tokenizer."""
+    others = ("*.safetensors", "*.bin", "*.index.json", "*token*", "*.model", "vocab*", "tekken.json")
+    return (path / "config.json").is_file() and not any(file for pattern in others for file in path.glob(pattern))
+
+
 TEMPLATES = "additional_chat_templates"
 """Subdirectory of a model's further chat templates, such as one for tools."""
 LEFT_OUT = {

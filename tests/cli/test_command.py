@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -216,6 +217,25 @@ def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
     assert not (tmp_path / "out").exists()
     refused = call("train", "sft", config, "--dry-run", 3, "parallel.tensor_model_parallel_size=2")
     assert refused.returncode == 2 and "must divide the number of processes (3)" in refused.stderr
+
+
+def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path):
+    """Also for messages, although the directory has no chat template. A run needs the other files."""
+    (tmp_path / "plan").mkdir()
+    shutil.copy(config.parent / "model" / "config.json", tmp_path / "plan" / "config.json")
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    options = f"model.path={tmp_path / 'plan'}", f"data.train={tmp_path / 'chat.jsonl'}", f"output_dir={tmp_path / 'o'}"
+    tp = "parallel.tensor_model_parallel_size=2"
+    done = forked("train", "sft", str(config), "--dry-run", "64", tp, "data.max_sequence_length=48", *options)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "64 processes: tensor 2 x context 1 x data 32 x pipeline 1" in lines
+    assert any(line.startswith("memory of rank 0 at the peak of a step, on a GPU: ") for line in lines)
+    assert lines[-1].endswith("scripts/simulate.py CONFIG --algorithm sft --world-size 64 --lengths 48")
+    assert not (tmp_path / "o").exists()
+    refused = forked("train", "sft", str(config), *options)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
 
 
 @pytest.mark.long

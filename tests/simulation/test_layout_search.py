@@ -1,5 +1,7 @@
 """Tests of the search for a layout: the layouts tried, the refused ones, and the table."""
 
+import operator
+
 import pytest
 import yaml
 from simulated_cases import EQUAL, MIXTURE, SEQUENCES, call, config_of
@@ -9,7 +11,7 @@ from small_models import make_model
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.search import chosen_ranks, layouts_to_try, search, table
+from mcore_rl.simulation.search import _each, chosen_ranks, layouts_to_try, search, table
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,12 @@ def test_search_tries_expert_parallel_layouts(mixture, monkeypatch):
     found = search(config, 2, EQUAL, gpu, 2, print)
     assert {one.text for one in found} == wanted and not [one.reason for one in found if one.reason]
     assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
+
+
+def test_simulations_of_ranks_tell_their_progress():
+    told = []
+    assert _each(1, operator.neg, [(1,), (2,), (3,)], told.append) == [-1, -2, -3]
+    assert told[-1].startswith("2 of 3 ranks simulated after ")
 
 
 def test_search_lists_refused_layout_with_reason(model, monkeypatch):
