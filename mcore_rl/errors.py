@@ -1,5 +1,7 @@
 """Errors that are reported in one line. Any other exception is a bug and keeps its traceback."""
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """An error in the command, configuration, data or environment that the user can correct.
@@ -7,6 +9,18 @@ class UserError(ValueError):
     The message is one line: the place, what was found there, and what would be right. Entry points print it without a
     traceback and exit with status 2.
     """
+
+
+class UserErrors(UserError):
+    """Several user errors at once; the text has one line for each of them.
+
+    Args:
+        lines: messages of the errors, each without line breaks.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
 
 
 class ContractError(ValueError, AssertionError):

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from mcore_rl.config import TrainingConfig, build_config, changed_values, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
-from mcore_rl.errors import TrainingError, UserError, is_lost_peer
+from mcore_rl.errors import TrainingError, UserError, UserErrors, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
@@ -243,6 +243,8 @@ def exit_on_error() -> Iterator[None]:
     launcher()  # remembers its process id while it still runs
     try:
         yield
+    except UserErrors as error:
+        leave(2, error.lines)
     except UserError as error:
         leave(2, str(error))
     except TrainingError as error:
@@ -270,16 +272,19 @@ def count(text: str) -> int:
     return number
 
 
-def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
+def leave(status: int, message: str | Sequence[str], lost_peer: bool = False) -> NoReturn:
     """Print a message and end this process at once; an orderly end would hang in collectives with other ranks.
 
     Args:
         status: exit status; a message with status 1 is a traceback.
+        message: text that is printed in one line, or several such texts, each with a line of its own.
         lost_peer: whether another rank has probably failed first. If so, this rank waits for torchrun to end
             it, so that only the other rank prints an error.
     """
     directory.release()
-    line = message if status == 1 else f"error: {' '.join(message.split())}"
+    messages = [message] if isinstance(message, str) else message
+    one_line_each = (f"error: {' '.join(text.split())}" for text in messages)
+    line = "\n".join(messages if status == 1 else one_line_each)
     flush_output()
     if lost_peer or (rank() > 0 and status != 1):
         _wait_to_be_ended()

@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from mcore_rl.config.base import Section
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, UserErrors
 from mcore_rl.utils.model_directory import check_model_directory, positions_of
 
 BASE = "base"
@@ -237,7 +237,8 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
         overridden = tuple(f"{override.partition('=')[0]}." for override in overrides)
         wrong = ["".join(f"{part}." for part in problem["loc"]) for problem in error.errors()]
         said_by = "command line" if all(key.startswith(overridden) for key in wrong) else origin
-        raise UserError(f"{said_by}: {_explain(config_type, error)}") from None
+        lines = [f"{said_by}: {line}" for line in _explain(config_type, error)]
+        raise UserErrors(lines) if len(lines) > 1 else UserError(lines[0]) from None
     if (limit := _default_length(config)) is not None:
         return build_config(config_type, laid_over(values, {"data": {LENGTH: limit}}), overrides, origin)
     return config
@@ -319,8 +320,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: {text!r} is not a YAML value: {error}") from None
 
 
-def _explain(config_type: type[Section], error: ValidationError) -> str:
-    """Return a description of all problems in one line; for an unknown key, it suggests the nearest known key.
+def _explain(config_type: type[Section], error: ValidationError) -> list[str]:
+    """Return lines that describe all problems: one for each key of another trainer, and one for all other problems.
+    For an unknown key, the line suggests the nearest known key.
 
     If a key accepts several types of values, pydantic reports problems with each type. Only the problem that lies
     deepest in the value is described.
@@ -333,16 +335,31 @@ def _explain(config_type: type[Section], error: ValidationError) -> str:
         key = tuple(location[:form])
         if key not in furthest or len(location) > len(furthest[key][0]):
             furthest[key] = location, problem
-    return "; ".join(_explain_one(config_type, location, problem) for location, problem in furthest.values())
+    foreign, others = list[str](), list[str]()
+    for location, problem in furthest.values():
+        lines = _explain_foreign(config_type, ".".join(location), problem)
+        foreign += lines
+        others += [] if lines else [_explain_one(config_type, location, problem)]
+    return [*(["; ".join(others)] if others else []), *foreign]
+
+
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""Types of pydantic's errors about a key that the section does not have."""
+
+
+def _explain_foreign(config_type: type[Section], name: str, problem: Any) -> list[str]:
+    """Return a line for each unknown key at or below `name`; [] if no other trainer has any of them."""
+    if problem["type"] not in UNKNOWN_KEY:
+        return []
+    found = {unknown: _known_elsewhere(config_type, unknown) for unknown in _leaves(name, problem["input"])}
+    told = [f"unknown key {unknown}" + (f"; {elsewhere}" if elsewhere else "") for unknown, elsewhere in found.items()]
+    return told if any(found.values()) else []
 
 
 def _explain_one(config_type: type[Section], location: list[str], problem: Any) -> str:
     name = ".".join(location)
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if problem["type"] in UNKNOWN_KEY:
         known = _fields_at(config_type, location[:-1])
-        for unknown in _leaves(name, problem["input"]):
-            if elsewhere := _known_elsewhere(config_type, unknown):
-                return f"unknown key {unknown}; {elsewhere}"
         if near := difflib.get_close_matches(location[-1], known, n=1):
             return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
         return f"unknown key {name}; known here are {', '.join(known)}"

@@ -137,6 +137,16 @@ def test_command_refuses_wrong_arguments_in_one_line(arguments, message):
     assert not arguments or len(text.splitlines()) == 1
 
 
+def test_command_prints_a_line_for_each_key_of_another_trainer():
+    keys = ["dpo.beta=1", "optimizer.learning_rate=1", "trainer.tf32=true"]
+    done = forked("train", "dpo", "--model", "m", "--data", "d", "--output", "o", *keys)
+    assert done.returncode == 2
+    lines = sorted(done.stderr.strip().splitlines())
+    assert [line.partition(";")[0] for line in lines] == [
+        f"error: command line: unknown key {key.partition('=')[0]}" for key in keys
+    ]
+
+
 MISSED = "--nnodes 2: not all nodes have joined in time"
 UNMET = [
     pytest.param("--master-port {taken}", "--master-port {taken}: another program listens on this port", id="port"),

@@ -18,7 +18,7 @@ from mcore_rl.config import (
     resolved_yaml,
 )
 from mcore_rl.config.load import expand_headers
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, UserErrors
 
 CONFIGS = ROOT / "configs"
 MINIMAL = """
@@ -122,6 +122,24 @@ def test_mistakes(write, overrides, message):
         load_config(DPOConfig, write("seed: 1" + MINIMAL), overrides)
     assert re.search(message, str(error.value)), str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_every_key_of_another_trainer_has_a_line(write):
+    """Errors about keys of other trainers name all of them; the other mistakes stand together in the first line."""
+    values = ["optimizer={learning_rate: 1, tf32: true}", "optimizer.rate=2", "dpo.beta=1", "seed=x"]
+    values.append("per_device_eval_batch_size=1")
+    with pytest.raises(UserErrors) as error:
+        load_config(DPOConfig, write(MINIMAL), values)
+    first, *foreign = error.value.lines
+    assert "seed: " in first and "unknown key optimizer.rate" in first
+    assert sorted(line.removeprefix("command line: unknown key ").partition(";")[0] for line in foreign) == [
+        "dpo.beta", "optimizer.learning_rate", "optimizer.tf32", "per_device_eval_batch_size",
+    ]  # fmt: skip
+    with pytest.raises(UserErrors) as error:
+        load_config(DPOConfig, write(MINIMAL), ["policy={model_name: m, made_up: 1, max_grad_norm: 2}"])
+    assert [line.partition("policy.")[2].partition(";")[0] for line in error.value.lines] == [
+        "model_name", "made_up", "max_grad_norm",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
