@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import RLConfig, TrainingConfig
-from mcore_rl.config.load import OTHER_NAMES
+from mcore_rl.config.other_names import OTHER_NAMES
 from mcore_rl.config.schema import SectionReference, as_markdown, reference_of
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: train, verify, report, schema and doctor."""
+"""The `mcore-rl` command: train, port, verify, report, schema and doctor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import psutil
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error, leave, show
 from mcore_rl.cli.launch import launch, split
+from mcore_rl.cli.port import port_command
 from mcore_rl.cli.train import PROGRAMS, train
 from mcore_rl.config.schema import json_schema
 from mcore_rl.errors import UserError
@@ -27,6 +28,7 @@ from mcore_rl.utils.packages import check_packages, import_torch, is_own_build, 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
 mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+mcore-rl port FILE [--algorithm {{…}}] [--num-processes N] [--output FILE]
 mcore-rl verify [torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PART,PART]
 mcore-rl report RUN [RUN …] [--output FILE]
 mcore-rl schema {{…}}
@@ -38,6 +40,7 @@ mcore-rl doctor
     mcore-rl verify --nproc-per-node 8                               check this node in less than half an hour
 
 `mcore-rl train dpo --help` prints the options and keys of a program, `torchrun --help` those of the launch.
+`mcore-rl port FILE > dpo.yaml` translates a command or configuration of TRL, verl or NeMo RL.
 `mcore-rl report OUTPUT` writes curves and samples of a run to OUTPUT/report.html.
 `mcore-rl schema dpo` prints the JSON schema of a configuration.
 `mcore-rl doctor` lists the installed packages, the features that need the missing ones, and what must be mended."""
@@ -74,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] == "report":
         report(words[1:], "mcore-rl report")
         return
+    if words[0] == "port":
+        port_command(words[1:], "mcore-rl port")
+        return
     if words[0] == "verify":
         with exit_on_error():
             check_packages()
@@ -83,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         verify(words[1:])
         return
     if words[0] not in ("train", "schema"):
-        known = "mcore-rl train …, mcore-rl verify …, mcore-rl report …, mcore-rl schema … or mcore-rl doctor"
+        known = (
+            ", ".join(f"mcore-rl {name} …" for name in ("train", "port", "verify", "report", "schema"))
+            + " or mcore-rl doctor"
+        )
         leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")

@@ -21,15 +21,12 @@ import yaml
 from pydantic import ValidationError
 
 from mcore_rl.config.base import Section
+from mcore_rl.config.other_names import other_names
 from mcore_rl.errors import UserError, UserErrors
 from mcore_rl.utils.model_directory import check_model_directory, positions_of
 
 BASE = "base"
 """Key by which a file names the file that it includes."""
-
-OTHER_NAMES = Path(__file__).parent / "other_names.tsv"
-"""Table that translates keys of other programs; scripts/make_config_reference.py writes it. Columns: program, algorithm
-(or empty), key in that program, key in this package (or empty), and the reason if this package has no such key."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 _EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
@@ -393,18 +390,17 @@ def _known_elsewhere(config_type: type[Section], name: str) -> str | None:
     None if nothing is found, or if the best matches lead to different keys."""
     algorithm = getattr(config_type, "algorithm", "")
     found: dict[tuple[Any, ...], dict[str, str]] = {}
-    for line in OTHER_NAMES.read_text().splitlines():
-        program, kind, there, here, reason = line.split("\t")
+    for program, kind, there, here, reason in other_names():
         is_whole, shared = fnmatch.fnmatchcase(name, there), _shared_parts(name, there)
         if kind.lower() not in ("", algorithm) or not (is_whole or shared) or here == name:
             continue
-        if there.endswith(".*") and _has(config_type, there.removesuffix(".*")):  # this program has the section too
+        if there.endswith(".*") and has_key(config_type, there.removesuffix(".*")):  # this program has the section too
             continue
         likeness = (not is_whole, there != name, -shared)
         if not here:
             text = f"{program}'s {there} has no counterpart here: {reason}"
             found.setdefault((*likeness, True, "*" in there), {}).setdefault(reason, text)
-        elif _has(config_type, here):
+        elif has_key(config_type, here):
             found.setdefault((*likeness, False, not kind), {}).setdefault(here, f"{program}'s {there} is {here} here")
         elif there == name:
             text = f"{program}'s {there} is {here}, which this program does not have"
@@ -419,7 +415,8 @@ def _shared_parts(name: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _has(config_type: type[Section], name: str) -> bool:
+def has_key(config_type: type[Section], name: str) -> bool:
+    """Return whether a configuration has the dotted key `name`."""
     *sections, key = name.split(".")
     try:
         return key in _fields_at(config_type, sections)

@@ -102,7 +102,8 @@ WRONG = [
     (
         ["trian"],
         "error: mcore-rl trian: there is no such command; "
-        "write mcore-rl train …, mcore-rl verify …, mcore-rl report …, mcore-rl schema … or mcore-rl doctor",
+        "write mcore-rl train …, mcore-rl port …, mcore-rl verify …, "
+        "mcore-rl report …, mcore-rl schema … or mcore-rl doctor",
     ),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),

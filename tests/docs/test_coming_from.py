@@ -48,12 +48,19 @@ def missing_and_unknown(program, theirs, kind=""):
 
 @pytest.mark.long
 def test_every_key_of_trl():
-    """Every field of TRL's configurations is in the table, those of transformers' TrainingArguments included."""
+    """Every field of TRL's configurations is in the table, with those of transformers' TrainingArguments and of the
+    arguments of TRL's scripts."""
     import trl
+    from trl.scripts.grpo import GRPOScriptArguments
 
     configs = {"SFT": trl.SFTConfig, "DPO": trl.DPOConfig, "GRPO": trl.GRPOConfig, "RM": trl.RewardConfig}
     configs |= {"KTO": trl.KTOConfig}
-    fields = {name: [field.name for field in dataclasses.fields(config)] for name, config in configs.items()}
+    scripts = {name: [trl.ModelConfig, trl.ScriptArguments] for name in configs}
+    scripts["GRPO"] = [trl.ModelConfig, GRPOScriptArguments]
+    fields = {
+        name: [field.name for part in (config, *scripts[name]) for field in dataclasses.fields(part)]
+        for name, config in configs.items()
+    }
     everywhere = {name for names in fields.values() for name in names}
     for kind, names in fields.items():
         missing, unknown = missing_and_unknown("TRL", names, kind)
