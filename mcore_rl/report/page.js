@@ -24,15 +24,14 @@ function draw() {
   charts.forEach((chart, number) => {
     const { data, layout: own } = figures[number];
     const { template, xaxis, yaxis, ...kept } = own;
-    // Every name has a line below the chart; the toolbar has a line above it, where it covers no value.
+    // Every name has a line below the chart.
     const names = data.filter((trace) => data.length > 1 && trace.name).length;
-    const margin = { l: 10, r: 10, t: 34, b: 44 + 19 * names };
-    chart.style.height = `${300 + 19 * names}px`;
+    const margin = { l: 10, r: 10, t: 12, b: 44 + 19 * names };
+    chart.style.height = `${290 + 19 * names}px`;
     const axes = { xaxis: { ...themed.xaxis, ...xaxis }, yaxis: { ...themed.yaxis, ...yaxis }, margin };
     Plotly.react(chart, data, { ...themed, showlegend: names > 0, ...kept, ...axes }, {
-      // Plotly would offer to send a chart to its cloud.
-      showSendToCloud: false, plotlyServerURL: "",
-      displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      // Dragging zooms, and a double click shows the whole chart again, so no toolbar is needed.
+      displayModeBar: false, plotlyServerURL: "", responsive: true,
     });
   });
 }

@@ -35,6 +35,10 @@ def findings(run: Run) -> Iterator[str]:
     """Yield sentences about problems of a run, the most serious problems first."""
     if run.state == "killed":
         yield "the run was killed: its lock is still there, its process is not"
+    if run.state == "stopped":
+        patience = run.config.get("trainer.early_stopping_patience")
+        reason = "" if patience is None else f"; trainer.early_stopping_patience={patience} can be the reason"
+        yield f"the run stopped before its last step: {run.last_step or 0:,} of {run.planned_steps:,} steps{reason}"
     if run.stacks and run.state != "going on":
         phases = "; ".join(sorted({line.partition(", ")[2] for line in run.stacks})[:3])
         yield f"it did not end well: stacks/ tells what each of {len(run.stacks)} ranks was doing ({phases})"
@@ -135,7 +139,8 @@ def _overview(run: Run) -> dict[str, Any]:
         "algorithm": run.algorithm or "not told",
         "model": str(run.config.get("model.path", "not told")),
         "layout": " × ".join(sizes) or ("no model parallelism" if run.config else "not told"),
-        "steps": "none" if run.last_step is None else f"{run.last_step:,}",
+        "steps": ("none" if run.last_step is None else f"{run.last_step:,}")
+        + (f" of {run.planned_steps:,}" if run.planned_steps else ""),
         "tokens": f"{tokens:,.0f}",
         "time in steps": str(datetime.timedelta(seconds=round(seconds))),
         "tokens/s": f"{tokens / seconds:,.0f}" if seconds else "none",
@@ -239,7 +244,9 @@ def _value(run: Run, key: str) -> str:
 COLORS = ("#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 """Line styles of a chart of several runs: each run has a color, and each metric a line style. With one run, each metric
-has a color. Validation is dotted."""
+has a color. Validation is dotted; with one run, it has the color of the metric in training."""
+SYMBOLS = ("circle", "square", "diamond", "cross", "x")
+"""Markers of validation sets, in order, in a chart of one run."""
 MAX_POINTS = 1000
 """Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_MARKED_STEPS = 8
@@ -256,10 +263,13 @@ GROUPS = {
     "Rewards": {
         "reward": r"reward_mean",
         "deviation of rewards": r"reward_std",
-        "rewards of pairs": r"rewards_(chosen|rejected)_mean|rewards_(desirable|undesirable)_(mean|sum)",
+        "rewards of pairs": r"rewards_(chosen|rejected)_mean",
+        "rewards of responses": r"rewards_(desirable|undesirable)_mean",
+        "sums of rewards": r"rewards_(desirable|undesirable)_sum",
         "margin": r"reward_margin",
         "log-probabilities": r"logprobs_(chosen|rejected)_mean",
-        "accuracy": r"accuracy|reward_positive_fraction",
+        "accuracy": r"accuracy",
+        "fraction of positive rewards": r"reward_positive_fraction",
         "several responses": r"(pass|maj)@\d+",
     },
     "KL": {
@@ -365,20 +375,24 @@ def _series(run: Run) -> dict[str, Series]:
 
 def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
     figure, longest = go.Figure(), 0
+    curves = list(dict.fromkeys(map(_of_training, names)))
+    sets = list(dict.fromkeys(name.removesuffix(_of_training(name)) for name in names if _is_validation(name)))
     for number, run in enumerate(runs):
         series = _series(run)
         for place, name in ((place, name) for place, name in enumerate(names) if name in series):
             steps, values = thinned(series[name])
             longest = max(longest, len(series[name].steps) if len(steps) < len(series[name].steps) else 0)
-            validation = name.startswith("validation_")
+            validation, curve = _is_validation(name), curves.index(_of_training(name))
+            symbol = SYMBOLS[sets.index(name.removesuffix(curves[curve])) % len(SYMBOLS)] if validation else "circle"
             dash = "dot" if validation else DASHES[place % len(DASHES)] if len(runs) > 1 else "solid"
-            color = COLORS[(number if len(runs) > 1 else place) % len(COLORS)]
+            color = COLORS[(number if len(runs) > 1 else curve) % len(COLORS)]
             figure.add_scatter(
                 x=steps,
                 y=values,
                 name=html.escape(_label(run, name, names, runs)),
                 mode="lines+markers" if validation or len(steps) < 20 else "lines",
                 line={"width": 1.6, "dash": dash, "color": color},
+                marker={"symbol": symbol},
             )
     if title == "token_mult_prob_error":
         for bound in {run.config.get("generation.max_token_mult_prob_error") for run in runs} - {None}:
@@ -389,6 +403,16 @@ def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
         f"{longest:,} steps: of every {per_point} or so the least and the greatest value are drawn" if longest else ""
     )
     return Chart(title, figure, thin)
+
+
+def _is_validation(name: str) -> bool:
+    return name.startswith("validation_")
+
+
+def _of_training(name: str) -> str:
+    """Return the name of the training metric that a metric of validation (`validation_[SET/]NAME`) corresponds to."""
+    plain = name.removeprefix("validation_")
+    return plain.partition("/")[2] or plain if _is_validation(name) else name
 
 
 def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> str:

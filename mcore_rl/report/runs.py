@@ -88,8 +88,15 @@ class Run:
 
     @cached_property
     def state(self) -> str:
-        """State of the run according to its lock: "going on", "killed" or "ended"."""
-        return {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
+        """State of the run: "going on" or "killed" by its lock, "stopped" before its last step, or "ended"."""
+        state = {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
+        return "stopped" if state == "ended" and (self.last_step or 0) < (self.planned_steps or 0) else state
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Number of steps of the whole run, from trainer.max_steps; None if the run also or only counts epochs."""
+        counts_epochs = self.config.get("trainer.max_epochs") is not None
+        return None if counts_epochs else self.config.get("trainer.max_steps")
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:

@@ -217,6 +217,43 @@ def test_a_run_has_one_color_and_a_metric_one_dash(tmp_path):
     assert len({trace.line.color for trace in alone["rewards of pairs"]}) == 2
 
 
+def test_validation_has_the_color_of_its_curve(tmp_path):
+    values = ("reward_mean", "validation_reward_mean", "validation_math/reward_mean", "reward_positive_fraction")
+    pair = ("rewards_rejected_mean", "rewards_chosen_mean", "validation_rewards_chosen_mean")
+    lines = [{"step": step, **dict.fromkeys((*values, *pair), 0.5), "accuracy": 1.0} for step in (1, 2)]
+    (run,) = read_runs([write_run(tmp_path / "a", lines)])
+    charts = {chart.title: chart.figure.data for section in sections([run]) for chart in section.charts}
+    training, *validation = charts["reward"]
+    assert len(validation) == 2 and {trace.line.color for trace in validation} == {training.line.color}
+    assert {trace.line.dash for trace in validation} == {"dot"} and training.line.dash == "solid"
+    assert len({trace.marker.symbol for trace in validation}) == 2
+    colors = {trace.name: trace.line.color for trace in charts["rewards of pairs"]}
+    assert colors["validation_rewards_chosen_mean"] == colors["rewards_chosen_mean"] != colors["rewards_rejected_mean"]
+    assert [trace.name for trace in charts["accuracy"]] == ["accuracy"]
+    assert [trace.name for trace in charts["fraction of positive rewards"]] == ["reward_positive_fraction"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "state", "steps"),
+    [
+        ("{max_steps: 40, max_epochs: null}", "stopped", "30 of 40"),
+        ("{max_steps: 30}", "ended", "30 of 30"),
+        ("{max_steps: 40, max_epochs: 1}", "ended", "30"),
+        ("{max_epochs: 1}", "ended", "30"),
+    ],
+)
+def test_a_run_that_stopped_says_so(trainer, state, steps, tmp_path):
+    path = grpo(tmp_path / "a")
+    (path / "config.yaml").write_text(f"trainer: {trainer}\n")
+    (run,) = read_runs([path])
+    assert run.state == state
+    assert any("the run stopped before its last step: 30 of 40 steps" in said for said in findings(run)) == (
+        state == "stopped"
+    )
+    text = page([run])
+    assert f">{state}</span>" in text and f"<dd>{steps}</dd>" in text
+
+
 # ------------------------------------------------------------------ as a browser shows it
 
 
@@ -250,10 +287,10 @@ def contrast(tab):
 
 COVERED = """[...document.querySelectorAll(".chart")].flatMap((chart) => {
     const box = (part) => part.getBoundingClientRect(), whole = box(chart);
-    const plot = box(chart.querySelector(".nsewdrag")), bar = box(chart.querySelector(".modebar"));
+    const plot = box(chart.querySelector(".nsewdrag"));
     const names = [...chart.querySelectorAll(".legendtext")].filter(
         (name) => box(name).right > whole.right || box(name).bottom > whole.bottom || box(name).top < plot.bottom);
-    return [...(bar.bottom > plot.top ? ["toolbar"] : []), ...names.map((name) => name.textContent)];
+    return names.map((name) => name.textContent);
 })"""
 
 
@@ -274,8 +311,8 @@ def test_in_a_browser(width, scheme, browser, tmp_path):
     assert charts.count() == sum(len(section.charts) for section in sections(read_runs(runs)))
     for box in (charts.nth(n).bounding_box() for n in range(charts.count())):
         assert 250 < box["width"] <= width and 280 < box["height"] < 800
-    assert tab.evaluate(COVERED) == [], "no toolbar lies on a plot, and no name is cut off"
-    assert not tab.locator('.modebar-btn[data-title^="Share"]').count(), "no button sends a chart to Plotly"
+    assert tab.evaluate(COVERED) == [], "no name is cut off"
+    assert not tab.locator(".modebar-btn").count(), "no toolbar lies over a chart"
     steps = tab.locator(".chart .xtick text").all_text_contents()
     assert steps and all(re.fullmatch(r"[\d,]+", step) for step in steps)
     assert tab.locator(".chart .scatterlayer .trace").count() >= charts.count()
