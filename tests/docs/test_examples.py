@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import ROOT, metrics_of
 from small_models import make_model
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -51,6 +52,35 @@ def test_custom_loss_example_trains_and_model_is_usable(demo):
     assert metrics[-1]["loss"] < metrics[0]["loss"] and "confident" in metrics[0]
     told = call(sys.executable, EXAMPLES / "use_the_trained_model.py", demo / "out" / "hf", "An expression", cwd=demo)
     assert re.search(r"^32 tokens, mean log-probability -\d\.\d{4}$", told, re.MULTILINE), told
+
+
+@pytest.mark.long
+def test_program_of_the_api_page_trains_alike_in_one_and_two_processes(tmp_path):
+    """The first loss is that of transformers. The program prints nothing but its own lines, and no warnings."""
+    page = (DOCS / "api.md").read_text()
+    (program,), (settings,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
+    assert len([line for line in program.splitlines() if line.strip()]) <= 27
+    make_model("llama", tmp_path / "MODEL")
+    (tmp_path / "program.py").write_text(program)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
+    printed = []
+    for launch, layout in (([], ""), (torchrun, "parallel: {tensor_model_parallel_size: 2}\n")):
+        (tmp_path / "sft.yaml").write_text(settings + layout)
+        command = list(map(str, [sys.executable, *launch, "program.py"]))
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment.pop("PYTHONWARNINGS", None)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        printed.append([float(line.split("loss ")[1]) for line in done.stdout.splitlines()])
+    assert printed[1] == pytest.approx(printed[0], abs=2e-5)
+    ids, mask = torch.tensor([[5, 6, 7, 8, 9], [5, 7, 9, 0, 0]]), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "MODEL", dtype=torch.float32)
+    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert printed[0][0] == pytest.approx(-((logprobs * mask).sum() / mask.sum()).item(), abs=2e-5)
+    assert printed[0][1] < printed[0][0]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")
+    assert not torch.equal(trained.lm_head.weight, model.lm_head.weight)
+    assert (tmp_path / "out" / "checkpoints" / "iter_0000002").is_dir()
 
 
 def test_focal_loss_example_equals_its_formula(monkeypatch):

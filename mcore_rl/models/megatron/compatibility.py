@@ -40,6 +40,8 @@ HARMLESS_WARNINGS = (
     "MimoModelConfig is experimental",
     # Megatron looks whether views of its buffers have gradients.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",
+    # A hint about speed on GPUs alone; quiet_libraries hides it in programs too.
+    "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
     # torch 2.13 renamed functions that Megatron calls.
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
