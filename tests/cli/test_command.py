@@ -114,6 +114,7 @@ WRONG = [
         "error: model.path: /nowhere must be a Hugging Face",
     ),
     (["train", "sft", "--model=m", "--data=d", "--output="], "error: command line: output_dir: must not be empty"),
+    (["port", "nowhere"], "error: nowhere: cannot be read"),
     (["schema"], "error: mcore-rl schema: name one of sft"),
     (["schema", "sft", "x"], "error: mcore-rl schema sft: takes nothing more, got x"),
     (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
