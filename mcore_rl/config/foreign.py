@@ -38,7 +38,7 @@ SECTIONS_OF_NEMO_RL = {"grpo": "grpo", "dpo": "dpo", "sft": "sft", "rm": "rm", "
 
 _STARTS = (
     (re.compile(rf"trl ({'|'.join(TRAINERS)})"), "TRL"),
-    (re.compile(rf"(?:\S*/)?({'|'.join(TRAINERS)})\.py"), "TRL"),
+    (re.compile(rf"trl\.scripts\.({'|'.join(TRAINERS)})|(?:\S*/)?({'|'.join(TRAINERS)})\.py"), "TRL"),
     (re.compile(r"verl\.trainer\.(main_ppo)|(?:\S*/)?(main_ppo)\.py"), "verl"),
     (re.compile(rf"(?:\S*/)?run_({'|'.join(SECTIONS_OF_NEMO_RL)})\w*\.py"), "NeMo RL"),
 )
@@ -180,9 +180,10 @@ def _of_command(text: str, path: Path) -> Foreign:
             "(run_grpo.py); it must have one, or be a YAML file, or a Python file that ends with .py"
         )
     program, name, words, place = found[0]
-    before, _ = _options(words[: place + 1])
+    launch, _ = _options(words[:place])  # of accelerate or torchrun; the program's name may seem to be a value
     values, overrides = _options(words[place + 1 :])
-    processes = next((before.pop(key) for key in _PROCESSES if isinstance(before.get(key), int)), None)
+    numbers = [given[0] if isinstance(given := launch.get(key), list) else given for key in _PROCESSES]
+    processes = next((number for number in numbers if isinstance(number, int)), None)
     config = values.pop("config", None)
     of_file = Foreign(program, "", {})
     if config is not None:

@@ -57,8 +57,14 @@ def test_command_of_trl_becomes_the_documented_one(tmp_path):
     config, ported = translated(DPO, tmp_path)
     assert config == documented("Qwen2-0.5B-DPO", without=["checkpoint.save_interval"])
     assert not ported.refused
-    of_four, _ = translated(DPO.replace("trl dpo", "trl dpo --num_processes 4"), tmp_path)
-    assert of_four.batch.global_batch_size == 2 * 8 * 4
+    for start in (
+        "trl dpo --num_processes 4",
+        "accelerate launch --num_processes 4 -m trl.scripts.dpo",
+        "accelerate launch --num_processes 4 trl/scripts/dpo.py",
+        "torchrun --nproc_per_node=4 dpo.py",
+    ):
+        of_four, _ = translated(DPO.replace("trl dpo", start), tmp_path)
+        assert of_four.batch.global_batch_size == 2 * 8 * 4, start
 
 
 VERL = """\
