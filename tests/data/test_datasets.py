@@ -434,6 +434,7 @@ def test_first_record_is_checked_without_torch_or_tokenizer(tmp_path):
     model, path = tmp_path / "model", tmp_path / "a.jsonl"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    (model / "tokenizer_config.json").write_text("{}")
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     cases = [
         (
