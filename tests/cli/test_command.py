@@ -111,7 +111,7 @@ WRONG = [
     (["train", "sft", "--model", "nowhere"], "error: give a configuration file, or --model and --data"),
     (
         ["train", "sft", "--model", "/nowhere", "--data", "x.jsonl"],
-        "error: model.path: /nowhere must be a Hugging Face",
+        "error: model.path: /nowhere does not exist",
     ),
     (["train", "sft", "--model=m", "--data=d", "--output="], "error: command line: output_dir: must not be empty"),
     (["port", "nowhere"], "error: nowhere: cannot be read"),
