@@ -133,7 +133,6 @@ WITH_BOTH = TE_STAND_IN_VERSION=2.20.2 PYTHONPATH=$(LAID_OVER):.venv-triton:test
 
 test-megatron-quick: $(LAID_OVER)/installed .venv-triton/installed
 	$(WITH_MEGATRON) -m megatron tests/megatron --suite '$@ (both versions)'
-	$(WITH_MEGATRON) $(ROOMS)
 	$(WITH_BOTH) --suite '$@ (layers)'
 
 test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-compat

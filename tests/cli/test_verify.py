@@ -113,6 +113,7 @@ def test_check_of_two_processes_resumes_and_runs_grpo(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_layouts_of_a_given_model_are_compared(tmp_path):
     make_model("qwen3", tmp_path / "model")
     (tmp_path / "sft.yaml").write_text(f"output_dir: none\nmodel: {{path: {tmp_path / 'model'}}}\n")
@@ -139,6 +140,7 @@ def test_check_of_four_processes_passes(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_rank_is_reported_and_the_next_part_runs(tmp_path):
     process = start("--nproc-per-node", 2, "--output", tmp_path / "out", "--only", "collectives,refit")
     ranks_of(process, "collectives", 2)[1].kill()
@@ -166,7 +168,11 @@ def test_hanging_ranks_are_cut_off_and_the_next_part_runs(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name,
+)
 def test_check_told_to_end_leaves_no_processes(number, tmp_path):
     process = start("--nproc-per-node", 2, "--output", tmp_path / "out", "--only", "refit,grpo")
     members = [*ranks_of(process, "refit", 2), *descendants(process.pid)]

@@ -92,8 +92,10 @@ def test_resume_with_experts_and_layers_elsewhere_is_equal(family, first, second
 MIXED = and_long(
     [],
     [
-        ("deepseek_v3", ParallelLayout(), {}),
         ("qwen3_5_moe", ParallelLayout(dp=2), {}),
+    ],
+    [
+        ("deepseek_v3", ParallelLayout(), {}),
         ("deepseek_v3", ParallelLayout(tp=2, sp=True), {"name": "muon"}),
     ],
 )
