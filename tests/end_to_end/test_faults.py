@@ -275,7 +275,7 @@ if __name__ == "__main__":
 def test_a_stuck_collective_ends_and_tells_where_each_rank_was(files):
     script, out = files / "stuck_train_sft.py", files / "stuck"
     script.write_text(STUCK)
-    process = start(files, out, "parallel.timeout_seconds=5", "checkpoint.save_interval=null", script=script)
+    process = start(files, out, "parallel.timeout_seconds=15", "checkpoint.save_interval=null", script=script)
     text = finish(process, timeout=90)
     assert process.returncode != 0
     assert "a collective took longer than parallel.timeout_seconds; what each rank was doing is in" in text
