@@ -9,6 +9,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DPOConfig
 from mcore_rl.config.algorithms import reference_config
+from mcore_rl.data.batching import global_valid_counts
 from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
@@ -79,8 +80,7 @@ class DPOObjective(Objective):
         if self.reference is None or config.dpo.reference_model or config.model.begins_with_dropout:
             return
         reward = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
-        counted = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
-        total, samples = rows.share.sum(float(counted.sum()), float(rows["sample_mask"].sum()))
+        samples, total = map(float, global_valid_counts(rows))
         tokens = 1.0 if config.dpo.preference_average_log_probs else total / max(samples, 1.0)
         if reward > FIRST_REWARD_TOLERANCE[config.model.dtype] * tokens:
             stored = isinstance(self.reference, StoredLogprobs)

@@ -460,8 +460,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """Run the policy updates of a step, and return their metrics (see `over_updates`)."""
         updates, temperature = list[dict[str, float]](), self.config.rollouts.temperature
         for minibatch in [*minibatches] * passes:
-            checks = [] if updates or self.replays else [functools.partial(self._check_mismatch, step)]
-            updates.append(self.policy.train_batch(minibatch, self.loss_fn, temperature, *checks))
+            check = None if updates or self.replays else functools.partial(self._check_mismatch, step)
+            updates.append(self.policy.train_batch(minibatch, self.loss_fn, temperature, check))
         if left_out := self.updates_per_step - len(updates):
             self.policy.advance_schedule(left_out)
         return over_updates(updates, reductions_of(self.loss_fn))

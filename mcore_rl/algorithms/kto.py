@@ -13,7 +13,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.dpo import FIRST_REWARD_TOLERANCE
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import KTOConfig
-from mcore_rl.data.batching import collate
+from mcore_rl.data.batching import collate, global_valid_counts
 from mcore_rl.data.datasets import UnpairedDataset
 from mcore_rl.distributed.batched_data_dict import LocalBatch
 from mcore_rl.errors import TrainingError
@@ -66,8 +66,7 @@ class KTOObjective(Objective):
         if self.config.model.begins_with_dropout:
             return
         reward = max(abs(metrics[f"rewards_{kind}_sum"]) for kind in ("desirable", "undesirable"))
-        counted = batch.rows["token_mask"][:, 1:] * batch.rows["sample_mask"][:, None]
-        (tokens,) = batch.rows.share.sum(float(counted.sum()))
+        _, tokens = map(float, global_valid_counts(batch.rows))
         if reward > FIRST_REWARD_TOLERANCE[self.config.model.dtype] * tokens:
             raise TrainingError(
                 "step 1: before any update the policy must equal the reference, so all rewards must be 0. They "

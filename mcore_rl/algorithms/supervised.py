@@ -130,12 +130,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
             objective.check_first_step(batch, metrics)
 
         # Clip and update, with the optimizer's state on the device.
-        with policy.memory.optimizer_on_device():
-            grad_norm = policy.clip_gradients(self.config.optimizer.clip_grad)
-            routers = policy.router_metrics()
-            lr = policy.update_weights()
-
-        metrics |= {**routers, "grad_norm": grad_norm, "lr": lr}
+        metrics |= policy.update()
         (tokens,) = batch.rows.share.sum(float(batch.rows["input_lengths"].sum()))
         return {**metrics, **self.throughput(tokens, policy.flops_of(batch.rows), time.perf_counter() - started)}
 

@@ -16,7 +16,6 @@ import psutil
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error, leave, show
 from mcore_rl.cli.launch import launch, split
-from mcore_rl.cli.port import port_command
 from mcore_rl.cli.train import PROGRAMS, train
 from mcore_rl.config.schema import json_schema
 from mcore_rl.errors import UserError
@@ -78,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(words[1:], "mcore-rl report")
         return
     if words[0] == "port":
+        from mcore_rl.cli.port import port_command  # imports tables that nothing else needs
+
         port_command(words[1:], "mcore-rl port")
         return
     if words[0] == "verify":

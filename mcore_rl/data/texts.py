@@ -17,12 +17,16 @@ TEXT_NOTES = {
     "apart": "a token would span the end of the prompt and the start of the response; the two are tokenized separately",
     "inexact": "the tokenizer changes the text between prompt and response; --dry-run shows the text of the tokens",
 }
-"""What was done in the tokenization of a text, by the name of the counter of its records."""
+"""Descriptions of how a text was tokenized. A store counts the records of each kind under the kind's name."""
 
 
 def prompt_text_tokens(tokenizer: Any, text: str) -> TokenSequence:
     """Tokenize a prompt, with the tokenizer's start token before it unless the text begins with this token."""
-    start, ids = leading_special_tokens(tokenizer), _ids(tokenizer, text)
+    return _after_start_token(tokenizer, _ids(tokenizer, text))
+
+
+def _after_start_token(tokenizer: Any, ids: Sequence[int]) -> TokenSequence:
+    start = leading_special_tokens(tokenizer)
     if start and ids[: len(start)] == start:
         return TokenSequence(tuple(ids), (False,) * len(ids), ("own_start",))
     ids = [*start, *ids]
@@ -36,8 +40,9 @@ def completed_text_tokens(tokenizer: Any, prompt: str, response: str) -> TokenSe
     the rest is the response. The end token is added unless the response ends with one; only white space may follow it,
     which is removed.
     """
-    context = prompt_text_tokens(tokenizer, prompt)
-    ids, how = _continuation(tokenizer, prompt, response)
+    plain = _ids(tokenizer, prompt)
+    context = _after_start_token(tokenizer, plain)
+    ids, how = _continuation(tokenizer, prompt, plain, response)
     kept = _length_with_end(tokenizer, ids)
     ids, notes = (ids[:kept], ("own_end",)) if kept else ([*ids, tokenizer.eos_token_id] if ids else [], ())
     mask = (*context.token_mask, *(True for _ in ids))
@@ -49,12 +54,12 @@ def continuation_ids(tokenizer: Any, before: str, text: str) -> list[int]:
 
     Some tokenizers write a space before a text that they tokenize alone.
     """
-    return _continuation(tokenizer, before, text)[0]
+    return _continuation(tokenizer, before, _ids(tokenizer, before), text)[0]
 
 
-def _continuation(tokenizer: Any, before: str, text: str) -> tuple[list[int], tuple[str, ...]]:
-    """Return the ids of `text` directly after `before`, and the names of notes about them."""
-    context, whole = _ids(tokenizer, before), _ids(tokenizer, before + text)
+def _continuation(tokenizer: Any, before: str, context: list[int], text: str) -> tuple[list[int], tuple[str, ...]]:
+    """Return the ids of `text` directly after `before`, whose ids are `context`, and the names of notes about them."""
+    whole = _ids(tokenizer, before + text)
     if whole[: len(context)] == context:
         return whole[len(context) :], ()
     wanted, alone = _text(tokenizer, whole), _ids(tokenizer, text)

@@ -363,7 +363,7 @@ def test_a_sampler_that_disagrees_stops_the_first_step(files):
 
 @pytest.mark.parametrize(("wrong", "ends"), [(1, False), (100_000, True), (40_000, True)])
 def test_only_tokens_in_number_end_the_first_step(wrong, ends, files):
-    """One token of 100,000 that differs by 10 nats in bfloat16 is told; in many tokens it is an error."""
+    """In bfloat16, one token of 100,000 that differs by 10 nats causes a warning; many such tokens are an error."""
     from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.config import GRPOConfig, load_config
     from mcore_rl.errors import TrainingError

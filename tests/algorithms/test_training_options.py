@@ -104,9 +104,10 @@ class Policy:
     def __init__(self):
         self.trained, self.skipped = [], 0
 
-    def train_batch(self, data, loss_fn, temperature, check=lambda metrics: None):
+    def train_batch(self, data, loss_fn, temperature, check=None):
         metrics = {"loss": 0.0, "kl_penalty": 0.0, "logprob_error": 0.0, "token_mult_prob_error": 1.0}
-        check(metrics | {"probs_ratio": 1.0})
+        if check is not None:
+            check(metrics | {"probs_ratio": 1.0})
         self.trained.append(data)
         return {**metrics, "probs_ratio": 1.0, "grad_norm": 0.0}
 

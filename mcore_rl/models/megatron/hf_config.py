@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -85,10 +86,21 @@ def _differs_from_embeddings(path: Path, config: Any) -> bool:
     pair = (family.embedding_name, LM_HEAD)
     if not source.names().issuperset(pair):
         return False
-    if source.shape(pair[0]) != source.shape(pair[1]):
+    return _are_different(path, pair, tuple((path / source.file_of[name]).stat().st_mtime_ns for name in pair))
+
+
+@functools.lru_cache(maxsize=8)
+def _are_different(path: Path, names: tuple[str, str], written_at: tuple[int, ...]) -> bool:
+    """Return whether two tensors differ. A run asks several times for files that may have gigabytes.
+
+    Args:
+        written_at: times at which their files were written; the answer is kept for these.
+    """
+    source = SafetensorsDirectory(path)
+    if source.shape(names[0]) != source.shape(names[1]):
         return True
-    blocks = (slice(start, start + COMPARED_ROWS) for start in range(0, source.shape(LM_HEAD)[0], COMPARED_ROWS))
-    return not all(torch.equal(*(source.read(name, rows) for name in pair)) for rows in blocks)
+    blocks = (slice(start, start + COMPARED_ROWS) for start in range(0, source.shape(names[1])[0], COMPARED_ROWS))
+    return not all(torch.equal(*(source.read(name, rows) for name in names)) for rows in blocks)
 
 
 def check_shared_prefixes(hf: Any) -> None:

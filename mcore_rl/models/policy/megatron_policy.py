@@ -364,7 +364,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             if not eval_mode:
                 self.zero_gradients()
             results = self.forward(*arguments) if eval_mode else self.forward_backward(*arguments)
-            steps.append({**results.metrics(loss_fn), **({} if eval_mode else self._update())})
+            steps.append({**results.metrics(loss_fn), **({} if eval_mode else self.update())})
             for name, values in results.by_microbatch().items():
                 all_mb_metrics.setdefault(name, []).extend(values)
         metrics = steps[0] if len(steps) == 1 else over_steps(steps, reductions_of(loss_fn))
@@ -375,7 +375,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         data: BatchedDataDict[Any],
         loss_fn: LossFunction,
         temperature: float = 1.0,
-        check: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+        check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:
         """Make an optimizer step on one global batch; return the loss's metrics, `grad_norm` and `lr`.
 
@@ -389,11 +389,16 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.zero_gradients()
         results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
         metrics = results.metrics(loss_fn)
-        check(metrics)
-        return {**metrics, **self._update()}
+        if check is not None:
+            check(metrics)
+        return {**metrics, **self.update()}
 
-    def _update(self) -> dict[str, float]:
-        """Clip the gradients and make an optimizer step, with the optimizer's state on the device."""
+    def update(self) -> dict[str, float]:
+        """Clip the gradients and make an optimizer step, with the optimizer's state on the device.
+
+        Returns:
+            `grad_norm` (before clipping), `lr`, and the metrics of expert routers.
+        """
         with self.memory.optimizer_on_device():
             grad_norm = self.clip_gradients(self.config.optimizer.clip_grad)
             return {**self.router_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
