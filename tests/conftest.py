@@ -57,8 +57,19 @@ def pytest_configure(config):
     torch.set_num_threads(1)  # of two workers on two cores, threads would wait for each other
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Let folders with slow tests come first: a slow test that comes last would run alone."""
+    """Make all long cases of a test but the first exhaustive, unless it has the mark `every_case`.
+
+    Folders with slow tests come first: a slow test that comes last would run alone.
+    """
+    have_long_case = set()
+    for item in items:
+        name = (item.path, item.originalname)
+        if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ("exhaustive", "every_case"))):
+            if name in have_long_case:
+                item.add_marker("exhaustive")
+            have_long_case.add(name)
     items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "docs", "simulation", "gpu"))
 
 

@@ -263,6 +263,7 @@ def test_another_sampler_is_corrected_up_to_the_bound(bound):
     assert metrics["importance_weight"] == pytest.approx(weights.sum().item())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_student_learns_from_the_tokens_that_it_samples(files):
     options = [

@@ -80,6 +80,7 @@ def results_of(directory):
     return whole, {part["part"]: part for part in whole["parts"]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_check_of_two_processes_measures_collectives_refit_and_speed(tmp_path):
     process = start("--nproc-per-node", 2, "--output", tmp_path / "out", "--only", "speed,collectives,refit")
@@ -153,6 +154,7 @@ def test_killed_rank_is_reported_and_the_next_part_runs(tmp_path):
     assert "rank 1 was ended by SIGKILL" in (tmp_path / "out" / "verify.html").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_hanging_ranks_are_cut_off_and_the_next_part_runs(tmp_path):
     options = "--minutes", 1.5, "--only", "collectives,refit"

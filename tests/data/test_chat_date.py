@@ -99,6 +99,7 @@ train("sft")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_resumed_on_another_day(tmp_path):
     model_at(tmp_path / "model")

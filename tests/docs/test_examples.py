@@ -134,6 +134,7 @@ def test_environment_example_with_tool_trains(demo):
         assert int(answer) == int(numbers[1]) + int(numbers[2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_reward_model_and_what_it_judges(demo):
     prompts = demo / "prompts.jsonl"
@@ -146,6 +147,7 @@ def test_a_reward_model_and_what_it_judges(demo):
     assert (demo / "judged" / "policy" / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_verify_layouts_shows_steps_side_by_side(demo):
     options = ["--layouts", "tp=2", "--show-steps"]

@@ -335,6 +335,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_nan_in_validation_ends_run_without_restart(files):
     (files / "poisoned.py").write_text(POISONED)
@@ -390,6 +391,7 @@ def set_experiment(name):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
     """The training continues; after a restart, it is the same run on Weights & Biases."""

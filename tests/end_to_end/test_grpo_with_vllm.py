@@ -24,6 +24,7 @@ LAYOUTS = [
 RARELY_ALONE = [pytest.param(*LAYOUTS[0], marks=pytest.mark.exhaustive), LAYOUTS[1]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "processes"), RARELY_ALONE, ids=["one process", "TP2"])
 def test_experts_are_those_that_the_server_told(layout, processes, root, tmp_path):
     """It sends tokens where no router would: the log-probabilities agree only if training sends them there too."""
@@ -207,6 +208,7 @@ def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
     assert [step["step"] for step in metrics] == [1, 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "processes"),
     [

@@ -60,6 +60,7 @@ def waits_of_decoding(path, new_tokens):
     return places, len(passes), late
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_generate_waits_for_host_copies_of_responses_only(family, model_of):

@@ -63,6 +63,7 @@ def assert_same_tensors(ours, theirs):
 PRECISIONS = and_long([torch.bfloat16], [], [torch.float32])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_exact(family, dtype, model_of, tmp_path):
@@ -86,6 +87,7 @@ def weights_by_loading(iteration, config):
     return exported
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_any_layout_loads_what_was_converted(family, layout, model_of, tmp_path):
     from layout_cases import make_config

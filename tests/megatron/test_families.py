@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("family", "sizes"), CASES)
 def test_logits_and_export(family, sizes, model_of, tmp_path):
     check_family(family, sizes, model_of, tmp_path)
@@ -162,6 +163,7 @@ def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
         family_of(config).check(16)
 
 
+@pytest.mark.every_case
 @pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",

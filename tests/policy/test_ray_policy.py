@@ -108,6 +108,7 @@ class Engine:
         return engine_outputs(self.model)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_is_refitted(policy, model_of):
     import ray
     from ports import free_port

@@ -225,6 +225,7 @@ def test_train_refuses_hub_without_write_access_before_start(cache, tmp_path, re
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_nothing_is_written_before_all_checks(cache, tmp_path):
     """If a checkpoint belongs to another run, neither a repository on the hub nor a token cache is created."""

@@ -109,6 +109,7 @@ def tolerances(family):
     return {"gradients": 5e-4} if family in WITH_DELTA_NETS else {}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "family",
     and_long(
@@ -178,6 +179,7 @@ OTHERS = and_long(
 )
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
 def test_layout_of_other_family_equals_plain_pytorch(family, layout, outcomes, model_of):
     """Test tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, windows, pairs of
@@ -185,6 +187,7 @@ def test_layout_of_other_family_equals_plain_pytorch(family, layout, outcomes, m
     check_layout(family, layout, outcomes, model_of)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS, ids=str)
 def test_mixture_layout_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
