@@ -93,7 +93,8 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
     return dict(by_model), trained[-1]
 
 
-SMALL = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 8}
+# A simulation does not read the tokenizer, so it multiplies with the LM head's rows of all ids.
+SMALL = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 8, "sample_unused_ids": True}
 PENALTY = {"reference_policy_kl_penalty": 0.1}
 BFLOAT16, ADAPTERS = {"dtype": "bfloat16"}, {"lora": {"rank": 4}}
 CASES = and_long(
