@@ -27,7 +27,6 @@ from mcore_rl.distributed.collectives import (
 )
 from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
-from mcore_rl.platform import cpu
 
 # Size of the working chunk: a CPU's cache, or enough of a GPU's memory to keep it busy.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
@@ -673,15 +672,11 @@ class Tiles:
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a · b in the accumulation type. Both factors must have the dtype `factor_dtype`."""
-        if self._kept is not None and a.is_cpu:  # each tile has another number of columns, for which oneDNN keeps code
-            return cpu.product_of_torch(a, b)
         return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Compute total += a · b. Both factors must have the dtype `factor_dtype`."""
-        if self._kept is None and total.is_cpu and cpu.uses_onednn(a, b):
-            total += self.multiply(a, b)  # oneDNN computes only products without a sum (platform/cpu.py)
-        elif total.dtype == a.dtype:
+        if total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)  # torch's counter of operations ignores `addmm_`
         elif adds_widened(total.device):
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -414,7 +414,6 @@ def initialize_platform(simulate: bool = False) -> None:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
         cpu.install_stand_ins(device())
-        cpu.install_products()
         cpu.keep_freed_memory()
     _installed = True
 

@@ -7,9 +7,8 @@ one process, this package with one and with two (data-parallel). Each side is a 
 The programs take turns, and the medians of the steps' speeds are compared.
 
 The benchmark also reports the rate of operations of this package's training (without the operations of scoring by a
-swapped reference, but with its time), relative to two rates that are measured right after it: of torch's own matrix
-products, which TRL uses, and of oneDNN's, which this package uses. They show whether a changed ratio to TRL is due to
-the machine. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a
+swapped reference, but with its time), relative to the rate of torch's matrix products, which is measured right after
+it. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a
 bound is missed.
 """
 
@@ -41,8 +40,8 @@ PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8, 4, 2
 MODES = ("swapped", "precomputed")
 BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
 FLOOR = 3.0
-OF_PRODUCTS = {"torch": (0.55, 0.45), "oneDNN": (None, None)}
-"""For each library: bound and floor of the rate of training, relative to the rate of the library's matrix products."""
+OF_PRODUCTS, FLOOR_OF_PRODUCTS = 0.55, 0.45
+"""Bound and floor of the rate of training, relative to the rate of matrix products."""
 
 
 def main() -> int:
@@ -65,10 +64,8 @@ def main() -> int:
         for (mode, processes), bound in BOUNDS.items()
         for ours, trl in [(speed[mode, processes], speed[mode, 0])]
     ]
-    rows += [
-        Row.figure(f"of the rate of {name}'s products, 1 process", reached[name], "reached", bound, None, floor)
-        for name, (bound, floor) in OF_PRODUCTS.items()
-    ]
+    label = "of the rate of matrix products, 1 process"
+    rows.append(Row.figure(label, reached, "reached", OF_PRODUCTS, None, FLOOR_OF_PRODUCTS))
     heavier = [
         Row(f"memory, reference {mode}", memory[mode, 1], memory[mode, 0], memory[mode, 1] / memory[mode, 0], None, 0.6)
         for mode in MODES
@@ -80,14 +77,11 @@ def main() -> int:
     return missed | finish("dpo_memory", "DPO: most resident memory, one process", columns, heavier, whole)
 
 
-def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]]:
-    """Return median tokens per second and megabytes by mode, and the fractions of the rates of products that one
+def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
+    """Return median tokens per second and megabytes by mode, and the fraction of the rate of matrix products that one
     process of this package reaches."""
-    from mcore_rl.platform import cpu
-
-    cpu.install_products()
     python = python_with_trl()
-    reached: dict[str, list[float]] = {name: [] for name in OF_PRODUCTS}
+    reached: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
@@ -98,14 +92,11 @@ def measure(steps: int, rounds: int) -> tuple[Figures, Figures, dict[str, float]
                 return run_trl(python, directory, mode)
             lines, most = run_ours(directory, mode, processes)
             if processes == 1:
-                with cpu.kernel_of_torch():
-                    rates = {"torch": product_rate(threads=2)}
-                rates["oneDNN"] = product_rate(threads=2)
-                for name, rate in rates.items():
-                    reached[name] += (line["tflops_per_second"] / rate for line in lines)
+                rate = product_rate(threads=2)
+                reached.extend(line["tflops_per_second"] / rate for line in lines)
             return [line["tokens_per_second"] for line in lines], most
 
-        return *taking_turns(MODES, rounds, run_side), {name: statistics.median(reached[name]) for name in reached}
+        return *taking_turns(MODES, rounds, run_side), statistics.median(reached)
 
 
 def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:

@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=2 python scripts/benchmarks/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
 
 The reference is the time of the three unavoidable matrix products: logits, and the gradients of hidden states and
-weight. They are computed as in training, by oneDNN, and in one row by torch's own kernel. All cases take turns,
-and each ratio is that of the medians over the rounds. Memory is the peak beyond inputs, weight and their gradients,
-measured in a separate process. Exits with 1 if a bound is missed.
+weight. All cases take turns, and each ratio is that of the medians over the rounds. Memory is the peak beyond inputs,
+weight and their gradients, measured in a separate process. Exits with 1 if a bound is missed.
 """
 
 import argparse
@@ -24,7 +23,6 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.platform import initialize_platform
-from mcore_rl.platform.cpu import kernel_of_torch
 
 KEPT = (20, 256, 1024)
 """Numbers of tokens that a sampler keeps at each position."""
@@ -46,15 +44,14 @@ def main() -> int:
     kept = {f"fused, {count} kept tokens": case.keeping(count) for count in KEPT}
     seconds = median_seconds(
         {
-            "three products": case.products, "fused": case.fused, "three products of torch": case.products_of_torch,
-            "from logits": case.from_logits, "fused, half the tokens masked": case.half_masked, **kept,
+            "three products": case.products, "fused": case.fused, "from logits": case.from_logits,
+            "fused, half the tokens masked": case.half_masked, **kept,
             "loss of 64 sequences of 16": many.run, "4 of 256": few.run,
         },
         sizes.repetitions,
     )  # fmt: skip
     rows = [
         compare(seconds, "fused", "three products", at_most=1.3),
-        compare(seconds, "fused", "three products of torch"),
         compare(seconds, "from logits", "three products", at_most=1.2, floor=1.5),
         compare(seconds, "fused, half the tokens masked", "fused", "none", at_most=0.6),
         *(compare(seconds, name, "fused", "whole vocabulary", at_most=1.0) for name in kept),
@@ -101,10 +98,6 @@ class Case:
             logits = self.hidden @ self.weight.T
             logits @ self.weight
             logits.T @ self.hidden
-
-    def products_of_torch(self) -> None:
-        with kernel_of_torch():
-            self.products()
 
     def fused(self) -> None:
         self.backward(linear_logprobs(self.hidden, self.weight, self.targets)[0])

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import WorkerError
+from mcore_rl.models.generation.megatron_generation import coarse_size
 from mcore_rl.models.generation.sampling import (
     SamplingParams,
     _filtered,
@@ -55,6 +56,13 @@ def test_greedy_equals_transformers(family, model_path):
     )
     assert sequences(out) == expected
     assert difference < most_apart(family)
+
+
+def test_sizes_of_cuda_graphs_are_few_and_near():
+    sizes = [coarse_size(size) for size in range(1, 1025)]
+    assert all(size <= coarse < size * 9 / 8 for size, coarse in enumerate(sizes, 1))
+    assert sizes[:16] == list(range(1, 17))
+    assert len(set(sizes[512:])) == 8
 
 
 LAYOUTS = and_long(

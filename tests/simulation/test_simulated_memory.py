@@ -58,12 +58,10 @@ def resident_growth(config, rank, world_size, port, sequences):
     from peak_memory import PeakMemory
 
     from mcore_rl.models.policy import megatron_policy  # noqa: F401  # its own memory is not the run's
-    from mcore_rl.platform import cpu
     from mcore_rl.simulation.rank import Models, run_step
 
     without_copies_of_buffers()
-    # oneDNN keeps compiled code for each shape of a product, some 50 MB.
-    with cpu.kernel_of_torch(), PeakMemory() as peak:
+    with PeakMemory() as peak:
         models = Models.build(config)
         data = models.policy.own_rows(invented_batch(config, sequences))
         for _ in range(2):

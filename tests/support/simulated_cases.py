@@ -86,11 +86,9 @@ def _alone(function, arguments):
 def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from mcore_rl.platform import cpu
     from mcore_rl.simulation.counters import AttentionFlops, HostReads
 
-    with cpu.kernel_of_torch():  # a GPU adds products of the LM head to their sums in place; oneDNN does not
-        return measure_step(config, sequences, prepare_real_process(), HostReads(), AttentionFlops(), ("cpu",))
+    return measure_step(config, sequences, prepare_real_process(), HostReads(), AttentionFlops(), ("cpu",))
 
 
 def memory_of_offloaded_critic(config, sequences):

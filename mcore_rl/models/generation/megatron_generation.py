@@ -38,7 +38,6 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.platform.cpu import coarse_size
 
 MAX_GRAPHS = 64
 """Maximum number of CUDA graphs. Once it is reached, all are freed, and recording starts anew."""
@@ -148,6 +147,16 @@ class _Look:
 
 # A decoding step returns the new state [3, n], the log-probabilities [n] of the sampled tokens, and the kept tokens.
 Drawn = tuple[Tensor, Tensor, Tensor | None]
+
+
+def coarse_size(size: int) -> int:
+    """Round `size` up, so that only 8 different sizes remain between a power of two and the next.
+
+    This limits the number of sizes for which CUDA graphs are recorded. The size grows by less than an eighth; sizes up
+    to 16 do not change.
+    """
+    step = max(1, 2 ** (size - 1).bit_length() // 16)
+    return -(-size // step) * step
 
 
 class ReplayedStep:
@@ -292,10 +301,10 @@ class ContinuousBatch:
         A step may have more rows than there are running sequences. The additional rows are as long as the shortest
         sequence, and write to a spare block and a spare slot.
         """
-        width = coarse_size(max(len(s.blocks) for s in self.going), 8)
-        unused = coarse_size(len(self.going), 8) - len(self.going)
+        width = coarse_size(max(len(s.blocks) for s in self.going))
+        unused = coarse_size(len(self.going)) - len(self.going)
         held, slots = [s.blocks for s in self.going], [s.slot for s in self.going]
-        lengths = [coarse_size(blocks_for(len(s) + self.steps_ahead - 1), 8) * BLOCK_SIZE for s in self.going]
+        lengths = [coarse_size(blocks_for(len(s) + self.steps_ahead - 1)) * BLOCK_SIZE for s in self.going]
         held += [[self.spare_block] * width] * unused
         self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
         sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())

@@ -13,7 +13,6 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
-from mcore_rl.platform import cpu
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import (
@@ -31,13 +30,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.attention import PackParams
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the result of `F.linear`, without gradients. If `x` is in float32 on the CPU, oneDNN computes it."""
-    if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return cpu.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
 
 
 class GenerationFastPath:
@@ -86,8 +78,8 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         if self.sequence_parallel and not self.explicit_expert_comm:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         if self.skip_bias_add:
-            return linear(input_, self.weight), self.bias
-        return linear(input_, self.weight, self.bias), None
+            return F.linear(input_, self.weight), self.bias
+        return F.linear(input_, self.weight, self.bias), None
 
 
 def bias_of_first_rank(bias: Tensor) -> Tensor:
@@ -140,7 +132,7 @@ class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
         if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_)
             return output
-        partial = linear(input_, self.weight)
+        partial = F.linear(input_, self.weight)
         if self.explicit_expert_comm:  # the token exchange sums experts' outputs
             return partial, self.bias
         if self.sequence_parallel:
