@@ -3,12 +3,14 @@ trainer."""
 
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 
 import psutil
@@ -16,10 +18,17 @@ import pytest
 from ports import free_port
 from published_directories import add_head
 from small_models import and_long, make_model
-from vllm_cases import GROUPS, PARAMS, config_of, pool_of, well
+from vllm_cases import GROUPS, PARAMS, Stub, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.vllm_client import Request, ServerError, VLLMServer, sampling_params
+from mcore_rl.models.generation.vllm_client import (
+    Request,
+    RequestQueue,
+    ServerError,
+    VLLMServer,
+    _Task,
+    sampling_params,
+)
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
 
@@ -79,7 +88,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("behave", "reason"), FAILURES.values(), ids=FAILURES)
 def test_what_a_failed_server_was_asked_is_asked_of_another(behave, reason):
-    with pool_of(behave, well, seconds=1.0) as (pool, stubs, dropped):
+    with pool_of(behave, well, seconds=5.0) as (pool, stubs, dropped):
         check_all_answered(pool)
         assert list(dropped) == [f"http://127.0.0.1:{stubs[0].server_port}"]
         assert reason in dropped[f"http://127.0.0.1:{stubs[0].server_port}"]
@@ -150,6 +159,78 @@ def test_the_lowest_priority_is_served_first_and_what_nobody_wants_is_not_asked(
         free.set()
         assert [future.result(20).token_ids for future in futures[:4]] == [[5, 5], [3, 3], [9, 9], [1, 1]]
         assert [body["token_ids"][1] for body in stubs[0].asked] == [5, 1, 3, 9]
+
+
+class Keeping(Stub):
+    """A server that keeps connections, and counts them."""
+
+    protocol_version = "HTTP/1.1"
+
+    def setup(self):
+        self.server.asked.append(None)
+        super().setup()
+
+
+def test_connections_are_kept():
+    with pool_of(well, connections=2, handler=Keeping) as (pool, stubs, _):
+        check_all_answered_by(pool)
+        check_all_answered_by(pool)
+        assert stubs[0].asked.count(None) == 2
+
+
+def check_all_answered_by(pool):
+    for group, answers in zip(GROUPS, ask_all(pool), strict=True):
+        assert [r.token_ids[-1] for r in answers] == [request.seed for request in group]
+
+
+def test_a_closed_pool_cancels_its_requests():
+    free = threading.Event()
+    with pool_of(lambda n: free.wait(20) and None, connections=1) as (pool, stubs, _):
+        futures = [pool.submit(request, PARAMS) for request in GROUPS[3]]
+        deadline = time.monotonic() + 60
+        while not stubs[0].asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pool.close()
+        for future in futures:
+            with pytest.raises(CancelledError):
+                future.result(60)
+        free.set()
+        pool.drop(next(iter(pool.servers), "none"), "nobody waits for a closed pool")
+        with pytest.raises(TrainingError, match="no vLLM server is left"):
+            pool.submit(GROUPS[0][0], PARAMS).result(60)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_queue_gives_what_a_search_of_all_requests_gives(seed):
+    generator, queue = random.Random(seed), RequestQueue()
+    waiting, homes = [], {}  # in the order of their priorities; of groups
+
+    def expected(url):
+        for task in waiting:
+            if not task.future.cancelled() and homes.setdefault(task.request.group, url) == url:
+                waiting.remove(task)
+                return task
+        return None
+
+    for number in range(400):
+        what = generator.choice(["push", "push", "push", "pop", "pop", "cancel", "forget"])
+        if what == "push":
+            group = (generator.randrange(8),)
+            task = _Task(Request((1,), 1, number, generator.randrange(20), group), PARAMS, Future())
+            queue.push(task)
+            waiting.append(task)
+            waiting.sort(key=lambda task: task.request.priority)
+        elif what == "pop":
+            url = generator.choice("abc")
+            assert queue.pop(url) is expected(url)
+        elif what == "cancel" and waiting:
+            generator.choice(waiting).future.cancel()
+        elif what == "forget" and generator.random() < 0.2:
+            gone = generator.choice(["a", "b", "abc"])
+            queue.forget_homes(gone)
+            homes = {group: home for group, home in homes.items() if home not in gone}
+    assert {id(task) for task in queue.clear()} >= {id(t) for t in waiting if not t.future.cancelled()}
+    assert queue.pop("a") is None
 
 
 # ------------------------------------------------------------------ processes

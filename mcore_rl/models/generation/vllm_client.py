@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import base64
 import io
+import itertools
+import json
+import resource
 import time
-from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from threading import Condition, Thread
+from heapq import heappop, heappush
+from threading import Thread
 from typing import Any, TypeVar
 
+import aiohttp
 import numpy as np
 import requests
 import torch
@@ -98,6 +106,12 @@ ATTEMPTS = 3
 BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
+KEPT_SECONDS = 3.0
+"""Seconds for which an unused connection is kept. vLLM's servers close theirs after 5 s; a request that is sent just
+then would look like one to a failed server."""
+CLOSE_SECONDS = 5.0
+OTHER_FILES = 1024
+"""Number of files that a process may open beside its connections to servers."""
 
 
 class ServerError(RuntimeError):
@@ -155,7 +169,7 @@ class VLLMServer:
     """A client of one vLLM server.
 
     Args:
-        connections: maximum number of concurrent requests.
+        connections: maximum number of concurrent requests for responses.
         experts: description of the model's experts, if a response must contain, for each token, the experts that
             computed it; otherwise None.
     """
@@ -174,7 +188,7 @@ class VLLMServer:
         return self._ask("POST", path, body, seconds)
 
     def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """Send an HTTP request; return the decoded JSON of the answer, or None if the answer is empty.
+        """Send an HTTP request and wait; return the decoded JSON of the answer, or None if the answer is empty.
 
         Raises:
             ServerError: there is no answer within `seconds`, or the answer reports a failure.
@@ -186,23 +200,42 @@ class VLLMServer:
             content = answer.json() if answer.content else None
         except (requests.RequestException, ValueError) as error:
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
-        if answer.status_code in BUSY:
-            raise BusyError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
-        if 400 <= answer.status_code < 500:
+        return self._accepted(path, answer.status_code, content)
+
+    async def _ask_in_loop(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: Any, seconds: float
+    ) -> Any:
+        """Do what `_ask` does, in an event loop, over a connection that `session` keeps."""
+        limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
+        try:
+            async with session.request(method, self.url + path, json=body, timeout=limits) as answer:
+                text = await answer.read()
+                content = json.loads(text) if text else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
+        return self._accepted(path, answer.status, content)
+
+    def _accepted(self, path: str, status: int, content: Any) -> Any:
+        """Return the content of an answer with status 200; otherwise raise the error of its status."""
+        if status in BUSY:
+            raise BusyError(f"{self.url}{path}: status {status}: {_told(content)}")
+        if 400 <= status < 500:
             raise RequestError(f"{self.url}{path} refuses the request: {_told(content)}")
-        if answer.status_code != 200:
-            raise ServerError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
+        if status != 200:
+            raise ServerError(f"{self.url}{path}: status {status}: {_told(content)}")
         return content
 
-    def is_well(self) -> bool:
+    async def is_well(self, session: aiohttp.ClientSession) -> bool:
         """Return whether the server reports that it is healthy."""
         try:
-            self.get("/health", HEALTH_SECONDS)
+            await self._ask_in_loop(session, "GET", "/health", None, HEALTH_SECONDS)
         except (ServerError, TrainingError):
             return False
         return True
 
-    def generate(self, request: Request, params: SamplingParams, seconds: float) -> Answer:
+    async def generate(
+        self, session: aiohttp.ClientSession, request: Request, params: SamplingParams, seconds: float
+    ) -> Answer:
         """Return a response with the versions of the weights that generated it.
 
         Raises:
@@ -211,7 +244,8 @@ class VLLMServer:
             RequestError: the server rejects the request as invalid.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
-        (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
+        content = await self._ask_in_loop(session, "POST", "/inference/v1/generate", body, seconds)
+        (choice,) = content["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise ServerError(
                 f"{self.url}: the request ended before its response was complete "
@@ -265,6 +299,51 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
     return options
 
 
+class RequestQueue:
+    """Waiting requests, in the order of their priority numbers.
+
+    All requests of a group go to one server, the group's home: the server that takes the group's first request.
+    """
+
+    def __init__(self) -> None:
+        self._homes: dict[tuple[int, ...], str] = {}
+        # A heap for each home, and one (None) for groups that had none as their requests came.
+        self._heaps: dict[str | None, list[tuple[int, int, _Task]]] = defaultdict(list)
+        self._numbers = itertools.count()
+
+    def push(self, task: _Task) -> None:
+        entry = (task.request.priority, next(self._numbers), task)
+        heappush(self._heaps[self._homes.get(task.request.group)], entry)
+
+    def pop(self, url: str) -> _Task | None:
+        """Remove the next request for the server `url` and return it; None if no request waits for it."""
+        own, free = self._heaps[url], self._heaps[None]
+        while own or free:
+            entry = heappop(min(heap for heap in (own, free) if heap))  # heaps compare by their first entries
+            task = entry[-1]
+            if task.future.cancelled():
+                continue
+            home = self._homes.setdefault(task.request.group, url)
+            if home == url:
+                return task
+            heappush(self._heaps[home], entry)
+        return None
+
+    def forget_homes(self, servers: Iterable[str]) -> None:
+        """Let groups whose home is one of `servers` (URLs) find another home."""
+        gone = set(servers)
+        self._homes = {group: home for group, home in self._homes.items() if home not in gone}
+        for url in gone:
+            for entry in self._heaps.pop(url, []):
+                heappush(self._heaps[None], entry)
+
+    def clear(self) -> list[_Task]:
+        """Remove all requests and return them."""
+        tasks = [task for heap in self._heaps.values() for *_, task in heap]
+        self._heaps.clear()
+        return tasks
+
+
 class ServerPool:
     """Distributes requests over servers. An unhealthy server is dropped, and its requests go to other servers.
 
@@ -272,6 +351,9 @@ class ServerPool:
 
     When a server has room, it gets the waiting request with the lowest priority number. Requests of the same group
     start with the same tokens. They all go to one server, so that these tokens are computed once.
+
+    One thread with an event loop sends all requests. Only this thread changes `servers` and the queue, so that nothing
+    is locked.
 
     Args:
         drop: called with the URL of a dropped server and the reason.
@@ -282,15 +364,27 @@ class ServerPool:
         self.servers = {server.url: server for server in servers}
         self._drop, self._seconds = drop, seconds
         self.last_failure = "there never was one"
-        self._changed, self._is_closed = Condition(), False
-        self._waiting: list[_Task] = []
-        self._homes: dict[tuple[int, ...], str] = {}
+        self._queue = RequestQueue()
+        self._in_flight = Counter[str]()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._being_told = 0  # number of dropped servers whose reasons are being told
         self._versions: dict[str, int] = {}
         self._announced = self._settled = -1
-        for server in self.servers.values():
-            for _ in range(server.connections):  # daemons, so that pending requests do not keep the process alive
-                Thread(target=self._serve, args=(server,), name="vllm", daemon=True).start()
         self._control = ThreadPoolExecutor(max(1, len(self.servers)), "vllm-control")
+        allow_files(sum(server.connections for server in self.servers.values()) + OTHER_FILES)
+        self._loop = asyncio.new_event_loop()
+        # A daemon, so that pending requests do not keep the process alive.
+        Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._session = self._in_loop(self._open())
+        atexit.register(self.close)  # aiohttp complains of a session that was not closed
+
+    async def _open(self) -> aiohttp.ClientSession:
+        # `connections` of the servers limit the connections; proxies of the environment are not used.
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS))
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop; wait for it, in another thread, and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------------------ responses
 
@@ -301,12 +395,7 @@ class ServerPool:
         if the request is invalid or every attempt fails, and TrainingError if no server is left.
         """
         task = _Task(request, params, Future())
-        with self._changed:
-            if self.servers:
-                insort(self._waiting, task, key=lambda task: task.request.priority)
-                self._changed.notify_all()
-        if not self.servers:
-            self._fail_waiting(task)
+        self._loop.call_soon_threadsafe(self._enqueue, task)
         return task.future
 
     def announce(self, name: str, number: int) -> None:
@@ -314,66 +403,89 @@ class ServerPool:
 
         Until `settle` is called, a server may have the old or the new weights.
         """
-        with self._changed:
-            self._versions[name] = self._announced = number
+        self._versions[name] = self._announced = number
 
     def settle(self, servers: Collection[str]) -> None:
         """Record that `servers` (URLs) now have the weights that were announced last; drop all other servers."""
-        with self._changed:
+
+        async def settled() -> None:
             self._settled = self._announced
-            self._homes.clear()
+            self._queue.forget_homes(self.servers)
+
+        self._in_loop(settled())
         for url in set(self.servers) - set(servers):
             self.drop(url, f"{url}: the first rank has dropped it")
 
-    def _serve(self, server: VLLMServer) -> None:
-        """Send waiting requests to `server`, one after the other, until the server is dropped or the pool is closed."""
-        while (task := self._next_for(server.url)) is not None:
-            oldest = self._settled
-            try:
-                response = self._checked(server, server.generate(task.request, task.params, self._seconds), oldest)
-            except ServerError as error:
-                self._take_back(server, task, error)
-            except Exception as error:  # an error of this request
-                _resolve(task.future, error)
-            else:
-                _resolve(task.future, response)
+    def _enqueue(self, task: _Task) -> None:
+        """Send a request as soon as a server has room; let it fail if no server is left."""
+        if self.servers:
+            self._queue.push(task)
+            self._send_waiting()
+        else:
+            _resolve(task.future, self._none_left())
 
-    def _take_back(self, server: VLLMServer, task: _Task, error: ServerError) -> None:
+    def _send_waiting(self) -> None:
+        """Send waiting requests to servers that have room, always to the one with the fewest requests in flight."""
+        without_work: set[str] = set()
+        while have_room := [
+            server
+            for url, server in self.servers.items()
+            if url not in without_work and self._in_flight[url] < server.connections
+        ]:
+            server = min(have_room, key=lambda server: self._in_flight[server.url])
+            task = self._queue.pop(server.url)
+            if task is None:
+                without_work.add(server.url)
+                continue
+            self._in_flight[server.url] += 1
+            serving = self._loop.create_task(self._serve(server, task))
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+
+    async def _serve(self, server: VLLMServer, task: _Task) -> None:
+        """Send a request to `server`, and then other requests, for which the server has room again."""
+        try:
+            await self._answer(server, task)
+        except asyncio.CancelledError:  # the pool was closed
+            task.future.cancel()
+            raise
+        finally:
+            self._in_flight[server.url] -= 1
+            self._send_waiting()
+
+    async def _answer(self, server: VLLMServer, task: _Task) -> None:
+        """Send a request to `server` and resolve its future, or queue the request again."""
+        oldest = self._settled
+        try:
+            answer = await server.generate(self._session, task.request, task.params, self._seconds)
+            response = self._checked(server, answer, oldest)
+        except ServerError as error:
+            await self._take_back(server, task, error)
+        except Exception as error:  # an error of this request
+            _resolve(task.future, error)
+        else:
+            _resolve(task.future, response)
+
+    async def _take_back(self, server: VLLMServer, task: _Task, error: ServerError) -> None:
         """Handle a request that failed with `error`: queue it again, or let it fail after the last attempt.
 
         Drop the server if it is not healthy.
         """
-        is_lost = isinstance(error, WrongServerError) or not server.is_well()
+        is_lost = isinstance(error, WrongServerError) or not await server.is_well(self._session)
         if not is_lost and isinstance(error, BusyError):
             now = time.monotonic()
             task.busy_since = task.busy_since or now
             if now - task.busy_since > self._seconds:
                 return _resolve(task.future, RequestError(f"{error} (tried again for {self._seconds:g} s)"))
-            time.sleep(BUSY_SECONDS)
+            await asyncio.sleep(BUSY_SECONDS)
         elif not is_lost:
             task.attempts += 1
             if task.attempts >= ATTEMPTS:
                 return _resolve(task.future, RequestError(f"{error} (attempts: {ATTEMPTS})"))
-        with self._changed:
-            if self.servers:
-                insort(self._waiting, task, key=lambda task: task.request.priority)
-                self._changed.notify_all()
-        if not self.servers:
-            self._fail_waiting(task)
         if is_lost:
-            self.drop(server.url, str(error))
-
-    def _next_for(self, url: str) -> _Task | None:
-        """Wait for the next request for this server and return it; None if the server gets no more requests."""
-        with self._changed:
-            while url in self.servers and not self._is_closed:
-                self._waiting = [task for task in self._waiting if not task.future.cancelled()]
-                for index, task in enumerate(self._waiting):
-                    if self._homes.setdefault(task.request.group, url) == url:
-                        del self._waiting[index]
-                        return task
-                self._changed.wait()
-        return None
+            await self._drop_server(server.url, str(error), task)
+        else:
+            self._enqueue(task)
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
         """Return the response in `answer`, with the weights' version numbers in place of their version names.
@@ -394,30 +506,53 @@ class ServerPool:
     # ------------------------------------------------------------ servers
 
     def drop(self, url: str, reason: str) -> None:
-        """Drop a server: send it no more requests."""
-        with self._changed:
-            dropped = self.servers.pop(url, None) is not None
-            self._homes = {group: home for group, home in self._homes.items() if home != url}
-            if dropped:
-                self.last_failure = reason
-            self._changed.notify_all()
-        if dropped:  # without the lock, because finding the reason why a process has ended takes time
-            self._drop(url, reason)
-        if not self.servers:
-            self._fail_waiting()
+        """Drop a server: send it no more requests. Not for the thread of the event loop."""
+        self._in_loop(self._drop_server(url, reason))
 
-    def _fail_waiting(self, *more: _Task) -> None:
-        with self._changed:
-            tasks, self._waiting = [*self._waiting, *more], []
-        for task in tasks:
-            _resolve(task.future, self._none_left())
+    async def _drop_server(self, url: str, reason: str, *taken_back: _Task) -> None:
+        """Drop a server, and give its waiting requests and those in `taken_back` to other servers."""
+        dropped = self.servers.pop(url, None) is not None
+        self._queue.forget_homes([url])
+        for task in taken_back:
+            self._queue.push(task)
+        if dropped:
+            self.last_failure = reason
+            self._send_waiting()
+            self._being_told += 1
+            # In another thread, because finding the reason why a process has ended takes time.
+            try:
+                await self._loop.run_in_executor(None, self._drop, url, reason)
+            finally:
+                self._being_told -= 1
+                self._resume()
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Send waiting requests after a server was dropped; let them fail if none is left and all reasons are told."""
+        if self.servers or self._being_told:
+            self._send_waiting()
+        else:
+            for task in self._queue.clear():
+                _resolve(task.future, self._none_left())
 
     def close(self) -> None:
-        """Send no more requests; do not wait for pending requests."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        """Send no more requests, and cancel pending ones without waiting for the servers. Called at exit, too."""
+
+        async def end() -> None:
+            self.servers.clear()
+            for task in self._queue.clear():
+                task.future.cancel()
+            for serving in self._serving:
+                serving.cancel()
+            await asyncio.gather(*self._serving, return_exceptions=True)
+            await self._session.close()
+
         self._control.shutdown(wait=False, cancel_futures=True)
+        # The loop goes on, because other threads may still wait for it, for example to drop a server.
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(CLOSE_SECONDS)
+        atexit.unregister(self.close)
 
     def _none_left(self) -> TrainingError:
         return TrainingError(f"no vLLM server is left; the last server's failure: {self.last_failure}")
@@ -462,11 +597,22 @@ def _resolve(future: Future[T], result: T | Exception) -> None:
             future.set_result(result)
 
 
+def allow_files(count: int) -> None:
+    """Let this process open at least `count` files, if the system allows it; the default is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 def _reason(error: Exception) -> str:
-    """Return a short description of an error that the package `requests` raised. Its own messages are long."""
-    if isinstance(error, requests.Timeout):
+    """Return a short description of an error of an HTTP library. Its own messages are long."""
+    if isinstance(error, (requests.Timeout, TimeoutError)):
         return "took too long"
-    return "does not answer" if isinstance(error, requests.ConnectionError) else f"{type(error).__name__}"
+    if isinstance(error, (requests.ConnectionError, aiohttp.ClientConnectionError, ConnectionError)):
+        return "does not answer"
+    return type(error).__name__
 
 
 def _told(content: Any) -> str:
