@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 # NVIDIA's containers pin their own packages by this variable, against the versions of constraints-gpu.txt.
 unexport PIP_CONSTRAINT
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-megatron \
+.PHONY: install install-vllm demo demo-grpo demo-ppo demo-smollm test test-long test-exhaustive test-te test-megatron \
 	test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint docs clean
 
 install: .venv/installed
@@ -96,6 +96,19 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 	@$(call train,ppo,ppo_cpu)
 	@echo
 	@$(call results,ppo_cpu)
+
+outputs/smollm/model/config.json: scripts/make_smollm_data.py | .venv/installed-smollm
+	rm -rf outputs/smollm
+	$(BIN)/python scripts/make_smollm_data.py outputs/smollm
+
+# Data-parallel processes: the model has 9 attention heads.
+demo-smollm: outputs/smollm/model/config.json
+	rm -rf outputs/dpo_smollm outputs/grpo_smollm
+	$(BIN)/mcore-rl train dpo --nproc-per-node $(TENSOR_PARALLEL) configs/dpo_smollm.yaml
+	$(BIN)/mcore-rl train grpo --nproc-per-node $(TENSOR_PARALLEL) configs/grpo_smollm.yaml
+	@echo
+	@$(call results,dpo_smollm)
+	@$(call results,grpo_smollm)
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 3
