@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
-import requests
 import torch
 from jaxtyping import Int16
 from torch import Tensor
@@ -107,11 +106,12 @@ BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
 KEPT_SECONDS = 3.0
-"""Seconds for which an unused connection is kept. vLLM's servers close theirs after 5 s; a request that is sent just
-then would look like one to a failed server."""
+"""Seconds for which an idle connection stays open. vLLM's servers close idle connections after 5 s. A request sent at
+that moment would fail as if the server had failed."""
 CLOSE_SECONDS = 5.0
+"""Maximum time that `ServerPool.close` waits for its requests to be cancelled."""
 OTHER_FILES = 1024
-"""Number of files that a process may open beside its connections to servers."""
+"""Number of files that a process may open in addition to its connections to servers."""
 
 
 class ServerError(RuntimeError):
@@ -176,42 +176,30 @@ class VLLMServer:
 
     def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
         self.url, self.connections, self.experts = url, connections, experts
-        self._session = requests.Session()
-        self._session.trust_env = False  # proxies must not be used
-        # The server may close a kept connection just as it is used again, which would look like a failed server.
-        self._session.headers["Connection"] = "close"
 
     def get(self, path: str, seconds: float) -> Any:
-        return self._ask("GET", path, None, seconds)
+        return asyncio.run(self._ask_once("GET", path, None, seconds))
 
     def post(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        return self._ask("POST", path, body, seconds)
+        return asyncio.run(self._ask_once("POST", path, body, seconds))
 
-    def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """Send an HTTP request and wait; return the decoded JSON of the answer, or None if the answer is empty.
+    async def _ask_once(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        async with aiohttp.ClientSession() as session:
+            return await self._ask(session, method, path, body, seconds)
+
+    async def _ask(self, session: aiohttp.ClientSession, method: str, path: str, body: Any, seconds: float) -> Any:
+        """Send an HTTP request; return the decoded JSON of the answer, or None if the answer is empty.
 
         Raises:
             ServerError: there is no answer within `seconds`, or the answer reports a failure.
             RequestError: the server rejects the request as invalid.
         """
-        try:
-            limits = (min(CONNECT_SECONDS, seconds), seconds)
-            answer = self._session.request(method, self.url + path, json=body, timeout=limits)
-            content = answer.json() if answer.content else None
-        except (requests.RequestException, ValueError) as error:
-            raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
-        return self._accepted(path, answer.status_code, content)
-
-    async def _ask_in_loop(
-        self, session: aiohttp.ClientSession, method: str, path: str, body: Any, seconds: float
-    ) -> Any:
-        """Do what `_ask` does, in an event loop, over a connection that `session` keeps."""
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
         try:
             async with session.request(method, self.url + path, json=body, timeout=limits) as answer:
                 text = await answer.read()
                 content = json.loads(text) if text else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a TimeoutError is an OSError
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
         return self._accepted(path, answer.status, content)
 
@@ -228,7 +216,7 @@ class VLLMServer:
     async def is_well(self, session: aiohttp.ClientSession) -> bool:
         """Return whether the server reports that it is healthy."""
         try:
-            await self._ask_in_loop(session, "GET", "/health", None, HEALTH_SECONDS)
+            await self._ask(session, "GET", "/health", None, HEALTH_SECONDS)
         except (ServerError, TrainingError):
             return False
         return True
@@ -244,7 +232,7 @@ class VLLMServer:
             RequestError: the server rejects the request as invalid.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
-        content = await self._ask_in_loop(session, "POST", "/inference/v1/generate", body, seconds)
+        content = await self._ask(session, "POST", "/inference/v1/generate", body, seconds)
         (choice,) = content["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise ServerError(
@@ -300,14 +288,14 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
 
 
 class RequestQueue:
-    """Waiting requests, in the order of their priority numbers.
+    """Queue of waiting requests, ordered by their priority numbers.
 
     All requests of a group go to one server, the group's home: the server that takes the group's first request.
     """
 
     def __init__(self) -> None:
         self._homes: dict[tuple[int, ...], str] = {}
-        # A heap for each home, and one (None) for groups that had none as their requests came.
+        # One heap per home. Requests whose groups have no home yet are in the heap of None.
         self._heaps: dict[str | None, list[tuple[int, int, _Task]]] = defaultdict(list)
         self._numbers = itertools.count()
 
@@ -319,7 +307,7 @@ class RequestQueue:
         """Remove the next request for the server `url` and return it; None if no request waits for it."""
         own, free = self._heaps[url], self._heaps[None]
         while own or free:
-            entry = heappop(min(heap for heap in (own, free) if heap))  # heaps compare by their first entries
+            entry = heappop(min(heap for heap in (own, free) if heap))  # lists compare by their first entries
             task = entry[-1]
             if task.future.cancelled():
                 continue
@@ -352,8 +340,8 @@ class ServerPool:
     When a server has room, it gets the waiting request with the lowest priority number. Requests of the same group
     start with the same tokens. They all go to one server, so that these tokens are computed once.
 
-    One thread with an event loop sends all requests. Only this thread changes `servers` and the queue, so that nothing
-    is locked.
+    One thread with an event loop sends all requests. Only this thread changes `servers` and the queue, so they need no
+    lock.
 
     Args:
         drop: called with the URL of a dropped server and the reason.
@@ -367,7 +355,7 @@ class ServerPool:
         self._queue = RequestQueue()
         self._in_flight = Counter[str]()
         self._serving: set[asyncio.Task[None]] = set()
-        self._being_told = 0  # number of dropped servers whose reasons are being told
+        self._drops_in_progress = 0  # number of calls of `drop` in progress
         self._versions: dict[str, int] = {}
         self._announced = self._settled = -1
         self._control = ThreadPoolExecutor(max(1, len(self.servers)), "vllm-control")
@@ -376,14 +364,14 @@ class ServerPool:
         # A daemon, so that pending requests do not keep the process alive.
         Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self._session = self._in_loop(self._open())
-        atexit.register(self.close)  # aiohttp complains of a session that was not closed
+        atexit.register(self.close)  # aiohttp prints an error if a session is not closed
 
     async def _open(self) -> aiohttp.ClientSession:
-        # `connections` of the servers limit the connections; proxies of the environment are not used.
+        # No limit is needed: each server's `connections` limits its requests. aiohttp does not use proxies by default.
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS))
 
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop; wait for it, in another thread, and return its result."""
+        """Run a coroutine in the event loop and return its result. The loop's own thread must not call this."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------------------ responses
@@ -443,7 +431,7 @@ class ServerPool:
             serving.add_done_callback(self._serving.discard)
 
     async def _serve(self, server: VLLMServer, task: _Task) -> None:
-        """Send a request to `server`, and then other requests, for which the server has room again."""
+        """Send a request to `server`; afterwards, send waiting requests, because the server has room again."""
         try:
             await self._answer(server, task)
         except asyncio.CancelledError:  # the pool was closed
@@ -506,7 +494,7 @@ class ServerPool:
     # ------------------------------------------------------------ servers
 
     def drop(self, url: str, reason: str) -> None:
-        """Drop a server: send it no more requests. Not for the thread of the event loop."""
+        """Drop a server: send it no more requests. The event loop's thread must not call this."""
         self._in_loop(self._drop_server(url, reason))
 
     async def _drop_server(self, url: str, reason: str, *taken_back: _Task) -> None:
@@ -518,26 +506,26 @@ class ServerPool:
         if dropped:
             self.last_failure = reason
             self._send_waiting()
-            self._being_told += 1
+            self._drops_in_progress += 1
             # In another thread, because finding the reason why a process has ended takes time.
             try:
                 await self._loop.run_in_executor(None, self._drop, url, reason)
             finally:
-                self._being_told -= 1
+                self._drops_in_progress -= 1
                 self._resume()
         else:
             self._resume()
 
     def _resume(self) -> None:
-        """Send waiting requests after a server was dropped; let them fail if none is left and all reasons are told."""
-        if self.servers or self._being_told:
+        """Send waiting requests to the remaining servers. If none remains, fail them after the last call of `drop`."""
+        if self.servers or self._drops_in_progress:
             self._send_waiting()
         else:
             for task in self._queue.clear():
                 _resolve(task.future, self._none_left())
 
     def close(self) -> None:
-        """Send no more requests, and cancel pending ones without waiting for the servers. Called at exit, too."""
+        """Send no more requests, and cancel pending requests without waiting for the servers. Also runs at exit."""
 
         async def end() -> None:
             self.servers.clear()
@@ -549,7 +537,7 @@ class ServerPool:
             await self._session.close()
 
         self._control.shutdown(wait=False, cancel_futures=True)
-        # The loop goes on, because other threads may still wait for it, for example to drop a server.
+        # The loop keeps running, because other threads may still call it, for example to drop a server.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(CLOSE_SECONDS)
         atexit.unregister(self.close)
@@ -607,10 +595,10 @@ def allow_files(count: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return a short description of an error of an HTTP library. Its own messages are long."""
-    if isinstance(error, (requests.Timeout, TimeoutError)):
+    """Return a short description of an error of aiohttp. Its own messages are long."""
+    if isinstance(error, TimeoutError):
         return "took too long"
-    if isinstance(error, (requests.ConnectionError, aiohttp.ClientConnectionError, ConnectionError)):
+    if isinstance(error, (aiohttp.ClientConnectionError, ConnectionError)):
         return "does not answer"
     return type(error).__name__
 
