@@ -119,7 +119,7 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 def install_stand_ins(device: torch.device) -> None:
     """Replace the CUDA functions that Megatron-Core calls by functions that work on `device`.
 
-    The files named below are those of `megatron/core` that call the functions.
+    The comments name the files of `megatron/core` that call each function.
     """
     cuda: Any = torch.cuda
 

@@ -1,10 +1,9 @@
-"""Measure many concurrent requests to vLLM's servers from one process, beside a bare HTTP client, within one run.
+"""Compare the client of vLLM's servers with plain aiohttp at 4,096 concurrent requests.
 
     python scripts/benchmarks/bench_requests.py
 
-Four stand-ins for servers, each in a process of its own, answer each request after two seconds. One process sends
-4,096 requests at once, in groups of 8: first through `ServerPool`, then with the same bodies through aiohttp alone.
-Exits with 1 if a bound is missed.
+Four stub servers, one process each, answer each request after two seconds. One process sends 4,096 requests in groups
+of 8, first with `ServerPool`, then the same bodies with aiohttp. Exits with 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     asked = [Request((n // GROUP, *range(1, PROMPT)), RESPONSE, n, n, (n // GROUP,)) for n in range(arguments.requests)]
-    allow_files(len(asked) + OTHER_FILES)  # also of the stand-ins, which inherit it
+    allow_files(len(asked) + OTHER_FILES)  # child processes inherit the limit
     ours, theirs, threads = [], [], 0
     urls, servers = zip(*(start_server() for _ in range(SERVERS)), strict=True)
     try:
@@ -81,8 +80,7 @@ def start_server() -> tuple[str, multiprocessing.Process]:
 
 
 def serve(parent: Connection) -> None:
-    """Answer requests as a server of vLLM does; send the port to the parent."""
-
+    """Send the server's port to `parent`, then answer requests in the format of vLLM's servers."""
     choice = {
         "token_ids": [-1, *range(1, RESPONSE)],
         "finish_reason": "length",
@@ -100,7 +98,7 @@ def serve(parent: Connection) -> None:
         application = web.Application()
         application.router.add_post(PATH, answer)
         application.router.add_get("/health", lambda request: asyncio.sleep(0, web.Response()))
-        # Many connections are open before their first request is sent.
+        # Many connections wait for more than 5 s until their first request is sent.
         runner = web.AppRunner(application, keepalive_timeout=60)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
