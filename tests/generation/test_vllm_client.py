@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 
 import psutil
@@ -198,6 +198,74 @@ def test_a_closed_pool_cancels_its_requests():
         pool.drop(next(iter(pool.servers), "none"), "nobody waits for a closed pool")
         with pytest.raises(TrainingError, match="no vLLM server is left"):
             pool.submit(GROUPS[0][0], PARAMS).result(60)
+
+
+def test_no_future_stays_pending_wherever_a_pool_is_closed():
+    """A closed pool also cancels requests that it is about to send."""
+    for first in range(1, 30):
+        with pool_of(lambda n: None, connections=8) as (pool, _, _):
+            futures = [pool.submit(request, PARAMS) for group in GROUPS * 4 for request in group]
+            futures[first].result(60)
+            pool.close()
+            _, pending = wait(futures, timeout=20)
+            assert not pending
+
+
+def test_a_request_cancelled_before_its_first_step_is_resolved():
+    with pool_of(well, connections=1) as (pool, _, _):
+        task = _Task(GROUPS[0][0], PARAMS, Future())
+
+        async def enqueue_and_cancel():
+            pool._enqueue(task)
+            for serving in pool._serving:
+                serving.cancel()
+
+        pool._in_loop(enqueue_and_cancel())
+        with pytest.raises(CancelledError):
+            task.future.result(20)
+        assert pool.submit(GROUPS[0][0], PARAMS).result(20).ended in (True, False), "the server has room again"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_callback_that_raises_loses_no_request(error):
+    def told(url, reason):
+        raise error("of the callback")
+
+    with pool_of(lambda n: (None, {}), well) as (pool, _, _):
+        pool._drop = told
+        check_all_answered(pool)
+        assert len(pool.servers) == 1
+
+
+def test_a_health_check_that_cannot_be_decoded_drops_the_server():
+    class Deep(Stub):
+        def do_GET(self):
+            content = b"[" * 200_000
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with pool_of(lambda n: (500, {}), handler=Deep) as (pool, _, dropped):
+        with pytest.raises(TrainingError, match="no vLLM server is left"):
+            pool.submit(GROUPS[0][0], PARAMS).result(60)
+        assert len(dropped) == 1
+
+
+def test_a_drop_told_slowly_does_not_delay_the_exit():
+    program = """
+import time
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from vllm_cases import GROUPS, PARAMS
+from mcore_rl.models.generation.vllm_client import ServerPool, VLLMServer
+pool = ServerPool([VLLMServer("http://127.0.0.1:9", 1)], lambda url, reason: time.sleep(100), 5)
+pool.submit(GROUPS[0][0], PARAMS)
+time.sleep(1)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "nclosed" not in done.stderr and "never retrieved" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from threading import Thread
 from typing import Any, TypeVar
@@ -217,7 +218,7 @@ class VLLMServer:
         """Return whether the server reports that it is healthy."""
         try:
             await self._ask(session, "GET", "/health", None, HEALTH_SECONDS)
-        except (ServerError, TrainingError):
+        except Exception:  # also of an answer that cannot be decoded
             return False
         return True
 
@@ -362,7 +363,8 @@ class ServerPool:
         allow_files(sum(server.connections for server in self.servers.values()) + OTHER_FILES)
         self._loop = asyncio.new_event_loop()
         # A daemon, so that pending requests do not keep the process alive.
-        Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
         self._session = self._in_loop(self._open())
         atexit.register(self.close)  # aiohttp prints an error if a session is not closed
 
@@ -428,20 +430,20 @@ class ServerPool:
             self._in_flight[server.url] += 1
             serving = self._loop.create_task(self._serve(server, task))
             self._serving.add(serving)
-            serving.add_done_callback(self._serving.discard)
+            serving.add_done_callback(partial(self._served, server, task))
+
+    def _served(self, server: VLLMServer, task: _Task, serving: asyncio.Task[None]) -> None:
+        """Send waiting requests, because `server` has room again. Cancel the future of a cancelled request.
+
+        A request may be cancelled before `_serve` has begun to run, so `_serve` cannot do this itself.
+        """
+        self._serving.discard(serving)
+        self._in_flight[server.url] -= 1
+        if serving.cancelled():
+            _cancel(task.future)
+        self._send_waiting()
 
     async def _serve(self, server: VLLMServer, task: _Task) -> None:
-        """Send a request to `server`; afterwards, send waiting requests, because the server has room again."""
-        try:
-            await self._answer(server, task)
-        except asyncio.CancelledError:  # the pool was closed
-            task.future.cancel()
-            raise
-        finally:
-            self._in_flight[server.url] -= 1
-            self._send_waiting()
-
-    async def _answer(self, server: VLLMServer, task: _Task) -> None:
         """Send a request to `server` and resolve its future, or queue the request again."""
         oldest = self._settled
         try:
@@ -507,14 +509,28 @@ class ServerPool:
             self.last_failure = reason
             self._send_waiting()
             self._drops_in_progress += 1
-            # In another thread, because finding the reason why a process has ended takes time.
             try:
-                await self._loop.run_in_executor(None, self._drop, url, reason)
+                await self._tell(url, reason)
             finally:
                 self._drops_in_progress -= 1
                 self._resume()
         else:
             self._resume()
+
+    async def _tell(self, url: str, reason: str) -> None:
+        """Call `drop` in a daemon thread. It may take seconds, which must not delay the exit of this process."""
+        done: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                self._drop(url, reason)
+            except BaseException as error:  # a SystemExit would end the event loop
+                done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                done.set_result(None)
+
+        Thread(target=call, name="vllm-drop", daemon=True).start()
+        await asyncio.wrap_future(done)
 
     def _resume(self) -> None:
         """Send waiting requests to the remaining servers. If none remains, fail them after the last call of `drop`."""
@@ -530,7 +546,7 @@ class ServerPool:
         async def end() -> None:
             self.servers.clear()
             for task in self._queue.clear():
-                task.future.cancel()
+                _cancel(task.future)
             for serving in self._serving:
                 serving.cancel()
             await asyncio.gather(*self._serving, return_exceptions=True)
@@ -538,8 +554,9 @@ class ServerPool:
 
         self._control.shutdown(wait=False, cancel_futures=True)
         # The loop keeps running, because other threads may still call it, for example to drop a server.
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result(CLOSE_SECONDS)
+        if self._thread.is_alive():  # not in a forked child
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self._loop).result(CLOSE_SECONDS)
         atexit.unregister(self.close)
 
     def _none_left(self) -> TrainingError:
@@ -583,6 +600,12 @@ def _resolve(future: Future[T], result: T | Exception) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def _cancel(future: Future[T]) -> None:
+    """Cancel a future that has no result yet, and wake the threads that wait for it."""
+    if not future.done() and future.cancel():
+        future.set_running_or_notify_cancel()
 
 
 def allow_files(count: int) -> None:
