@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items):
     """
     have_long_case = set()
     for item in items:
-        name = (item.path, item.originalname)
+        name = item.nodeid.partition("[")[0]
         if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ("exhaustive", "every_case"))):
             if name in have_long_case:
                 item.add_marker("exhaustive")
