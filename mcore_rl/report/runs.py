@@ -89,7 +89,7 @@ class Run:
     @cached_property
     def state(self) -> str:
         """State of the run: "going on" or "killed" by its lock, "stopped" before its last step, or "ended"."""
-        state = {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
+        state = {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock.state()]
         return "stopped" if state == "ended" and (self.last_step or 0) < (self.planned_steps or 0) else state
 
     @property

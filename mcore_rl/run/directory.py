@@ -10,22 +10,17 @@ OUTPUT/…             the files that the run writes (`WRITTEN`)
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import socket
 import time
 from pathlib import Path
-from typing import Literal
-
-import psutil
 
 from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 from mcore_rl.utils.files import remove_listed, unlisted_files
+from mcore_rl.utils.lock_file import LockFile, LockHeld
 from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
@@ -46,7 +41,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints")
         self.export, self.adapter, self.critic = path / "hf", path / "adapter", path / "critic"
-        self._lock = -1
+        self.lock = LockFile(path / LOCK)
         self._made: list[Path] = []
 
     @property
@@ -88,8 +83,7 @@ class RunDirectory:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output_dir: {self.path} cannot be written ({existing} is not writable)")
         foreign = [] if self.identity else [name for name in (*WRITTEN, MARKER) if _exists(self.path / name)]
-        lock = self.path / LOCK
-        if lock.is_file() and (text := lock.read_bytes()) and not _holder(text):
+        if self.lock.is_foreign():
             foreign.append(LOCK)
         if foreign:
             raise UserError(
@@ -113,17 +107,6 @@ class RunDirectory:
         """Return whether the directory contains results of a run. A new run would mix them with its own results."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
-
-    def lock_state(self) -> Literal["free", "held", "left"]:
-        """Return the state of the lock, without changing it.
-
-        "held": a run is active. "left": a killed run has left the lock. "free": there is no lock.
-        """
-        try:
-            holder = _holder((self.path / LOCK).read_bytes())
-        except OSError:
-            return "free"
-        return "held" if _may_live(holder) else "left"
 
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
         """Wait up to `seconds` until this directory contains the lock of another process; return whether it does.
@@ -155,41 +138,20 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._made = missing
-            return self._take_lock()
+            left_by = self.lock.take()
+        except LockHeld as holder:
+            raise UserError(f"output_dir: {self.path} is being written by another run ({holder})") from None
         except OSError as error:
             raise UserError(f"output_dir: {self.path} cannot be written ({error.strerror})") from None
-
-    def _take_lock(self) -> str | None:
-        path = self.path / LOCK
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            holder = _holder(os.read(descriptor, 4096))
-            # A record lock. Unlike a lock by flock, the processes that write checkpoints do not inherit it.
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = False
-            except OSError as error:
-                held = error.errno in (errno.EACCES, errno.EAGAIN) or _may_live(holder)
-            if held:
-                os.close(descriptor)
-                raise UserError(f"output_dir: {self.path} is being written by another run ({_name(holder)})")
-            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-            os.close(descriptor)  # the holder has just removed the file
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, own_lock().encode(), 0)
-        self._lock = descriptor
         global _claimed
         _claimed = self
-        return f"the run that held {self.path} ({_name(holder)}) is gone; going on" if holder else None
+        return f"the run that held {self.path} ({left_by}) is gone; going on" if left_by else None
 
     def release(self) -> None:
         """Release the lock, and remove those directories that `claim` created and that are empty."""
-        if self._lock < 0:
+        if not self.lock.is_taken:
             return
-        (self.path / LOCK).unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = -1
+        self.lock.release()
         for made in self._made:
             with contextlib.suppress(OSError):
                 made.rmdir()
@@ -248,11 +210,6 @@ def is_report(path: Path) -> bool:
         return False
 
 
-def own_lock() -> str:
-    """Return the text that this process writes into a lock file: its pid and host."""
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
-
-
 _claimed: RunDirectory | None = None
 
 
@@ -264,22 +221,3 @@ def release() -> None:
 
 def _exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()
-
-
-def _holder(text: bytes) -> dict[str, object]:
-    try:
-        holder = json.loads(text)
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) and set(holder) == {"pid", "host"} else {}
-
-
-def _name(holder: dict[str, object]) -> str:
-    return f"pid {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
-
-
-def _may_live(holder: dict[str, object]) -> bool:
-    """Return whether the process named in a lock file may be running: its pid exists, or it is on another host."""
-    if not holder:
-        return False
-    return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -33,12 +33,13 @@ from mcore_rl.models.megatron.hf_config import check_model_fits, check_shared_pr
 from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
-from mcore_rl.run.directory import RunDirectory, own_lock
+from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity, flattened, identity_of, model_directories
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.utils import shard_process, torchrun
 from mcore_rl.utils.console import PrintLine, rank_zero_printer, silent
 from mcore_rl.utils.files import MANIFEST_FILE, digest_of_file
+from mcore_rl.utils.lock_file import own_lock
 from mcore_rl.utils.model_directory import (
     NOT_ARCHITECTURE,
     PATTERNS,
