@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.report.verification import Anonymous, write_results
 from mcore_rl.run.preflight import check_layout, check_lengths
+from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.plan import PARTS, SHARES, Plan, dpo_config
 from mcore_rl.testing.cluster.verdicts import (
     FAILED,
@@ -123,10 +125,9 @@ def verify(arguments: Sequence[str]) -> None:
         leave(2, "mcore-rl verify launches its own processes: run it without torchrun, with torchrun's options")
     quiet_libraries()
     with exit_on_error():
-        signals = Signals()
         try:
-            check = _begin(parsed, options, signals)
-            status = check.run()
+            with closing(CheckDirectory(parsed.output.resolve())) as directory:
+                status = _begin(parsed, options, directory).run()
         except Interrupted as error:
             leave(128 + error.number, f"ended by {error}")
     sys.exit(status)
@@ -153,22 +154,21 @@ def _minutes(text: str) -> float:
     return number
 
 
-def _begin(parsed: argparse.Namespace, options: Sequence[str], signals: Signals) -> Check:
-    """Check everything that can be checked before a launch; return the check.
+def _begin(parsed: argparse.Namespace, options: Sequence[str], directory: CheckDirectory) -> Check:
+    """Check everything that can be checked before a launch, and claim the output directory; return the check.
 
     Raises:
         UserError: the command, the configuration or the output directory is wrong, or a node lacks something.
     """
-    started = time.monotonic()
+    started, signals = time.monotonic(), Signals()
     chosen = list(PARTS) if parsed.only is None else parsed.only.split(",")
     if unknown := [part for part in chosen if part not in PARTS]:
         raise UserError(f"--only {parsed.only}: unknown part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     count, per_node, launched = nodes_and_processes(options)
     nodes = Nodes(count, per_node, options, launched)
     config = _given(parsed)
-    output = parsed.output.resolve()
 
-    from mcore_rl.testing.cluster.nodes import claim_directory, describe_node
+    from mcore_rl.testing.cluster.nodes import describe_node
 
     own = describe_node()
     shares_gpus = config is not None and config.parallel.backend == "host"
@@ -177,11 +177,11 @@ def _begin(parsed: argparse.Namespace, options: Sequence[str], signals: Signals)
             f"--nproc-per-node {per_node}: this node has only {len(own['gpus'])} GPUs, and each process needs one"
         )
     if count == 1:
-        claim_directory(output)
+        directory.claim()
         nodes.described = [own]
     else:
-        _meet(nodes, output, 60 * parsed.minutes * PREPARATION_SHARE, signals)
-    plan = _plan(config, nodes, output, parsed.minutes)
+        _meet(nodes, directory, 60 * parsed.minutes * PREPARATION_SHARE, signals)
+    plan = _plan(config, nodes, directory.path, parsed.minutes)
     deadline = started + 60 * parsed.minutes
     return Check(plan, nodes, [part for part in PARTS if part in chosen], deadline, signals)
 
@@ -199,14 +199,20 @@ def _given(parsed: argparse.Namespace) -> TrainingConfig | None:
     return config
 
 
-def _meet(nodes: Nodes, output: Path, seconds: float, signals: Signals) -> None:
-    """Let all nodes compare themselves, in a launch of one process on each node."""
-    with tempfile.TemporaryDirectory() as directory:
-        answer, log = Path(directory) / "answer", Path(directory) / "log"
-        words = ["nodes", str(output), str(seconds), str(answer)]
+def _meet(nodes: Nodes, directory: CheckDirectory, seconds: float, signals: Signals) -> None:
+    """Let all nodes compare themselves, in a launch of one process on each node; claim the directory on the first."""
+    from mcore_rl.testing.cluster.nodes import answer_claim
+
+    def polled() -> bool:
+        answer_claim(directory, answer)
+        return False
+
+    with tempfile.TemporaryDirectory() as own:
+        answer, log = Path(own) / "answer", Path(own) / "log"
+        words = ["nodes", str(directory.path), str(seconds), str(answer)]
         command = ["-m", verify_part.MODULE, *nodes.options_of_launch("nodes", per_node=1), *words]
         print(f"waiting for {nodes.count} nodes …", flush=True)
-        ended = run_process(command, log, seconds, signals)
+        ended = run_process(command, log, seconds, signals, is_over=polled)
         if ended.status != 0:
             raise UserError(f"--nnodes {nodes.count}: the nodes do not meet: {ended.reason}")
         found = json.loads(answer.read_text())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import closing, suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from mcore_rl.cli.verify import Check, Nodes, _plan
 from mcore_rl.cli.verify_process import Interrupted, Signals, first_error, run_process
 from mcore_rl.config import SFTConfig
 from mcore_rl.report.verification import Anonymous, page, write_results
+from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.inputs import speed_config, speed_sequences
 from mcore_rl.testing.cluster.plan import Plan, resume_configs
 from mcore_rl.testing.cluster.verdicts import Outcome
@@ -254,6 +255,15 @@ def test_wrong_command_is_refused_in_one_line(arguments, message, tmp_path):
     assert done.returncode == 2, done.stdout
     assert message.format(root=tmp_path) in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_second_check_in_a_directory_is_refused_at_once(tmp_path):
+    with closing(CheckDirectory(tmp_path / "out")) as directory:
+        directory.claim()
+        done = run_forked(["-m", "mcore_rl", "verify", "--output", str(tmp_path / "out")], ENVIRONMENT)
+        assert done.returncode == 2, done.stdout
+        assert f"is being written by another check (pid {os.getpid()} on " in done.stderr
+        assert done.stderr.count("\n") == 1 and (tmp_path / "out" / "verify.lock").exists()
 
 
 def test_check_under_torchrun_is_refused(tmp_path):

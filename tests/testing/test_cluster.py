@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,9 +16,10 @@ from mcore_rl.config import load_config
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import UserError
 from mcore_rl.testing.cluster import collectives
+from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.inputs import prepare, speed_config, speed_sequences
 from mcore_rl.testing.cluster.letters_judge import judge
-from mcore_rl.testing.cluster.nodes import _difference, claim_directory
+from mcore_rl.testing.cluster.nodes import _difference, answer_claim
 from mcore_rl.testing.cluster.plan import Case, Plan, grpo_config, layouts_for, resume_configs
 from mcore_rl.testing.cluster.ranks import Received, _case_config, _compared, different_tensors, hardware_of
 from mcore_rl.testing.cluster.verdicts import judge_part
@@ -85,21 +91,86 @@ def test_prepared_models_and_configurations_can_be_loaded(tmp_path, monkeypatch)
 # ------------------------------------------------------------ nodes
 
 
+def claim(path):
+    """Claim a directory for a check that ends at once."""
+    with closing(CheckDirectory(path)) as directory:
+        directory.claim()
+
+
 def test_directory_with_other_files_is_not_claimed(tmp_path):
     out = tmp_path / "out"
-    claim_directory(out)
+    claim(out)
     (out / "models").mkdir()
     (out / "models" / "old").touch()
-    claim_directory(out)
+    claim(out)
     assert [path.name for path in out.iterdir()] == ["verify.json"]
     (out / "mine").touch()
     with pytest.raises(UserError, match=r"contains files that no check has written \(mine\)"):
-        claim_directory(out)
-    assert (out / "mine").exists()
+        claim(out)
+    assert sorted(path.name for path in out.iterdir()) == ["mine", "verify.json"]
     other = tmp_path / "run"
     (other / "configs").mkdir(parents=True)
     with pytest.raises(UserError, match=r"\(configs\)"):
-        claim_directory(other)
+        claim(other)
+    assert [path.name for path in other.iterdir()] == ["configs"]
+
+
+def test_directory_of_a_killed_check_is_claimed_again(tmp_path, monkeypatch):
+    """Killed while it removed earlier results, and while it wrote new ones on a full disk."""
+    claim(tmp_path)
+    (tmp_path / "models").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", raising(KeyboardInterrupt))
+        claim(tmp_path)
+    for name in ("verify.json.partial", "verify.html.partial", "verify.lock"):
+        (tmp_path / name).touch()
+    claim(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
+
+
+def raising(error):
+    def function(*args, **options):
+        raise error
+
+    return function
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mcore_rl.testing.cluster.directory import CheckDirectory
+held = CheckDirectory(Path(sys.argv[1]))
+held.claim()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_checks_do_not_share_a_directory(tmp_path):
+    out, answer = tmp_path / "out", tmp_path / "answer"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, out], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        (out / "plan.json").touch()
+        told = f"is being written by another check (pid {holder.pid} on {os.uname().nodename}); name another directory"
+        with pytest.raises(UserError, match=re.escape(told)):
+            claim(out)
+        answer_claim(CheckDirectory(out), answer)
+        assert not list(tmp_path.glob("claim.*")), "the launch of a node that is not the first one asks for nothing"
+        (tmp_path / "claim.request").touch()
+        answer_claim(CheckDirectory(out), answer)
+        assert told in json.loads((tmp_path / "claim.reply").read_text())
+        assert (out / "plan.json").exists()
+        holder.kill()
+        holder.wait(10)
+    finally:
+        holder.kill()
+    (tmp_path / "claim.reply").unlink()
+    with closing(CheckDirectory(out)) as directory:
+        answer_claim(directory, answer)
+        assert json.loads((tmp_path / "claim.reply").read_text()) == "" and (out / "verify.lock").exists()
+        answer_claim(directory, answer)
+    assert [path.name for path in out.iterdir()] == ["verify.json"]
 
 
 def test_nodes_with_other_versions_or_gpus_are_named():

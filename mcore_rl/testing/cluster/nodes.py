@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import platform as python_platform
 import secrets
-import shutil
 import socket
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__, platform
 from mcore_rl.errors import UserError
+from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.groups import Processes
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
-MARK = "verify.json"
-"""File by which a directory is recognized as the output directory of a check."""
-WRITTEN = (
-    MARK, "verify.html", "plan.json", "nodes",
-    "models", "data", "configs", "results", "logs", "resume", "grpo", "speed",
-)  # fmt: skip
-"""Everything that a check writes to its output directory."""
 
 
 def describe_node() -> dict[str, Any]:
@@ -42,34 +36,11 @@ def describe_node() -> dict[str, Any]:
     }
 
 
-def claim_directory(directory: Path) -> None:
-    """Create the output directory, or remove the results of an earlier check from it, and mark it.
-
-    Raises:
-        UserError: the directory contains other files, or cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        others = sorted(path.name for path in directory.iterdir() if path.name not in WRITTEN)
-        if others or (any(directory.iterdir()) and not (directory / MARK).is_file()):
-            named = others or sorted(path.name for path in directory.iterdir())
-            raise UserError(
-                f"--output {directory}: contains files that no check has written ({', '.join(named[:3])}); "
-                "name another directory"
-            )
-        for name in WRITTEN:
-            path = directory / name
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        (directory / MARK).write_text("{}\n")
-    except OSError as error:
-        raise UserError(f"--output {directory}: cannot be written ({error.strerror})") from None
-
-
 def meet_nodes(directory: Path, seconds: float, answer: Path) -> None:
     """Compare all nodes. The launch has one process on each node; its rank is the number of the node.
 
     Every process writes `answer`, a JSON file of its own node: the number of the node, the descriptions of all nodes,
-    and a problem ("" if there is none). The first node claims the output directory.
+    and a problem ("" if there is none). The check on the first node claims the output directory (`answer_claim`).
 
     Args:
         seconds: time limit for the nodes to meet.
@@ -80,11 +51,9 @@ def meet_nodes(directory: Path, seconds: float, answer: Path) -> None:
     nodes = [json.loads(store.get(f"node-{rank}")) for rank in range(processes.size)]
     if processes.rank == 0:
         token = secrets.token_hex(8)
-        try:
-            claim_directory(directory)
+        problem = _let_check_claim(answer, seconds)
+        if not problem:
             (directory / "nodes").write_text(token)
-        except UserError as error:
-            problem = str(error)
         store.set("claimed", json.dumps([problem, token]))
     problem, token = json.loads(store.get("claimed"))
     seen = not problem and _content(directory / "nodes") == token
@@ -98,6 +67,42 @@ def meet_nodes(directory: Path, seconds: float, answer: Path) -> None:
         )
     answer.write_text(json.dumps({"node": processes.rank, "nodes": nodes, "problem": problem}))
     processes.meet("answered")
+
+
+def _let_check_claim(answer: Path, seconds: float) -> str:
+    """Ask the check that has started this launch to claim the output directory; return why it cannot, or "".
+
+    Locks end with the process that takes them, and the process of this launch ends before the check does.
+    """
+    request, reply = _claim_files(answer)
+    request.touch()
+    deadline = time.monotonic() + seconds
+    while not (text := _content(reply)):
+        if time.monotonic() > deadline:
+            return "the check on node 0 does not claim the output directory"
+        time.sleep(0.1)
+    problem: str = json.loads(text)
+    return problem
+
+
+def answer_claim(directory: CheckDirectory, answer: Path) -> None:
+    """Claim the output directory once the launch of `meet_nodes` asks for it. A check calls this again and again."""
+    request, reply = _claim_files(answer)
+    if not request.exists() or reply.exists():
+        return
+    problem = ""
+    try:
+        directory.claim()
+    except UserError as error:
+        problem = str(error)
+    partial = reply.with_suffix(".partial")
+    partial.write_text(json.dumps(problem))
+    partial.replace(reply)
+
+
+def _claim_files(answer: Path) -> tuple[Path, Path]:
+    """Return the file by which a launch asks its check to claim the directory, and the file with the check's reply."""
+    return answer.with_name("claim.request"), answer.with_name("claim.reply")
 
 
 def _content(path: Path) -> str:
