@@ -12,9 +12,14 @@ numbers that were divided before, as with NCCL, so that they do not overflow.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,6 +32,8 @@ COPYING = "host_copying"
 
 NO_LIMIT = timedelta(0)
 """A timeout of an operation that means the timeout of its group."""
+SECONDS_AT_EXIT = 5.0
+"""Seconds that a process which ends waits for its messages to be received."""
 
 
 def register() -> None:
@@ -106,6 +113,64 @@ def _nothing() -> None:
     pass
 
 
+class SendWork(HostWork):
+    """A message that gloo sends. If it is deleted before anyone has waited for it, `_MESSAGES` waits for it.
+
+    gloo drops a message if its work is deleted before the message is sent; NCCL does not.
+    """
+
+    def __del__(self) -> None:
+        if not self.is_finished:
+            _MESSAGES.wait_for(self._started)
+
+
+class Messages:
+    """Waits in a thread for messages that the program does not wait for, and then frees their memory.
+
+    A thread, because gloo tells only a caller who waits that a message has been sent.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+        self._works: list[list[Work]] = []
+        self._thread: threading.Thread | None = None
+
+    def wait_for(self, works: list[Work]) -> None:
+        """Keep gloo's works until they have ended, at most until the timeout of their group."""
+        self._works.append(works)
+        self._queue.put(None)
+        if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
+            self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
+            self._thread.start()
+            atexit.register(self._end)
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()
+            self._wait_for_first()
+            del self._works[0]
+
+    def _wait_for_first(self, limit: timedelta = NO_LIMIT) -> None:
+        for work in self._works[0]:
+            with contextlib.suppress(RuntimeError):  # a rank has ended, or the time
+                work.wait(limit)
+
+    def _end(self) -> None:
+        """Give messages time to be received; then end the wait. Python would abort if gloo's wait ended after Python.
+
+        gloo closes the connections of a group after a timeout, so the other messages of the group end too.
+        """
+        deadline = time.monotonic() + SECONDS_AT_EXIT
+        while self._works:
+            time.sleep(0.01)
+            if time.monotonic() > deadline:
+                with contextlib.suppress(IndexError):  # the thread has just removed the last one
+                    self._wait_for_first(timedelta(milliseconds=1))
+
+
+_MESSAGES = Messages()
+
+
 _Interface: Any = ProcessGroup
 """The base class without its types: torch declares further forms of the methods that torch.distributed never calls."""
 
@@ -130,8 +195,6 @@ class HostGroup(_Interface):
         self._gloo: Any = _gloo_group(store, rank, size, timeout)
         self._all_to_all = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
         self._coalesced: list[HostWork] | None = None
-        # gloo drops a message if its work is deleted before the message is sent; NCCL does not.
-        self._sends: list[HostWork] = []
 
     def getBackendName(self) -> str:
         return COPYING if self._copies_cpu else NAME
@@ -246,9 +309,8 @@ class HostGroup(_Interface):
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> HostWork:
         (tensor,) = tensors
         host = self._on_host(tensor)
-        work = self._work([self._gloo.send([_bytes(host)], rank, tag)] if host.numel() else [], [])
-        self._sends = [*(one for one in self._sends if not one.is_finished), work]
-        return work
+        started = [self._gloo.send([_bytes(host)], rank, tag)] if host.numel() else []
+        return self._noted(SendWork(started, [], _nothing))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> HostWork:
         (tensor,) = tensors
@@ -336,7 +398,9 @@ class HostGroup(_Interface):
     def _work(
         self, started: Sequence[Work], results: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], None] = _nothing
     ) -> HostWork:
-        work = HostWork(started, results, finish)
+        return self._noted(HostWork(started, results, finish))
+
+    def _noted(self, work: HostWork) -> HostWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

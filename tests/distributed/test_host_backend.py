@@ -1,8 +1,12 @@
 """Tests of the backend `host` against gloo and plain arithmetic; the CPU takes the place of a GPU (`host_copying`)."""
 
+import subprocess
+import sys
 import time
+import weakref
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +193,21 @@ def check_messages():
         dist.recv(box, 0)
         assert equal(box, values(3))
 
+    arrays = [np.full((4, 3), number, dtype=np.float32) for number in range(20 if rank < 2 else 0)]
+    memory, deadline = [weakref.ref(array) for array in arrays], time.monotonic() + 20
+    while arrays:  # nobody waits for these messages, and yet their memory is freed
+        array = arrays.pop()
+        if rank == 0:
+            dist.isend(torch.from_numpy(array), 1)
+        else:
+            box = torch.zeros(4, 3)
+            dist.recv(box, 0)
+            assert equal(box, torch.from_numpy(array))
+        del array
+    while any(array() is not None for array in memory):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
 
 def check_works_in_any_order():
     """Several operations run at once; their results appear by `wait`, which need not be called in order."""
@@ -369,6 +388,28 @@ def test_ranks_end_after_the_failure_of_another():
     with pytest.raises(WorkerError, match=r"rank 0: [\s\S]*ended within the limit: True") as caught:
         run_processes(fail_or_wait, 1, world_size=2, timeout=60, start=Start(backend=COPYING))
     assert "rank 1: " in str(caught.value) and "ValueError: rank 1 fails" in str(caught.value)
+
+
+ENDS = """
+import sys, threading, time
+from datetime import timedelta
+import torch
+from mcore_rl.platform import host_backend
+host_backend.SECONDS_AT_EXIT = 0.5
+store, groups = torch.distributed.HashStore(), {}
+def join(rank):
+    groups[rank] = host_backend.HostGroup(store, rank, 2, timedelta(seconds=60))
+threads = [threading.Thread(target=join, args=[rank]) for rank in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+for tag in range(2): groups[0].send([torch.ones(9)], 1, tag)
+print("ends", flush=True)
+"""
+
+
+def test_process_ends_although_a_message_is_never_received():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
 def refuse_sizes():
