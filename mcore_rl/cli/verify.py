@@ -160,13 +160,14 @@ def _begin(parsed: argparse.Namespace, options: Sequence[str], directory: CheckD
     Raises:
         UserError: the command, the configuration or the output directory is wrong, or a node lacks something.
     """
-    started, signals = time.monotonic(), Signals()
+    started = time.monotonic()
     chosen = list(PARTS) if parsed.only is None else parsed.only.split(",")
     if unknown := [part for part in chosen if part not in PARTS]:
         raise UserError(f"--only {parsed.only}: unknown part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     count, per_node, launched = nodes_and_processes(options)
     nodes = Nodes(count, per_node, options, launched)
     config = _given(parsed)
+    signals = Signals()  # only now: until here, a signal ends this program at once, even in a download
 
     from mcore_rl.testing.cluster.nodes import describe_node
 

@@ -18,9 +18,10 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
-from mcore_rl.cli.verify import Check, Nodes, _plan
+from mcore_rl.cli.verify import Check, Nodes, _begin, _plan
 from mcore_rl.cli.verify_process import Interrupted, Signals, first_error, run_process
 from mcore_rl.config import SFTConfig
+from mcore_rl.errors import UserError
 from mcore_rl.report.verification import Anonymous, page, write_results
 from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.inputs import speed_config, speed_sequences
@@ -464,6 +465,20 @@ def test_parts_left_out_are_not_counted_as_passed(tmp_path, monkeypatch, capsys)
     check.outcomes.append(Outcome("collectives", "passed", ""))
     assert check._finish() == 0
     assert "1 of 2 parts passed, 1 left out" in capsys.readouterr().out
+
+
+def test_signals_end_the_program_at_once_until_the_configuration_is_read(monkeypatch):
+    found = []
+
+    def given(parsed):
+        found.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
+        raise UserError("no model")
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr("mcore_rl.cli.verify._given", given)
+    with pytest.raises(UserError, match="no model"):
+        _begin(Namespace(only=None), ["--nproc-per-node", "1"], None)
+    assert found == [before]
 
 
 def test_results_name_no_host_user_address_or_path(tmp_path, monkeypatch):
