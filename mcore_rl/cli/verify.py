@@ -271,6 +271,7 @@ class Check:
     """A check of a cluster, as this node runs it.
 
     deadline: time of `time.monotonic` at which the check ends.
+    missing: files of results that could not be written at the last attempt.
     """
 
     plan: Plan
@@ -281,6 +282,7 @@ class Check:
     outcomes: list[Outcome] = field(default_factory=list)
     launches: list[dict[str, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    missing: list[str] = field(default_factory=list)
 
     def run(self) -> int:
         """Run all parts, print the table, and write the results; return the exit status.
@@ -292,7 +294,11 @@ class Check:
         (self.plan.directory / "logs").mkdir(exist_ok=True)
         try:
             print(TABLE_HEADER, flush=True)
-            if problem := self._prepare():
+            try:
+                problem = self._prepare()
+            except OSError as error:
+                problem = f"the output directory cannot be written ({error.strerror})"
+            if problem:
                 self.outcomes.append(Outcome("inputs", FAILED, problem))
                 print(table_row(self.outcomes[-1]), flush=True)
             for place, part in enumerate([] if problem else self.parts):
@@ -345,13 +351,14 @@ class Check:
             return Outcome(part, LEFT_OUT, f"needs two processes: {needs}")
         started = time.monotonic()
         run = {"layouts": self._run_layouts, "resume": self._run_resume, "speed": self._run_speed}
-        problem = run.get(part, lambda limit: self._run_ranks(part, part, limit))(limit)
-        seconds = time.monotonic() - started
         try:
+            problem = run.get(part, lambda limit: self._run_ranks(part, part, limit))(limit)
             outcome = Outcome(part, FAILED, problem) if problem else judge_part(self.plan, part)
         except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
             outcome = Outcome(part, FAILED, f"its results cannot be read ({type(error).__name__}: {error})")
-        return replace(outcome, seconds=seconds)
+        except OSError as error:
+            outcome = Outcome(part, FAILED, f"the output directory cannot be written ({error.strerror})")
+        return replace(outcome, seconds=time.monotonic() - started)
 
     def _run_ranks(self, name: str, part: str, limit: float, *arguments: str) -> str:
         """Launch all ranks of a part; return why the launch failed, or ""."""
@@ -440,8 +447,14 @@ class Check:
             "ends_of_logs": {name: self._end_of_log(name) for name in bad},
             "failed": failed,
         }
-        if problem := write_results(self.plan.directory, names.cleaned(whole)):
-            print(f"warning: verify.html cannot be written ({problem}); see verify.json", file=sys.stderr, flush=True)
+        try:
+            problem = write_results(self.plan.directory, names.cleaned(whole))
+            missing, told = ["verify.html"] if problem else [], f"verify.html cannot be written ({problem})"
+        except OSError as error:
+            missing, told = ["verify.json", "verify.html"], f"verify.json cannot be written ({error.strerror})"
+        if missing and missing != self.missing:
+            print(f"warning: {told}", file=sys.stderr, flush=True)
+        self.missing = missing
 
     def _end_of_log(self, name: str) -> list[str]:
         """Return the last lines of a log of the first node."""
@@ -455,7 +468,11 @@ class Check:
             if not failed:  # with them, a failed command can be run again
                 for name in ("models", "resume", "grpo", "speed"):
                     shutil.rmtree(self.plan.directory / name, ignore_errors=True)
-            print(f"to send: {self.plan.directory / 'verify.html'}; all figures: {self.plan.directory / 'verify.json'}")
+            files = {"to send": "verify.html", "all figures": "verify.json"}
+            written = [
+                f"{use}: {self.plan.directory / name}" for use, name in files.items() if name not in self.missing
+            ]
+            print("; ".join(written) or "the results cannot be written")
         verdicts = [outcome.verdict for outcome in self.outcomes]
         passed, left_out = verdicts.count(PASSED), verdicts.count(LEFT_OUT)
         if failed:
@@ -467,4 +484,4 @@ class Check:
         else:
             told = "all parts passed"
         print(told, flush=True)
-        return int(bool(failed) or not passed)
+        return int(bool(failed) or not passed or "verify.json" in self.missing)

@@ -1,5 +1,6 @@
 """Tests of `mcore-rl verify`: whole checks over gloo, failing and hanging parts, several nodes, and wrong commands."""
 
+import errno
 import json
 import os
 import re
@@ -465,6 +466,39 @@ def test_parts_left_out_are_not_counted_as_passed(tmp_path, monkeypatch, capsys)
     check.outcomes.append(Outcome("collectives", "passed", ""))
     assert check._finish() == 0
     assert "1 of 2 parts passed, 1 left out" in capsys.readouterr().out
+
+
+def full_disk(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_fails_the_check_without_a_traceback(tmp_path, monkeypatch, capsys):
+    """The disk is full from the first part on; then from the start."""
+    check = check_of(tmp_path, 2, ["resume", "refit"])
+    monkeypatch.setattr(check, "_prepare", lambda: "")
+    monkeypatch.setattr(check, "_run_ranks", full_disk)
+    monkeypatch.setattr("mcore_rl.report.verification._replace", full_disk)
+    assert check.run() == 1
+    out, err = capsys.readouterr()
+    told = "the output directory cannot be written (No space left on device)"
+    assert rows_of(out) == {"resume": ("FAILED", told), "refit": ("FAILED", told)}
+    assert "the results cannot be written\n" in out and "to send" not in out
+    assert err == "warning: verify.json cannot be written (No space left on device)\n"
+    monkeypatch.setattr(Plan, "write", full_disk)
+    check = check_of(tmp_path, 2, ["resume"])
+    assert check.run() == 1 and list(rows_of(capsys.readouterr().out).values()) == [("FAILED", told)]
+    check.outcomes = [Outcome("resume", "passed", "")]
+    assert check._finish() == 1, "without results, the check has not passed"
+
+
+def test_page_that_cannot_be_written_is_not_named(tmp_path, monkeypatch, capsys):
+    check = check_of(tmp_path, 1, [])
+    check.outcomes = [Outcome("resume", "passed", "")]
+    monkeypatch.setattr("mcore_rl.report.verification.page", full_disk)
+    check._write()
+    assert check._finish() == 0, "all figures are written"
+    out, err = capsys.readouterr()
+    assert out.startswith(f"all figures: {tmp_path / 'verify.json'}\n") and "verify.html cannot be written" in err
 
 
 def test_signals_end_the_program_at_once_until_the_configuration_is_read(monkeypatch):
