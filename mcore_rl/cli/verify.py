@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -307,6 +307,10 @@ class Check:
                 self.outcomes.append(self._run_part(part, limit))
                 print(table_row(self.outcomes[-1]), flush=True)
                 self._write()
+        except Interrupted:
+            with suppress(OSError):
+                self._end_of_node(self.nodes.number).touch()
+            raise
         finally:
             self._write()
         return self._finish()
@@ -333,11 +337,21 @@ class Check:
         """File that the first node creates after it has written the inputs."""
         return self.plan.directory / "logs" / "prepare.done"
 
+    def _end_of_node(self, number: int) -> Path:
+        """Return the file that a node creates if a signal ends its check, so that the others do not wait for it."""
+        return self.plan.directory / "logs" / f"ended_{number}"
+
+    def _ended_node(self) -> str:
+        """Return which other node's check a signal has ended; "" if none."""
+        others = (number for number in range(self.nodes.count) if number != self.nodes.number)
+        return next((f"the check on node {number} was ended" for number in others
+                     if self._end_of_node(number).exists()), "")  # fmt: skip
+
     def _wait_for_inputs(self, limit: float) -> str:
         ends, failed = time.monotonic() + limit, self._ready.with_name("prepare.failed_0")
         while not self._ready.exists():
             self.signals.check()
-            if failed.exists() or time.monotonic() >= ends:
+            if failed.exists() or self._ended_node() or time.monotonic() >= ends:
                 return "node 0 has not made the inputs"
             time.sleep(POLL_SECONDS)
         return ""
@@ -346,6 +360,8 @@ class Check:
         """Run a part for at most `limit` seconds; return its outcome."""
         if limit < LEAST_SECONDS:
             return Outcome(part, NOT_RUN, "the time was over")
+        if ended := self._ended_node():
+            return Outcome(part, NOT_RUN, ended)
         if self.plan.world_size == 1 and part in ("layouts", "refit"):
             needs = "there is nothing to compare with" if part == "layouts" else "one of the processes is the engine"
             return Outcome(part, LEFT_OUT, f"needs two processes: {needs}")
@@ -418,7 +434,7 @@ class Check:
             logs / (f"{name}.log" if own == 0 else f"{name}.node_{own}.log"),
             limit,
             self.signals,
-            is_over=lambda: any(path.exists() for path in others),
+            is_over=lambda: bool(self._ended_node()) or any(path.exists() for path in others),
             stack_signal=SHOWN_STACKS if shows_stacks else None,
         )
         if ended.status != 0 and self.nodes.count > 1:

@@ -501,6 +501,23 @@ def test_page_that_cannot_be_written_is_not_named(tmp_path, monkeypatch, capsys)
     assert out.startswith(f"all figures: {tmp_path / 'verify.json'}\n") and "verify.html cannot be written" in err
 
 
+def test_other_nodes_end_with_a_node_that_a_signal_ends(tmp_path, monkeypatch, capsys):
+    first, second = (check_of(tmp_path, 1, ["collectives", "resume"]) for _ in range(2))
+    first.nodes.count = second.nodes.count = 2
+    second.nodes.number = 1
+    first.signals, second.signals = (Signals.__new__(Signals) for _ in range(2))
+    first.signals.received, second.signals.received = 0, signal.SIGTERM
+    with pytest.raises(Interrupted):
+        second.run()
+    started = time.monotonic()
+    monkeypatch.setattr(first, "_prepare", lambda: "")
+    ended = first._start("collectives", ["-c", "import time; time.sleep(50)"], 60)
+    assert ended.reason == "failed on another node"
+    assert first.run() == 1 and time.monotonic() - started < 20
+    told = ("NOT RUN", "the check on node 1 was ended")
+    assert rows_of(capsys.readouterr().out) == {"collectives": told, "resume": told}
+
+
 def test_signals_end_the_program_at_once_until_the_configuration_is_read(monkeypatch):
     found = []
 
