@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,13 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from mcore_rl import platform
 from mcore_rl.algorithms.grpo import check_inputs
-from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import own_layouts
-from mcore_rl.config.parallel import LayoutConfig
+from mcore_rl.config import PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families import family_of
 from mcore_rl.run.identity import model_directories
-from mcore_rl.run.setup import POLICY, check_models, check_output_dir, load_inputs
+from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences, sequences_of
 from mcore_rl.utils import torchrun
@@ -45,7 +44,8 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     on_gpu = given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
     if has_only_config(config.model.path):
         if torchrun.rank() == 0:
-            for line in describe_plan(on_gpu, check_models(on_gpu)[POLICY], world_size):
+            check_models(on_gpu)
+            for line in describe_plan(on_gpu, world_size):
                 print(line, flush=True)
         return
     if given.model.transformer_impl == "local" or find_spec("transformer_engine") is None:
@@ -57,7 +57,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    for line in (*inputs.checkpoints[1], *describe_run(config, on_gpu, inputs, steps, world_size)):
+    for line in chain(inputs.checkpoints[1], describe_run(config, on_gpu, inputs, steps, world_size)):
         print(line, flush=True)
     written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
     hub = Path(HF_HUB_CACHE)
@@ -67,16 +67,14 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     print(f"this was a dry run: {told}")
 
 
-def describe_plan(config: TrainingConfig, hf_config: Any, world_size: int) -> Iterator[str]:
-    """Yield lines about layout and memory of a run whose model directory has only a config.json.
+def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:
+    """Yield lines about the memory of a run whose model directory has only a config.json.
 
     The sequences have `data.max_sequence_length` tokens, because there is no tokenizer for the data.
 
     Args:
         config: the configuration for a run on GPUs.
-        hf_config: transformers' configuration of the model.
     """
-    yield from _layouts(config, hf_config, world_size)
     length = config.data.max_sequence_length
     sequences = sequences_of(config, [length])
     yield f"{config.model.path} has only a config.json: memory is for the longest sequences, of {length:,} tokens"
@@ -87,24 +85,16 @@ def describe_plan(config: TrainingConfig, hf_config: Any, world_size: int) -> It
     )
 
 
-def _layouts(config: TrainingConfig, hf_config: Any, world_size: int) -> Iterator[str]:
-    """Yield lines about the parallel layouts of the policy and of the other models."""
-    yield from layout_picture(config.parallel, world_size, family_of(hf_config).num_layers)
-    for key, own in own_layouts(config).items():
-        yield f"{key}: {_sizes(own, world_size)}"
-
-
 def describe_run(
     config: TrainingConfig, on_gpu: TrainingConfig, inputs: Any, steps: int, world_size: int
 ) -> Iterator[str]:
-    """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
+    """Yield lines about the length of the run, the first step's packs and records, and memory.
 
     Args:
         on_gpu: the configuration for which memory is estimated: each `auto` has its value for a run on GPUs.
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
-    yield from _layouts(config, inputs.hf_config, world_size)
     dataset = inputs.train
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)
@@ -118,37 +108,6 @@ def describe_run(
         yield from packs(config, sequences, world_size)
     yield from records(inputs.tokenizer, of_records)
     yield from memory(on_gpu, sequences, world_size)
-
-
-def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:
-    """Yield lines that show the parallel layout: a line for each tensor-parallel group, with its coordinates.
-
-    Args:
-        layers: number of layers of the model.
-    """
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
-    yield f"{counted(world_size, 'process', 'processes')}: {_sizes(parallel, world_size)}"
-    if parallel.expert_model_parallel_size > 1:
-        experts = counted(parallel.expert_model_parallel_size, "process", "processes")
-        yield f"  experts over {experts}, each over {parallel.expert_tensor_size}"
-    if pp > 1:
-        chunks = parallel.layers_of_chunks(layers)
-        stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
-        yield f"  layers of the pipeline stages: {', '.join(stages)}"
-    for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
-        group = first // tp
-        place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
-        ranks = f"rank {first}" if tp == 1 else f"ranks {first}–{first + tp - 1} (tensor 0–{tp - 1})"
-        yield f"  {ranks:<28}{place}"
-    if world_size > SHOWN_RANKS:
-        yield f"  … and {world_size - SHOWN_RANKS} more"
-
-
-def _sizes(parallel: LayoutConfig, world_size: int) -> str:
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
-    return f"tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
@@ -222,8 +181,10 @@ def text_of_tokens(tokenizer: Any, ids: Sequence[int], start: int, end: int) -> 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
     """Simulate a rank of each distinct pipeline stage; yield lines about the memory that such a rank needs."""
+    ranks = chosen_ranks(config, world_size, "distinct")
+    yield f"memory: simulating a step of {counted(len(ranks), 'rank')} …"
     try:
-        reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
+        reports = simulate(config, world_size, ranks, sequences, say=partial(print, flush=True))
     except UserError as error:
         yield f"memory: not estimated ({error})"
         return

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from mcore_rl.cli.plan import describe_layouts
 from mcore_rl.config import TrainingConfig, build_config, changed_values, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
@@ -184,11 +185,16 @@ def _printed(config: TrainingConfig) -> str:
 
 
 def _announce(config: TrainingConfig, source: str) -> None:
-    """Print `source` (the file of the configuration), the number of processes, and the values that are not defaults."""
+    """Print `source` (the file of the configuration), the number of processes, and the values that are not defaults.
+
+    For a dry run, also describe the parallel layouts.
+    """
     if rank() == 0:
         processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
         console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
         console.print(f"not at their defaults: {'  '.join(map(_shortened, changed_values(config)))}", markup=False)
+        for line in describe_layouts(config, world_size()) if config.dry_run else ():
+            console.print(line, markup=False)
 
 
 def _shortened(line: str) -> str:

@@ -243,6 +243,13 @@ def positions_of(values: Mapping[str, Any]) -> float:
     return float(max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own)))
 
 
+def count_layers(path: Path) -> int | None:
+    """Return the number of layers in a model directory's config.json; None if it does not say it."""
+    values = json.loads((path / "config.json").read_bytes())
+    layers = {**values, **values.get("text_config", {})}.get("num_hidden_layers")
+    return layers if isinstance(layers, int) else None
+
+
 def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None:
     """Check that a model has enough positions for sequences of the maximum length.
 

@@ -231,6 +231,30 @@ def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
     assert refused.returncode == 2 and "must divide the number of processes (3)" in refused.stderr
 
 
+def test_a_dry_run_prints_layouts_and_wrong_data_before_it_imports_pytorch(config, tmp_path):
+    """PyTorch takes seconds to import. Here its import ends the process with another status."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import os\nos._exit(77)\n")
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
+    }
+
+    def dry_run(*overrides):
+        command = [*COMMAND, "train", "sft", config, "--dry-run", "4", *overrides]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env=environment)
+
+    planned = dry_run("parallel.pipeline_model_parallel_size=2", "batch.global_batch_size=4")
+    assert planned.returncode == 77, planned.stderr
+    assert (
+        "4 processes: tensor 1 x context 1 x data 2 x pipeline 2\n  layers of the pipeline stages: 1, 1"
+        in planned.stdout
+    )
+    for override, told in (("data.columns={completion: answer}", "answer"), ("data.train=away.jsonl", "away.jsonl")):
+        refused = dry_run(override)
+        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
+
+
 def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path):
     """Also for messages, although the directory has no chat template. A run needs the other files."""
     (tmp_path / "plan").mkdir()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import make_config
 
-from mcore_rl.cli.dry_run import layout_picture
+from mcore_rl.cli.plan import layout_picture
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.config.parallel import layers_of_layout
 from mcore_rl.errors import UserError
