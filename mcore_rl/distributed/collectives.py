@@ -11,10 +11,11 @@ import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -325,6 +326,54 @@ def all_gather_forward_reduce_scatter_backward(
     queries).
     """
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Which rows the ranks of a group send to each other, as this rank sees it.
+
+    rows: number of rows of all ranks together, in rank order.
+    sent: numbers of this rank's rows that it sends, for one receiver after the other; on the device.
+    sent_counts: how many of them each rank receives.
+    received: numbers of the rows that this rank receives, among those of all ranks; on the device.
+    received_counts: how many of them each rank sends.
+    """
+
+    rows: int
+    sent: Int[Tensor, " sent"]
+    sent_counts: list[int]
+    received: Int[Tensor, " received"]
+    received_counts: list[int]
+
+
+def _all_to_all(out: Tensor, x: Tensor, out_counts: list[int], counts: list[int], group: ProcessGroup) -> None:
+    torch.distributed.all_to_all_single(out, x, output_split_sizes=out_counts, input_split_sizes=counts, group=group)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange, group: ProcessGroup) -> Tensor:
+        ctx.exchange, ctx.group, ctx.own = exchange, group, x.shape[0]
+        rows = x.new_empty((len(exchange.received), *x.shape[1:]))
+        _all_to_all(rows, x[exchange.sent], exchange.received_counts, exchange.sent_counts, group)
+        return x.new_zeros((exchange.rows, *x.shape[1:])).index_copy_(0, exchange.received, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange = ctx.exchange
+        rows = grad.new_empty((len(exchange.sent), *grad.shape[1:]))
+        _all_to_all(rows, grad[exchange.received], exchange.sent_counts, exchange.received_counts, ctx.group)
+        return grad.new_zeros((ctx.own, *grad.shape[1:])).index_add_(0, exchange.sent, rows), None, None
+
+
+def exchange_rows(
+    x: Shaped[Tensor, rows * rest], exchange: RowExchange, group: ProcessGroup | None
+) -> Shaped[Tensor, all_rows * rest]:
+    """As `all_gather_forward_reduce_scatter_backward`, but a rank gets only the rows that `exchange` names.
+
+    The other rows are zeros, and their gradients are ignored.
+    """
+    return _ExchangeRows.apply(x, exchange, group)
 
 
 def all_gather_forward_split_backward(

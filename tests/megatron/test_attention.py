@@ -178,19 +178,25 @@ def attention_module(cp_size, window, recompute):
 
 
 def run_module(cp_size, heads, groups):
-    """Return, by layout and window, this rank's positions, output and gradients, and the number of its all-gathers."""
+    """Return, by layout and window, this rank's positions, output and gradients, and how often it gathered rows of
+    others: before and after the backward pass, and whether these were only the rows in windows."""
+    from mcore_rl.models.megatron import attention
     from mcore_rl.models.megatron.attention import PackParams
     from mcore_rl.models.megatron.attention_kernels import visible_keys
 
     attention_kernels.WORTH_A_TILE, attention_kernels.QUERIES_OF_A_BLOCK = LONG, LONG // 2
     rank, results, gathers = torch.distributed.get_rank(), {}, Counter()
-    gather = torch.distributed.all_gather_into_tensor
 
-    def counted(*args, **kwargs):
-        gathers["all"] += 1
-        return gather(*args, **kwargs)
+    def counted(gather):
+        def call(*args, **kwargs):
+            gathers[gather.__name__] += 1
+            return gather(*args, **kwargs)
 
-    torch.distributed.all_gather_into_tensor = counted
+        return call
+
+    torch.distributed.all_gather_into_tensor = counted(torch.distributed.all_gather_into_tensor)
+    exchange_rows = attention.exchange_rows
+    attention.exchange_rows = counted(exchange_rows)
     for name, layout in layouts(cp_size).items():
         for window in (None, 7):
             for recompute in (False, True):
@@ -200,11 +206,16 @@ def run_module(cp_size, heads, groups):
                 params = PackParams(qkv_format="thd", visible=visible_keys(layout, rank)[0])
                 module = attention_module(cp_size, window, recompute)
                 out = module(*local, None, packed_seq_params=params).view(-1, heads, DIM)
-                before = gathers["all"]
+                before = gathers.total()
                 gradients = torch.autograd.grad(out, local, slice_context_parallel(upstream, layout, rank))
                 positions = layout.local_positions(rank)
-                results[name, window, recompute] = positions, [out.detach(), *gradients], (before, gathers["all"])
+                counts = before, gathers.total(), bool(gathers["exchange_rows"])
+                results[name, window, recompute] = positions, [out.detach(), *gradients], counts
     return results
+
+
+# Packs in which windows of 7 tokens leave out half of the other ranks' rows.
+EXCHANGED = {(2, "long"), (4, "long"), (2, "shared, long"), (4, "shared, long")}
 
 
 @pytest.mark.parametrize(("cp_size", "heads"), and_long([(1, "GQA"), (2, "GQA"), (4, "MQA")], [(2, "MHA"), (4, "GQA")]))
@@ -216,7 +227,8 @@ def test_attention_layer_under_context_parallelism_equals_plain_attention(cp_siz
         for rank in ranks:
             positions, got, gathers = rank[name, window, recompute]
             if cp_size > 1:
-                assert gathers == ((1, 1) if recompute else (1, 2))
+                assert gathers[:2] == ((1, 1) if recompute else (1, 2))
+                assert gathers[2] == (window is not None and (cp_size, name) in EXCHANGED)
             for one, other in zip(got, right, strict=True):
                 torch.testing.assert_close(one, other[positions], rtol=1e-10, atol=1e-10)
 

@@ -4,7 +4,8 @@ A token mixer describes the part of a layer in which tokens see each other. A fa
 layers (`Family.token_mixer`). The token mixer contains what other modules must know about the layer's attention: its
 modules, its weights in the Hugging Face directory, its cache during generation, and its cost.
 
-Under context parallelism each rank gathers the keys and values of the whole pack, and attends with its own queries.
+Under context parallelism each rank gathers the keys and values of the whole pack, and attends with its own queries. In
+a layer with a window, it gathers only those that its windows reach, if these are less than half.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
+from mcore_rl.distributed.collectives import (
+    RowExchange,
+    all_gather_forward_reduce_scatter_backward,
+    exchange_rows,
+)
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, kernel_of, packed_attention
 from mcore_rl.models.megatron.layers import ReplicatedLinear, WideRMSNorm, rotate
@@ -576,10 +581,11 @@ class PackedCausalAttention(MegatronModule):
             # `value` is a view of the projection of queries, keys and values; without the copy all of it would be kept.
             return self._attend(query, key, value.contiguous(), visible)
         own = torch.cat((key, value), dim=-1)
-        seen = self._seen(own, index)
+        exchange = visible.exchange(self.window)
+        seen = self._seen(own, index, exchange)
         again = own.detach()
         keeps = self.config.recompute_granularity == "full"
-        with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index)):
+        with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index, exchange)):
             keys, values = seen.split(key.shape[-1], dim=-1)
             return self._attend(query, keys, values, visible)
 
@@ -601,12 +607,16 @@ class PackedCausalAttention(MegatronModule):
             dp_cp_group=groups.dp_cp,
         )
 
-    def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
+    def _seen(self, own: Tensor, index: Tensor | None, exchange: RowExchange | None) -> Tensor:
         """Gather the rows `own` [T / CP, groups, …] of every context-parallel rank, in the order of the ranks.
 
-        Return all gathered rows or, if `index` is not None, only the rows whose numbers are in `index`.
+        Return all gathered rows or, if `index` is not None, only the rows whose numbers are in `index`. With an
+        `exchange`, the rows that no window of this rank reaches are zeros.
         """
-        gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
+        if exchange is None:
+            gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
+        else:
+            gathered = exchange_rows(own, exchange, self.cp_group)
         return gathered if index is None else gathered[index]
 
 

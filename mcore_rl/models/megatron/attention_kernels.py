@@ -19,6 +19,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.distributed.collectives import RowExchange
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 
 WORTH_A_TILE = 512
@@ -236,6 +237,7 @@ class AttentionPattern:
         self.query_lengths, self.key_lengths, self._order = layout.visible_keys(cp_rank)
         self.is_apart = layout.cp_size > 1 or isinstance(layout, PrefixLayout)
         self._tiles: dict[int | None, tuple[Tile, ...]] = {}
+        self._exchanges: dict[int | None, RowExchange | None] = {}
         self._masks: dict[tuple[Any, ...], Tensor] = {}
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -287,6 +289,15 @@ class AttentionPattern:
             self._tiles[window] = tiles_of(self.layout, self.cp_rank, window)
         return self._tiles[window]
 
+    def exchange(self, window: int | None) -> RowExchange | None:
+        """Return which rows the ranks exchange for layers whose window is `window`.
+
+        None if all ranks gather all rows, because the windows would leave out less than half of them.
+        """
+        if window not in self._exchanges:
+            self._exchanges[window] = None if window is None else exchange_of(self.layout, self.cp_rank, window)
+        return self._exchanges[window]
+
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Return a mask [queries, keys] that is added to scores, with dtype and device of `like`.
 
@@ -300,6 +311,41 @@ class AttentionPattern:
             mask = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
             self._masks[key] = mask.masked_fill_(~seen, -torch.inf)
         return self._masks[key]
+
+
+LEAST_SAVING = 0.5
+"""Share of the other ranks' rows that windows must leave out, so that ranks exchange rows and do not gather all."""
+
+
+def exchange_of(layout: PackLayout, cp_rank: int, window: int) -> RowExchange | None:
+    """Return which rows of keys and values the ranks exchange for a window; None if they gather all rows.
+
+    A window reaches back `window` − 1 tokens from the first query of a chunk.
+    """
+    size = layout.cp_size
+    if size == 1:
+        return None
+    own = layout.total // size
+    wanted = [_rows_in_window(layout, rank, window) for rank in range(size)]
+    from_others = sum(int((rows // own != rank).sum()) for rank, rows in enumerate(wanted))
+    if from_others > (1 - LEAST_SAVING) * size * (size - 1) * own:
+        return None
+    sent = [rows[rows // own == cp_rank] - cp_rank * own for rows in wanted]
+    received = wanted[cp_rank]
+    indices = platform.sent_together((torch.cat(sent), received), platform.device())
+    counts = [len(rows) for rows in sent], torch.bincount(received // own, minlength=size).tolist()
+    return RowExchange(layout.total, indices[0], counts[0], indices[1], counts[1])
+
+
+def _rows_in_window(layout: PackLayout, cp_rank: int, window: int) -> Tensor:
+    """Return the numbers of the rows, in rank order, that the windows of a rank's queries reach; sorted."""
+    queries, keys, order = layout.visible_keys(cp_rank)
+    reached = [
+        seen[max(0, len(seen) - count - window + 1) :]
+        for seen, count in zip(order.split(keys), queries, strict=True)
+        if count
+    ]
+    return layout.gather_order[torch.cat(reached)].unique() if reached else order[:0]
 
 
 def visible_keys(
