@@ -322,6 +322,10 @@ class ParallelConfig(LayoutConfig):
     overlap_param_gather: bool | Literal["auto"] = "auto"
     """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
     true on GPUs if overlap_grad_reduce is true."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How Transformer Engine's attention communicates under context parallelism. p2p: keys and values in a ring.
+    all_gather: all keys and values at once (Transformer Engine 2.20 or newer). a2a: heads for tokens (2.10 or newer);
+    context_parallel_size must divide the heads and the groups of a tensor-parallel process."""
     timeout_seconds: PositiveInt = 600
     """Time limit for a collective. The run ends if a collective takes longer."""
     backend: Literal["auto", "host"] = "auto"

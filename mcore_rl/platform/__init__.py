@@ -99,6 +99,12 @@ def _te_version() -> str:
     return str(package.__version__)
 
 
+def te_lacks(major: int, minor: int) -> str | None:
+    """Return which version of Transformer Engine is needed and which there is, if it is older than `major.minor`."""
+    found = _te_version()
+    return f"Transformer Engine {major}.{minor}, not {found}" if _minor(found) < (major, minor) else None
+
+
 def _minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -11,7 +11,7 @@ from te_cases import EP2, TP2, counted_result, result_with_index, te_config
 
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.testing.layout_check import compare
-from mcore_rl.testing.processes import run_processes
+from mcore_rl.testing.processes import run_cases, run_processes
 
 ONE, CP2, PP2, DP2 = (ParallelLayout(**sizes) for sizes in ({}, {"cp": 2}, {"pp": 2}, {"dp": 2}))
 GROUPED = {"moe_grouped_gemm": True}
@@ -92,6 +92,44 @@ LONG_CASES = {
     "delta nets tp2 sp": ("qwen3_5", TP2, {}),
     "delta nets and grouped experts ep2": ("qwen3_next", EP2, {"model": GROUPED}),
 }
+
+
+def comm_types(config):
+    """Return the form of context parallelism that each layer's attention of Transformer Engine was built with, or the
+    refusal."""
+    from mcore_rl.errors import UserError
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    try:
+        policy = MegatronPolicy(config)
+    except UserError as error:
+        return str(error)
+    layers = policy.model.chunks[0].decoder.layers
+    found = {layer.self_attention.core_attention.te_attention.cp_comm_type for layer in layers}
+    policy.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("chosen", "since"), [("p2p", (2, 9)), ("a2a", (2, 10)), ("all_gather", (2, 20))])
+def test_context_parallelism_communicates_as_chosen(chosen, since, model_of):
+    """A version whose sources refuse packs in this form is told before any step."""
+    import transformer_engine
+
+    families = ("qwen3", "moonlight")
+    cases = [(comm_types, te_config(model_of(name), CP2, {}, parallel={"cp_comm_type": chosen})) for name in families]
+    (told, _), (of_latent, _) = run_cases(cases, world_size=2)
+    assert of_latent == told
+    if tuple(map(int, transformer_engine.__version__.split("+")[0].split(".")[:2])) >= since:
+        assert told == {chosen}
+    else:
+        assert f"parallel.cp_comm_type: {chosen} with packs needs Transformer Engine 2.{since[1]}, not 2.9" in told
+
+
+@pytest.mark.long
+def test_heads_that_cannot_be_exchanged_are_refused(model_of):
+    config = te_config(model_of("qwen3"), ParallelLayout(cp=4), {}, parallel={"cp_comm_type": "a2a"})
+    told = run_processes(comm_types, config, world_size=4)[0]
+    assert "must divide the 4 heads and 2 groups" in told or "needs Transformer Engine 2.10" in told
 
 
 @pytest.fixture(scope="module")

@@ -413,6 +413,7 @@ class PackLatentAttention(MegatronModule):
         mixer: LatentAttention,
         modules: LayerModules,
         pg_collection: ProcessGroupCollection | None = None,
+        cp_comm_type: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -439,6 +440,7 @@ class PackLatentAttention(MegatronModule):
             softmax_scale=mixer.scale,
             pg_collection=groups,
             window=mixer.window,
+            cp_comm_type=cp_comm_type,
         )
         self.linear_proj = modules.row_linear(
             heads * mixer.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, tp_group=groups.tp, **common

@@ -76,6 +76,8 @@ def has_separate_head(path: Path, trust_remote_code: bool = False) -> bool:
 
 COMPARED_ROWS = 4096
 """Number of rows of embedding and LM head that are compared at a time."""
+CP_COMM_SINCE = {"all_gather": (2, 20), "a2a": (2, 10)}
+"""Versions of Transformer Engine (major, minor) since which these forms of `cp_comm_type` accept packs."""
 
 
 def _differs_from_embeddings(path: Path, config: Any) -> bool:
@@ -231,6 +233,33 @@ def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size:
             )
 
 
+def _cp_comm_type(family: Family, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Return how attention communicates under context parallelism; None for the way of the layers' own.
+
+    Raises:
+        UserError: the layers, the version of Transformer Engine, or the numbers of heads do not allow it.
+    """
+    chosen, size = parallel.cp_comm_type, parallel.context_parallel_size
+    if chosen == "p2p" or size == 1:
+        return None
+    if model.transformer_impl != "transformer_engine":
+        raise UserError(
+            f"parallel.cp_comm_type: {chosen} is a way of Transformer Engine's attention, but the layers are local "
+            "(model.transformer_impl); leave parallel.cp_comm_type out"
+        )
+    if problem := platform.te_lacks(*CP_COMM_SINCE[chosen]):
+        raise UserError(f"parallel.cp_comm_type: {chosen} with packs needs {problem}; leave parallel.cp_comm_type out")
+    heads, groups = (
+        n // parallel.tensor_model_parallel_size for n in (family.num_attention_heads, family.num_query_groups)
+    )
+    if chosen == "a2a" and (heads % size or groups % size):
+        raise UserError(
+            f"parallel.cp_comm_type: for a2a, context_parallel_size ({size}) must divide the {heads} heads and "
+            f"{groups} groups of a tensor-parallel process; use p2p or all_gather"
+        )
+    return chosen
+
+
 def _adapts_experts(family: Family, lora: LoRAConfig | None) -> bool:
     return lora is not None and any(map(is_expert_target, lora_of(lora, family).target_modules))
 
@@ -272,6 +301,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         batch_p2p_comm=chunks == 1,
         pipeline_model_parallel_layout=_pipeline_layout(family, parallel),
         context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=_cp_comm_type(family, model, parallel),
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
