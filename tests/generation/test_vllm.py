@@ -25,6 +25,7 @@ from small_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError
 from mcore_rl.testing.processes import run_processes
@@ -165,7 +166,14 @@ def tokens(out):
 
 
 TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
-RUNS = {"tp2": (2, TP2), "tp2 pp2": (4, TP2, PP2), "adapters": (1, "model.lora={rank: 4}")}
+DELTA = "generation.vllm.weight_updates=delta"
+RUNS = {
+    "tp2": (2, TP2),
+    "tp2 pp2": (4, TP2, PP2),
+    "tp2 pp2 differences": (4, TP2, PP2, DELTA),
+    "adapters": (1, "model.lora={rank: 4}"),
+    "adapters differences": (1, "model.lora={rank: 4}", DELTA),
+}
 
 
 @pytest.mark.parametrize("run_", RUNS.values(), ids=RUNS)
@@ -180,6 +188,31 @@ def test_the_servers_have_the_trainers_weights_after_every_step(run_, root, urls
     assert all(a != b for a, b in itertools.pairwise(sampled)), "every update changed the answers"
     for _, others, _ in results[1:]:
         assert all(torch.equal(a[0]["logprobs"], b[0]["logprobs"]) for a, b in zip(outputs, others, strict=True))
+
+
+def refuse_once(config):
+    """As `follow`, but before the second update the trainer's copy is no longer what the server has."""
+    from mcore_rl.models.generation import vllm_weights
+    from mcore_rl.models.policy.refit_delta import DeltaEncoder
+
+    vllm_weights.BUCKET_BYTES = 50_000  # some buckets are loaded before one is refused
+    encode, buckets = DeltaEncoder.encode, itertools.count()
+
+    def wrongly(self, tensors):
+        if self.version == 1 and next(buckets) == 2:
+            tensors = list(tensors)
+            self._copies[tensors[0][0]][0] ^= 1
+        return encode(self, tensors)
+
+    DeltaEncoder.encode = wrongly
+    return follow(config, 3)
+
+
+def test_a_server_that_refuses_differences_gets_all_weights(root, urls):
+    ((differences, _, said),) = run_processes(
+        refuse_once, config_of(root, urls, DELTA), world_size=1, timeout=START_SECONDS
+    )
+    assert said == [] and torch.tensor(differences).max() < CLOSE, differences
 
 
 def test_the_likeliest_tokens_are_megatrons(root, urls):
@@ -401,7 +434,8 @@ def test_rollouts_ahead_of_training(root, urls):
     for version in range(1, 5):  # tokens of the last step may already have the weights of the step before
         weights[version] = root / f"ahead_{version}"
         run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
-    check_versions([rollout for rollouts in steps for rollout in rollouts], weights)
+    rollouts = [rollout for rollouts in steps for rollout in rollouts]
+    check_versions(rollouts, weights, count_ids(make_tokenizer()))
 
     shutil.copytree(out, root / "ahead_resumed")
     checkpoints = root / "ahead_resumed" / "checkpoints"
@@ -465,8 +499,11 @@ def test_weights_change_between_two_tokens_of_a_response(root, urls, tmp_path):
     check_versions(rollouts, {0: root / "model", 1: tmp_path / "after"})
 
 
-def check_versions(rollouts, weights):
-    """Log-probabilities of responses' tokens, each under the weights of its version, by transformers."""
+def check_versions(rollouts, weights, num_ids=None):
+    """Log-probabilities of responses' tokens, each under the weights of its version, by transformers.
+
+    Ids from `num_ids` on have no probability.
+    """
     models = {
         version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for version, path in weights.items()
@@ -475,7 +512,7 @@ def check_versions(rollouts, weights):
         ids, temperature = torch.tensor(rollout["input_ids"]), 0.8
         with torch.no_grad():
             rows = {
-                version: (models[version](ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+                version: (models[version](ids[None]).logits[0, :-1, :num_ids] / temperature).log_softmax(-1)
                 for version in {version for version, _ in rollout["weight_versions"]}
             }
         versions = iter(version for version, count in rollout["weight_versions"] for _ in range(count))
@@ -498,7 +535,7 @@ def test_servers_that_are_not_there_or_too_small(root, urls):
     away = "generation.vllm={urls: ['http://127.0.0.1:9'], start_seconds: 1}"
     process = train(root, "away", away, check=False)
     assert process.returncode == 2
-    assert "error: generation.vllm: http://127.0.0.1:9/health: does not answer" in process.stderr_text
+    assert "generation.vllm.start_seconds: http://127.0.0.1:9/health: does not answer" in process.stderr_text
     process = train(root, "small", urls, f"data.max_sequence_length={LIMIT + 1}", check=False)
     assert process.returncode == 2
     assert f"takes {LIMIT} tokens at most" in process.stderr_text
@@ -534,14 +571,14 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "from mcore_rl.platform import initialize_platform\n"
         "initialize_platform()\n"
         "from mcore_rl.models.policy import refit\n"
-        "from mcore_rl.models.generation import vllm_generation\n"
-        "vllm_generation.BUCKET_BYTES = 50_000\n"
-        "send, count = refit.RefitGroups.broadcast, []\n"
+        "from mcore_rl.models.generation import vllm_weights\n"
+        "vllm_weights.BUCKET_BYTES = 50_000\n"
+        "send, count = refit.RefitGroups.begin_broadcast, []\n"
         "def broadcast(self, tensor):\n"
         "    count.append(1)\n"
         "    if len(count) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return send(self, tensor)\n"
-        "refit.RefitGroups.broadcast = broadcast\n"
+        "refit.RefitGroups.begin_broadcast = broadcast\n"
         "from mcore_rl.cli.train import train\n"
         "train('grpo')\n"
     )
@@ -563,14 +600,15 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
 MODELS = {"qwen3_moe": ({"head_dim": 32}, 1), "qwen2": ({"num_attention_heads": 2, "head_dim": 32}, 2)}
 
 
+@pytest.mark.parametrize("updates", ["whole", "delta"])
 @pytest.mark.parametrize("family", MODELS)
-def test_other_families_and_servers_of_several_processes(family, root, tmp_path):
+def test_other_families_and_servers_of_several_processes(family, updates, root, tmp_path):
     changes, size = MODELS[family]
     make_model(family, tmp_path / "model", initializer_range=0.1, **changes)
     options = (f"model.path={tmp_path / 'model'}", f"generation.vllm.tensor_parallel_size={size}")
     with Serving(root, *options) as serving:
         layout = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-        config = config_of(root, *options, serving.urls, *layout)
+        config = config_of(root, *options, serving.urls, *layout, f"generation.vllm.weight_updates={updates}")
         differences, _, _ = run_processes(follow, config, 2, world_size=2, timeout=START_SECONDS)[0]
     assert torch.tensor(differences).max() < CLOSE, differences
     assert serving.process.returncode == 130
@@ -593,12 +631,12 @@ def live_dangerously(config):
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.policy_options import ClippedPGOptions
-    from mcore_rl.models.generation import vllm_generation
+    from mcore_rl.models.generation import vllm_weights
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.refit import RefitGroups
 
-    vllm_generation.BUCKET_BYTES = 50_000
+    vllm_weights.BUCKET_BYTES = 50_000
     policy, said = MegatronPolicy(config, total_steps=3), []
     generation = build_generation(config, policy, make_tokenizer(), said.append)
     generation.prepare_for_generation(weight_version=0)
@@ -613,7 +651,7 @@ def live_dangerously(config):
     data["advantages"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(0))
     policy.train(data, ClippedPGLossFn(ClippedPGOptions()), temperature=config.grpo.temperature)
     if policy.is_writer:
-        RefitGroups.broadcast = killing(RefitGroups.broadcast, urls[1], at=5)
+        RefitGroups.begin_broadcast = killing(RefitGroups.begin_broadcast, urls[1], at=5)
     generation.prepare_for_generation(weight_version=1)
     left.append(generation.servers)
     difference, _ = score(policy, prompts, generation.generate(prompts), generation.params)

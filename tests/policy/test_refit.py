@@ -163,7 +163,7 @@ def peak_while_sending(config, port, store, budget):
 
 @pytest.mark.long
 def test_sending_takes_little_memory(tmp_path):
-    """A bucket and the largest tensor, gathered over tensor-parallel ranks; the model itself is five times that."""
+    """Two buckets and the largest tensor, gathered over tensor-parallel ranks; the model itself is five times that."""
     from small_models import make_model
 
     path = make_model("llama", tmp_path / "large", vocab_size=32000, hidden_size=512, num_hidden_layers=12,
@@ -172,7 +172,7 @@ def test_sending_takes_little_memory(tmp_path):
     budget, largest = 8 * 10**6, 32000 * 512 * 4
     peak = run_processes(peak_while_sending, config, free_port(), free_port(), budget, world_size=3)[0]
     print(f"peak {peak / 1e6:.0f} MB; bucket {budget / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
-    assert peak < budget + 1.1 * largest
+    assert peak < 2 * budget + 1.1 * largest
 
 
 SENT = {"small": torch.arange(7.0), "large": torch.randn(2_000_000, generator=torch.Generator().manual_seed(0))}
@@ -303,7 +303,7 @@ def base_and_adapters(config, policies, port, store):
     merged, load = state_engine_of(config.model.path)
     whole = RefitReceiver(load, {name: (shape, torch.float32) for name, shape in family_of(hf).shapes().items()})
     adapters.init_collective("127.0.0.1", port, 1, 2, timeout=60)
-    whole.group = adapters.group
+    whole.groups = adapters.groups
     results = []
     for _ in range(REFITS):
         adapters.update_weights_from_collective()

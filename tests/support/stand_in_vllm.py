@@ -5,6 +5,7 @@ Every token is drawn from all that is before it by the weights of the moment, in
 
 import argparse
 import base64
+import hashlib
 import io
 import json
 import os
@@ -26,6 +27,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
+from mcore_rl.models.policy.refit_copy import HostCopy
+from mcore_rl.models.policy.refit_delta import RefusedUpdate
 
 
 class Engine:
@@ -108,8 +111,16 @@ class Engine:
     # ------------------------------------------------------------ weights
 
     def init(self, info):
-        self.receiver = RefitReceiver(self.received.update, decode_refit_info(info["tensors"]))
-        self.receiver.init_collective(info["ip"], info["port"], info["first_rank"], info["world_size"], info["timeout"])
+        tensors = decode_refit_info(info["tensors"])
+        copy = HostCopy(tensors.values(), info["copy"], info["timeout"]) if info["copy"] else None
+        self.receiver = RefitReceiver(self.received.update, tensors, copy=copy)
+        self.receiver.order = info["order"]
+        for ip, port in info["senders"]:
+            self.receiver.init_collective(ip, port, info["first_rank"], info["world_size"], info["timeout"])
+
+    def note(self, entry):
+        with self.lock, open(self.options.log, "a") as log:
+            log.write(json.dumps([time.time(), entry]) + "\n")
 
     def load(self, version):
         """Load weights from a file, in the format in which transformers reads published weights."""
@@ -132,9 +143,14 @@ class Engine:
             self.running.clear()
         elif path == "/update_weights":
             assert not self.asleep, "weights for one that sleeps"
-            self.receiver.update_weights_from_collective()
+            if self.counts[path] in self.options.forget:
+                self.receiver.copy.version = -1
+            self.receiver.update_weights_from_collective(**body["update_info"])
         elif path == "/finish_weight_update":
-            self.load(body["weight_version"])
+            if self.options.digests:
+                self.note(f"digest={digest_of(self.received)}")
+            else:
+                self.load(body["weight_version"])
         elif path == "/resume":
             self.running.set()
         elif path.startswith("/sleep"):
@@ -150,6 +166,14 @@ class Engine:
         elif path == "/get_world_size":
             return {"world_size": 1}
         return {}
+
+
+def digest_of(tensors):
+    """Return a digest of the tensors' names and bits."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def told_experts(config, num_tokens):
@@ -195,7 +219,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         engine.count(self.path)
         status = engine.refusal(body) if self.path == "/inference/v1/generate" else 0
-        content = json.dumps({"error": "not this one"} if status else engine.answer(self.path, body)).encode()
+        try:
+            answer = {"error": "not this one"} if status else engine.answer(self.path, body)
+        except RefusedUpdate as error:
+            status, answer = 500, {"error": str(error)}
+        content = json.dumps(answer).encode()
         self.send_response(status or 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -215,6 +243,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.0, help="before each token")
     parser.add_argument("--experts", action="store_true", help="send tokens to experts of its own, and tell them")
     parser.add_argument("--masks", action="store_true", help="return the tokens that top_k keeps")
+    parser.add_argument("--digests", action="store_true", help="only note the digests of the weights, do not load them")
+    parser.add_argument("--forget", nargs="*", type=int, default=[], help="updates before which it loses its version")
     parser.add_argument("--sleeps", action="store_true", help="has the routes for it")
     parser.add_argument("--refuse", nargs=2, type=int, default=(0, 0), help="a status for seeds that this divides")
     parser.add_argument(

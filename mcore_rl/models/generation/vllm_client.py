@@ -495,6 +495,16 @@ class ServerPool:
 
     # ------------------------------------------------------------ servers
 
+    def add(self, server: VLLMServer) -> None:
+        """Send requests to a further server, or again to one that was dropped."""
+
+        async def added() -> None:
+            self.servers[server.url] = server
+            self._queue.forget_homes([server.url])
+            self._send_waiting()
+
+        self._in_loop(added())
+
     def drop(self, url: str, reason: str) -> None:
         """Drop a server: send it no more requests. The event loop's thread must not call this."""
         self._in_loop(self._drop_server(url, reason))
@@ -572,9 +582,14 @@ class ServerPool:
         """
         return self.gather(self.begin_each(call))
 
-    def begin_each(self, call: Callable[[VLLMServer], T]) -> dict[str, Future[T]]:
-        """Start `call` for all servers and return the futures by URL; `gather` waits for them."""
-        return {url: self._control.submit(call, server) for url, server in list(self.servers.items())}
+    def begin_each(self, call: Callable[[VLLMServer], T], urls: Iterable[str] | None = None) -> dict[str, Future[T]]:
+        """Start `call` for the servers `urls`, or for all; return the futures by URL. `gather` waits for them."""
+        wanted = None if urls is None else set(urls)
+        return {
+            url: self._control.submit(call, server)
+            for url, server in list(self.servers.items())
+            if wanted is None or url in wanted
+        }
 
     def gather(self, begun: dict[str, Future[T]]) -> dict[str, T]:
         """Wait for the futures of `begin_each`; return the results by URL, and drop the servers that failed.

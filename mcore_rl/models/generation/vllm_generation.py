@@ -1,8 +1,8 @@
 """Generation by vLLM's servers. The servers receive the policy's weights.
 
-The first rank of each data-parallel replica sends requests in the background. To update the weights, all ranks gather
-them, and rank 0 sends them to the servers. A server that fails is dropped, and the run continues with the remaining
-servers.
+The first rank of each data-parallel replica sends requests in the background. `vllm_weights` updates the servers'
+weights. A server that fails is dropped, and the run continues with the remaining servers. If a server of
+`generation.vllm.urls` answers again later, it is used again from the next update of the weights on.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 
@@ -38,38 +37,21 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
-from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.generation.vllm_weights import CONTROL_SECONDS, VLLMWeights, WeightSource
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.weights import export_hf_weights
-from mcore_rl.models.policy.refit import (
-    RefitGroup,
-    RefitGroups,
-    RefitInfo,
-    RefitStore,
-    encode_refit_info,
-    local_address,
-    send_weights,
-)
 from mcore_rl.utils.console import PrintLine
 
 T = TypeVar("T")
 
-BUCKET_BYTES = 512 * 1024**2
-CONTROL_SECONDS = 60.0
-"""Time limit in seconds of requests that take almost no time."""
 POLL_SECONDS = 0.5
+RETURN_SECONDS = 3.0
+"""Time limit in seconds for a dropped server to answer, before each update of the weights."""
 
 
-class Sender(Protocol):
+class Sender(WeightSource, Protocol):
     """Interface of the policy whose weights `VLLMGeneration` sends to the servers."""
 
-    model: ModelShard
     topology: Topology
-
-    @property
-    def is_writer(self) -> bool: ...
-
-    def prepare_refit_info(self) -> RefitInfo: ...
 
     def offload_before_refit(self) -> int: ...
 
@@ -101,7 +83,7 @@ class VLLMGeneration(StreamingGeneration):
         self._beside = ThreadPoolExecutor(1, "generation")
         self._service: VLLMServerProcesses | None = None
         self._pool: ServerPool | None = None
-        self._groups = RefitGroups({})
+        self._weights: VLLMWeights | None = None
         self._is_connected, self._sleeps = False, config.generation.offload
         # Other ranks wait equally long in a collective, whose time limit must be longer.
         self._refit_seconds = config.parallel.timeout_seconds / 2
@@ -212,6 +194,8 @@ class VLLMGeneration(StreamingGeneration):
     def close(self) -> None:
         """End the servers that this object started; do not wait for pending requests."""
         self._beside.shutdown(wait=False, cancel_futures=True)
+        if self._weights is not None:
+            self._weights.close()
         if self._pool is not None:
             self._pool.close()
         if self._service is not None:
@@ -233,12 +217,16 @@ class VLLMGeneration(StreamingGeneration):
         if not have_masks:
             self.params = replace(self.params, max_kept_tokens=None)
         if self.policy.topology.leads_replica:
-            connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
             drop = self._drop if self.policy.is_writer else _drop_in_silence
-            servers = [VLLMServer(url, connections, self._experts()) for url in urls]
-            self._pool = ServerPool(servers, drop, self.config.generation.vllm.request_seconds)
-        self._on_first_rank(self._join_all)
+            self._pool = ServerPool(map(self._server, urls), drop, self.config.generation.vllm.request_seconds)
+        pool = self._pool if self.policy.is_writer else None
+        self._weights = VLLMWeights(self.config, self.policy, pool, on_host=self._sleeps)
+        self._weights.connect(urls)
         self._is_connected = True
+
+    def _server(self, url: str) -> VLLMServer:
+        connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
+        return VLLMServer(url, connections, self._experts())
 
     def _experts(self) -> Experts | None:
         """Return the family's `experts` if servers must report the experts of each token; otherwise None."""
@@ -283,38 +271,13 @@ class VLLMGeneration(StreamingGeneration):
         self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
         return False
 
-    def _join_all(self) -> None:
-        assert self._pool is not None
-        joined = self._pool.each(self._join)
-        self._groups = RefitGroups(joined)
-        for url in set(joined) - set(self._pool.servers):  # the server was dropped meanwhile
-            self._groups.leave_out(url)
-
     def _drop(self, url: str, reason: str) -> None:
-        self._groups.leave_out(url)
+        if self._weights is not None:
+            self._weights.leave_out(url)
         died = self._service.why_ended(url, seconds=1.0) if self._service else None
         if self._service is not None:
             self._service.end(url)
         self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
-
-    def _join(self, server: VLLMServer) -> RefitGroup:
-        """Create a process group of this process and the server's processes. Weights are sent over this group."""
-        size = 1 + server.get("/get_world_size", CONTROL_SECONDS)["world_size"]
-        ip = local_address(urlsplit(server.url).hostname or "")
-        store = RefitStore(ip, 0, 0, self._refit_seconds)
-        info = {
-            "ip": ip, "port": store.port, "first_rank": 1, "world_size": size, "timeout": self._refit_seconds,
-            "tensors": encode_refit_info(self.policy.prepare_refit_info()), "on_host": self._sleeps,
-        }  # fmt: skip
-        with ThreadPoolExecutor(1) as beside:
-            path, seconds = "/init_weight_transfer_engine", 2 * self._refit_seconds
-            joining = beside.submit(server.post, path, {"init_info": info}, seconds)
-            try:
-                group = RefitGroup(store, size, on_host=self._sleeps)
-            except RuntimeError as error:
-                raise joining.exception() or ServerError(f"{server.url}: {error}") from None
-            joining.result()
-        return group
 
     # ------------------------------------------------------------ sleep
 
@@ -341,50 +304,44 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ weights
 
     def _refit(self, version: int) -> None:
-        """Pause the servers, send them the weights as version `version`, and resume them.
-
-        A server discards its cached prefixes, because they were computed with the old weights. It continues pending
-        responses with the new weights.
-        """
+        """Send the weights to the servers as version `version`."""
         self.weight_version = version
         if self._pool is not None:
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # all ranks must have the version before the first response with it arrives
-        self._on_first_rank(self._begin_update)
-        self.policy.model.finish_param_gather()
-        tensors: Iterator[tuple[str, torch.Tensor]]
-        tensors = export_hf_weights(self.policy.model, copies=False, first_only=True)
-        if self._sleeps:
-            tensors = ((name, tensor.cpu()) for name, tensor in tensors)
-        info = self.policy.prepare_refit_info()
-        send_weights(tensors, info, self._groups if self.policy.is_writer else None, BUCKET_BYTES)
-        servers = self._on_first_rank(self._finish_update)
+        assert self._weights is not None, "connected before"
+        if returned := self._on_first_rank(self._find_returned):
+            self._weights.connect(returned)
+        servers = self._weights.send(version, self._version())
         if self._pool is not None:
+            for url in set(returned) & set(servers):
+                self._pool.add(self._server(url))
             self._pool.settle(servers)
 
-    def _begin_update(self) -> None:
-        def begin(server: VLLMServer) -> None:
-            server.post("/pause?mode=keep&clear_cache=true", {}, CONTROL_SECONDS)
-            server.post("/start_weight_update", {}, CONTROL_SECONDS)
+    def _find_returned(self) -> list[str]:
+        """Return the URLs of dropped servers that answer again, for example because they were started again.
 
-        def receive(server: VLLMServer) -> None:
-            server.post("/update_weights", {"update_info": {}}, 2 * self._refit_seconds)
-
+        They get no requests before they have the weights. Servers that this run started were ended when dropped.
+        """
         assert self._pool is not None
-        self._pool.each(begin)
-        self._updating = self._pool.begin_each(receive)
+        dropped = [url for url in self.config.generation.vllm.urls if url not in self._pool.servers]
+        returned = []
+        for url, is_ready in zip(dropped, ThreadPoolExecutor(8).map(self._is_ready, dropped), strict=True):
+            if is_ready:
+                self.say(f"a vLLM server answers again: {url}")
+                self._pool.add(VLLMServer(url, connections=0))
+                returned.append(url)
+        return returned
 
-    def _finish_update(self) -> list[str]:
-        def finish(server: VLLMServer) -> None:
-            server.post("/finish_weight_update", {"weight_version": self._version()}, self._refit_seconds)
-            server.post("/resume", {}, CONTROL_SECONDS)
-
-        assert self._pool is not None
-        for url, error in self._groups.failures.items():
-            self._pool.drop(url, f"{url}: the weights could not be sent: {error}")
-        self._pool.gather(self._updating)
-        self._pool.each(finish)
-        return self.servers
+    def _is_ready(self, url: str) -> bool:
+        """Return whether the server answers, and suits this run."""
+        server = VLLMServer(url, connections=0)
+        try:
+            server.get("/health", RETURN_SECONDS)
+            check_server(server, self.config)
+        except (ServerError, TrainingError, UserError):
+            return False
+        return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
 
 
 def _drop_in_silence(url: str, reason: str) -> None:

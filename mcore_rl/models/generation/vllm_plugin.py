@@ -10,7 +10,7 @@ parameters' loaders, which vLLM removes after it has loaded a model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,36 +31,46 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
+from mcore_rl.models.policy.refit import RefitInfo, RefitReceiver, decode_refit_info
+from mcore_rl.models.policy.refit_copy import HostCopy
+from mcore_rl.utils.compression import zstd_problem
 
 BACKEND = "mcore_rl"
 
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """The trainer's address, and a description of the tensors that it will send.
+    """The addresses of the trainer's ranks that send weights, and a description of the tensors that they will send.
 
-    first_rank: rank of this server's first process in the trainer's process group.
+    senders: address (IP, port) of each sender. Each sender has a process group with the processes of this server.
+    order: for each bucket of an update, the index of the sender that sends it.
+    first_rank: rank of this server's first process in these process groups.
     tensors: names, shapes and dtypes of the tensors, as `encode_refit_info` returns them.
-    timeout: time limit in seconds for the creation of the group, and for each of its collectives.
+    timeout: time limit in seconds for the creation of a group, and for each of its collectives.
     on_host: whether to receive the weights in the host's memory, because the trainer may be on the same GPU.
+    copy: if the trainer sends differences, the name of the server's copy of the weights in shared memory; else None.
     """
 
-    ip: str
-    port: int
+    senders: list[tuple[str, int]]
+    order: list[int]
     first_rank: int
     world_size: int
     tensors: dict[str, Any]
     timeout: float
     on_host: bool
+    copy: str | None
 
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """The request for one update of the weights.
+    """The request for one update of the weights. The weights come in buckets that say which tensors they have.
 
-    It has no fields: the weights come in buckets of several tensors, and each bucket says which tensors these are.
+    base: version from which differences begin; None if the update has all weights.
+    version: version of the weights after the update.
     """
+
+    base: int | None
+    version: int
 
 
 class DirectCopies(TorchFunctionMode):
@@ -104,15 +114,43 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         info, parallel = init_info, self.parallel_config
         rank = info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        # A later update may be for another model, such as a draft, so the model is read when tensors arrive.
+        if self.receiver is not None:
+            self.receiver.close()
+        if info.copy and (problem := zstd_problem()):
+            raise RuntimeError(f"generation.vllm.weight_updates=delta: there is {problem} in vLLM's environment")
+        tensors = decode_refit_info(info.tensors)
         self.receiver = RefitReceiver(
-            lambda tensors: self.model.load_weights(tensors),
-            decode_refit_info(info.tensors),
+            self._load,
+            tensors,
             "cpu" if info.on_host else self.device,
+            self._copy(tensors, info) if info.copy else None,
         )
-        self.receiver.init_collective(info.ip, info.port, rank, info.world_size, info.timeout)
+        self.receiver.order = info.order
+        for ip, port in info.senders:
+            self.receiver.init_collective(ip, port, rank, info.world_size, info.timeout)
+
+    def _copy(self, tensors: RefitInfo, info: RefitInitInfo) -> HostCopy:
+        """Return the copy of the weights that the processes of this server on this machine share."""
+        parallel = self.parallel_config
+        count = parallel.local_world_size
+        replica = parallel.data_parallel_index
+        return HostCopy(
+            tensors.values(), f"{info.copy}_{replica}", info.timeout, index=parallel.rank % count, count=count
+        )
 
     def start_weight_update(self) -> None:
+        self.copies = None  # the reload begins with the first tensors: until then, an update can be refused
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.device(self.device):
+            if self.copies is None:
+                # A later update may be for another model, such as a draft, so the model is read now.
+                self._begin_reload()
+                self.copies = DirectCopies(self.model)
+            with self.copies:
+                self.model.load_weights(tensors)
+
+    def _begin_reload(self) -> None:
         for module in self.model.modules():
             # On the CPU, experts are packed for their kernel only if there is no kernel yet. Without this, the update
             # would succeed but the old experts would stay in use.
@@ -123,15 +161,12 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
                 loader: Any = getattr(parameter, "weight_loader", None)
                 if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
                     loader.__name__ = "partial"  # type: ignore[attr-defined]  # the reload reads it (MiniMax-M2)
-        with torch.device(self.device):
-            initialize_layerwise_reload(self.model)
-        self.copies = DirectCopies(self.model)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        if self.receiver is None or self.copies is None:
-            raise RuntimeError("update_weights: call init_weight_transfer_engine and start_weight_update first")
-        with torch.device(self.device), self.copies:
-            self.receiver.update_weights_from_collective()
+        if self.receiver is None:
+            raise RuntimeError("update_weights: call init_weight_transfer_engine first")
+        self.receiver.update_weights_from_collective(update_info.base, update_info.version)
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
@@ -143,6 +178,8 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
         self.receiver = None
 
 

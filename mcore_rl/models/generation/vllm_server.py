@@ -59,6 +59,9 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         # the server.
         batch = max(longest, 4096)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
+        if config.model.dtype == "float32" and "kv_lora_rank" in _fields(config.model.path):
+            # On a processor with AMX, vLLM would choose kernels for latent attention that refuse float32.
+            command += ["--attention-backend", "CPU_MLA"]
     return [*command, *vllm.arguments]
 
 
@@ -161,13 +164,19 @@ class VLLMServerProcesses:
 
 def _check_precision(path: Path) -> None:
     """Raise UserError if a model is quantized: vLLM would keep its weights quantized, but receives bfloat16 weights."""
-    file = path / "config.json"
-    if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
+    if _fields(path).get("quantization_config"):
         raise UserError(
             f"generation.backend: vLLM would keep {path} quantized, but the trainer sends weights in bfloat16; "
             "set model.path to a copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then "
             "megatron-to-hf)"
         )
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a model directory's config.json; none if there is no such file."""
+    file = path / "config.json"
+    fields: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return fields
 
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def _overrides(model: ModelConfig) -> dict[str, Any]:
     if not has_separate_head(model.path, model.trust_remote_code):
         return {}
     untied: dict[str, Any] = {"tie_word_embeddings": False}
-    has_parts = "text_config" in json.loads((model.path / "config.json").read_bytes())
+    has_parts = "text_config" in _fields(model.path)
     return {**untied, "text_config": untied} if has_parts else untied
 
 

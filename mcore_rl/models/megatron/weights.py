@@ -98,8 +98,8 @@ class _GatheredTensor:
     def __init__(self, mapping: Mapping, dtype: torch.dtype, model: ModelShard, first_only: bool) -> None:
         self.mapping, self.dtype, self.topology = mapping, dtype, model.topology
         self.ranks = cut_over(mapping, model.topology)
-        self.stage = _stage_of(mapping, model)
-        self.expert_rank = _expert_rank_of(mapping, model)
+        self.stage = stage_of(mapping, model)
+        self.expert_rank = expert_rank_of(mapping, model)
         top = model.topology
         replica = top.expert_data.rank if mapping.is_expert else top.data.rank + top.context.rank
         # Whether this rank is in the replica that gathers, has its first shard, and sends or receives over the stages.
@@ -145,13 +145,14 @@ class _GatheredTensor:
         return tensor
 
 
-def _stage_of(mapping: Mapping, model: ModelShard) -> int:
+def stage_of(mapping: Mapping, model: ModelShard) -> int:
+    """Return the pipeline stage that has a parameter."""
     if match := _IN_LAYER.match(mapping.megatron):
         return model.stages[int(match[1])]
     return 0 if mapping.megatron.startswith("embedding.") else model.topology.pipeline.size - 1
 
 
-def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
+def expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
     """Return the expert-parallel rank of the expert that the parameter belongs to; 0 for other parameters."""
     match = _IN_EXPERT.search(mapping.megatron) if mapping.is_expert else None
     return int(match[1]) // model.experts_per_rank if match else 0

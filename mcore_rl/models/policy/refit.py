@@ -2,29 +2,38 @@
 
 A bucket contains several tensors, up to a number of bytes. There are two ways of transfer:
 
-- By collective. The policy's first rank and the engine's processes share a process group. For each bucket three tensors
-  are broadcast: a header (number of tensors, number of bytes), the tensors' indices in the result of the policy's
-  `prepare_refit_info`, and the tensors' concatenated bytes.
+- By collective. One or several ranks of the policy send; each has a process group with the engine's processes. For each
+  bucket three tensors are broadcast: a header (number of tensors, number of bytes), the tensors' indices in the result
+  of the policy's `prepare_refit_info`, and the tensors' concatenated bytes. A sender fills a bucket while it sends
+  another; the engine receives a bucket while it loads another.
 - By shared memory (IPC). Each bucket is one block of shared memory on every GPU of the policy, or on the host if there
   is no GPU.
 
-The additional memory is at most one bucket and the largest tensor.
+The additional memory is at most two buckets and the largest tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import accumulate, islice
 from multiprocessing import resource_tracker, shared_memory
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.models.policy.refit_copy import HostCopy
+from mcore_rl.models.policy.refit_delta import DeltaEncoder, RefusedUpdate
+
+K = TypeVar("K")
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Map from name to shape and precision; a tensor's number is its index in the map."""
@@ -101,13 +110,14 @@ class RefitGroup:
         """Join the group as `rank`; `ip` and `port` are the address of rank 0, `timeout` is in seconds."""
         return cls(RefitStore(ip, port, rank, timeout), world_size)
 
-    def begin_broadcast(self, tensor: Tensor) -> Any:
-        """Start a `broadcast`; call `wait()` on the result to complete it."""
-        return self.group.broadcast(tensor, 0)
+    def begin_broadcast(self, tensor: Tensor) -> Callable[[], Any]:
+        """Start a `broadcast` and return a function that waits for its end."""
+        wait: Callable[[], Any] = self.group.broadcast(tensor, 0).wait
+        return wait
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcast the tensor of rank 0 into the tensors of all other ranks; return the tensor."""
-        self.begin_broadcast(tensor).wait()
+        self.begin_broadcast(tensor)()
         return tensor
 
 
@@ -130,17 +140,23 @@ class RefitGroups:
         with self._lock:
             self.groups.pop(name, None)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast `tensor` to all groups. This process is rank 0 of each group."""
+    def begin_broadcast(self, tensor: Tensor) -> Callable[[], Any]:
+        """Start to broadcast `tensor` to all groups; return a function that waits for the end.
+
+        This process is rank 0 of each group.
+        """
         with self._lock:
             groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
-        for name, work in begun:
-            if work is not None:
-                self._try(name, work.wait)
-        for name in self.failures:
-            self.leave_out(name)
-        return tensor
+
+        def finish() -> None:
+            for name, wait in begun:
+                if wait is not None and name not in self.failures:
+                    self._try(name, wait)
+            for name in self.failures:
+                self.leave_out(name)
+
+        return finish
 
     def _try(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -166,7 +182,11 @@ def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> 
 
 
 def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
-    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    room = buffer[start : start + tensor.nbytes]
+    if start % tensor.itemsize:  # numbers of this precision cannot begin here
+        room.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    else:
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
@@ -177,38 +197,91 @@ def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
 
 
 class Bucket:
-    """Collects tensors in a buffer of `budget` bytes, to broadcast them together."""
+    """Collects tensors in a buffer, to broadcast them together.
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.filled = budget, 0
-        self.numbers: list[int] = []
+    Args:
+        on_host: keep the buffer in host memory, instead of on the tensors' device.
+    """
+
+    def __init__(self, budget: int, on_host: bool = False) -> None:
+        self.budget, self.on_host = budget, on_host
         self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.reset(budget)
 
-    def has_room(self, tensor: Tensor) -> bool:
-        return self.filled + tensor.nbytes <= self.budget
+    def reset(self, budget: int) -> None:
+        """Empty the bucket, and make room for `budget` bytes."""
+        self.budget, self.filled = max(self.budget, budget), 0
+        self.numbers: list[int] = []
+        self.sizes: list[tuple[int, int]] = []
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """Copy `tensor` into the bucket. The caller must first check that the bucket `has_room` for it.
+        """Copy `tensor` into the bucket, which must have room for it.
 
         `number` is the tensor's index in the result of `prepare_refit_info`.
         """
-        if not self.buffer.numel():
-            self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
+        if self.buffer.numel() < self.budget:
+            self.buffer = torch.empty(self.budget, dtype=torch.uint8, device="cpu" if self.on_host else tensor.device)
         _put(self.buffer, self.filled, tensor)
         self.numbers.append(number)
+        self.sizes.append((tensor.nbytes, tensor.itemsize))
         self.filled += tensor.nbytes
 
-    def send(self, group: Broadcasts) -> None:
-        """Broadcast the bucket's tensors, if there are any, and empty the bucket."""
-        if self.numbers:
-            _send(self.numbers, self.buffer[: self.filled], group)
-        self.numbers, self.filled = [], 0
 
+class BucketSender:
+    """Sends buckets of tensors. While a bucket is being sent, the next one is filled.
 
-def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
-    group.broadcast(torch.tensor([len(numbers), payload.numel()], device=payload.device))
-    group.broadcast(torch.tensor(numbers, device=payload.device))
-    group.broadcast(payload)
+    Args:
+        encoder: makes each bucket the differences from what it has encoded before, in host memory; None to send the
+            tensors as they are.
+        on_host: send from host memory.
+    """
+
+    def __init__(self, group: Broadcasts, encoder: DeltaEncoder | None = None, on_host: bool = False) -> None:
+        self._group, self._encoder = group, encoder
+        self._on_host = on_host or encoder is not None
+        self._filling, self._sending = (Bucket(0, self._on_host) for _ in range(2))
+        self._pending: list[tuple[Tensor, Callable[[], Any]]] = []
+        self.bytes_sent = 0
+
+    def send_together(self, tensors: Iterable[tuple[int, Tensor]], nbytes: int) -> None:
+        """Send `tensors` (with their indices in the result of `prepare_refit_info`), of `nbytes` in all, as one bucket.
+
+        It returns when the bucket before has been sent.
+        """
+        bucket = self._filling
+        bucket.reset(nbytes)
+        for number, tensor in tensors:
+            if tensor.nbytes == nbytes:  # the only one: it is not copied on its device
+                data = (tensor.cpu() if self._on_host else tensor).contiguous().view(-1).view(torch.uint8)
+                self.send([number], self._encoded([number], [(nbytes, tensor.itemsize)], data))
+                self.wait()
+                return
+            bucket.add(number, tensor)
+        self.send(bucket.numbers, self._encoded(bucket.numbers, bucket.sizes, bucket.buffer[: bucket.filled]))
+        self._filling, self._sending = self._sending, bucket
+
+    def send(self, numbers: list[int], payload: Tensor) -> None:
+        """Begin to send the tensors `numbers`, whose bytes are `payload`, after the bucket before has been sent."""
+        self.wait()
+        for tensor in (torch.tensor([len(numbers), payload.numel()]), torch.tensor(numbers), payload):
+            there = tensor.to(payload.device)
+            self._pending.append((there, self._group.begin_broadcast(there)))  # the tensor must live until the end
+        self.bytes_sent += payload.numel()
+
+    def wait(self) -> None:
+        """Wait until all is sent."""
+        for _, wait in self._pending:
+            wait()
+        self._pending.clear()
+
+    def _encoded(self, numbers: Sequence[int], sizes: Sequence[tuple[int, int]], data: Tensor) -> Tensor:
+        if self._encoder is None:
+            return data
+        starts = accumulate((nbytes for nbytes, _ in sizes), initial=0)
+        return self._encoder.encode(
+            (number, data[start : start + nbytes].numpy(), itemsize)
+            for number, start, (nbytes, itemsize) in zip(numbers, starts, sizes, strict=False)
+        )
 
 
 def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
@@ -217,18 +290,30 @@ def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: 
     If `group` is None, this rank sends nothing; it only iterates over `tensors`, because all ranks produce them
     together.
     """
-    bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
-    for name, tensor in tensors:
-        if group is None:
-            continue
-        if not bucket.has_room(tensor):
-            bucket.send(group)
-        if bucket.has_room(tensor):
-            bucket.add(numbers[name], tensor)
-        else:  # larger than a bucket: it is sent alone
-            _send([numbers[name]], tensor.contiguous().view(-1).view(torch.uint8), group)
-    if group is not None:
-        bucket.send(group)
+    numbers = {name: number for number, name in enumerate(info)}
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in info.items()}
+    sender, coming = None if group is None else BucketSender(group), iter(tensors)
+    for names in pack_by_size(sizes, budget):
+        part = islice(coming, len(names))
+        if sender is None:
+            deque(part, maxlen=0)
+        else:
+            sender.send_together(((numbers[name], tensor) for name, tensor in part), sum(sizes[n] for n in names))
+    if sender is not None:
+        sender.wait()
+
+
+def pack_by_size(sizes: Mapping[K, int], budget: int) -> list[list[K]]:
+    """Divide keys, in their order, into lists whose sizes add up to `budget` at most, or that have one key."""
+    lists: list[list[K]] = []
+    room = 0
+    for key, size in sizes.items():
+        if not lists or size > room:
+            lists.append([])
+            room = budget
+        lists[-1].append(key)
+        room -= size
+    return lists
 
 
 def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
@@ -236,16 +321,9 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
     A tensor that is larger than `budget` has a bucket of its own.
     """
-    buckets: list[list[str]] = []
-    room = 0
-    for name, (shape, dtype) in info.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if not buckets or size > room:
-            buckets.append([])
-            room = budget
-        buckets[-1].append(name)
-        room -= size
-    return buckets
+    return pack_by_size(
+        {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in info.items()}, budget
+    )
 
 
 class SharedBucket:
@@ -293,41 +371,109 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 class RefitReceiver:
     """Receives the policy's weights in one process of the engine.
 
+    Attributes:
+        order: of several senders, the index of the one that sends each bucket.
+
     Args:
         load_weights: function that sets the engine's weights, such as vLLM's `model.load_weights`.
         info: result of the policy's `prepare_refit_info`.
         device: device on which the weights are received. Default: the process's current GPU, or the CPU without GPU.
+        copy: the engine's copy of the weights in host memory, if the policy sends differences; otherwise None.
     """
 
-    def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str | None = None) -> None:
-        self.load_weights, self.info = load_weights, info
+    def __init__(
+        self,
+        load_weights: LoadWeights,
+        info: RefitInfo,
+        device: torch.device | str | None = None,
+        copy: HostCopy | None = None,
+    ) -> None:
+        self.load_weights, self.info, self.copy = load_weights, info, copy
         self.device = platform.device() if device is None else torch.device(device)
-        self.group: RefitGroup | None = None
+        self.groups: list[RefitGroup] = []
+        self.order: list[int] = []
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        """Join the process group that the policy and the engine's processes form.
+        """Join the process group that a sending rank and the engine's processes form; call it once for each sender.
 
-        `rank` is this process's rank in the group. It is at least 1, because the policy has rank 0. `ip` and `port` are
-        the policy's address.
+        `rank` is this process's rank in the group. It is at least 1, because the sender has rank 0. `ip` and `port` are
+        the sender's address.
         """
-        on_host = self.device.type == "cpu"
-        self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
+        on_host = self.device.type == "cpu" or self.copy is not None
+        self.groups.append(RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host))
 
-    def update_weights_from_collective(self) -> None:
+    def update_weights_from_collective(self, base: int | None = None, version: int | None = None) -> None:
         """Receive all weights while the policy runs `broadcast_weights_for_collective`.
+
+        Args:
+            base: version of the weights from which differences begin; None if all weights are sent whole.
+            version: version of the weights that are sent.
 
         Raises:
             RuntimeError: `init_collective` was not called.
+            RefusedUpdate: the engine does not have the version `base`, or the differences are damaged. Nothing was
+                loaded then. The next update must be whole.
         """
-        if self.group is None:
+        if not self.groups:
             raise RuntimeError("update_weights_from_collective: call init_collective first")
-        entries, received = list(self.info.items()), 0
+        if self.copy is None:
+            self._receive(self._load)
+            return
+        failure, changed, copy = None, list[tuple[int, Tensor]](), self.copy
+        try:
+            copy.begin(base)
+        except RefusedUpdate as error:
+            failure = error
+        self._receive(lambda numbers, payload: changed.extend(copy.update(numbers, payload)), failure)
+        names = list(self.info)
+        # Only now, because an engine cannot end an update of which it has loaded a part.
+        self.load_weights((names[number], tensor.to(self.device)) for number, tensor in changed)
+        copy.end(version)
+
+    def _receive(self, use: Callable[[list[int], Tensor], Any], failure: Exception | None = None) -> None:
+        """Receive an update, and call `use` with each bucket: the tensors' numbers, and their bytes.
+
+        If there is a `failure`, or `use` fails, the rest is still received, because the senders wait for that.
+        """
+        for numbers, payload in self._ahead():
+            if failure is None:
+                try:
+                    use(numbers, payload)
+                except Exception as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Leave the process groups and release the copy of the weights."""
+        self.groups.clear()
+        if self.copy is not None:
+            self.copy.close()
+
+    def _load(self, numbers: list[int], payload: Tensor) -> None:
+        entries = list(self.info.items())
+        self.load_weights(_cut(payload, lay_out(entries[number] for number in numbers)[0]))
+
+    def _ahead(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the buckets of an update; while one is used, the next one is received."""
+        buckets = self._buckets()
+        use = functools.partial(platform.use_device, self.device)
+        with ThreadPoolExecutor(1, "refit", initializer=use) as beside:
+            coming = beside.submit(next, buckets, None)
+            while (bucket := coming.result()) is not None:
+                coming = beside.submit(next, buckets, None)
+                yield bucket
+
+    def _buckets(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Receive buckets until all tensors have come; yield each bucket's numbers and bytes."""
+        device = torch.device("cpu") if self.copy is not None else self.device
+        received, order = 0, iter(self.order)
         while received < len(self.info):
-            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=self.device)
-            count, size = self.group.broadcast(header).tolist()
-            numbers = self.group.broadcast(torch.empty(count, dtype=torch.long, device=self.device)).tolist()
-            payload = self.group.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
-            self.load_weights(_cut(payload, lay_out(entries[number] for number in numbers)[0]))
+            group = self.groups[next(order, 0)]
+            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=device)
+            count, size = group.broadcast(header).tolist()
+            numbers = group.broadcast(torch.empty(count, dtype=torch.long, device=device)).tolist()
+            yield numbers, group.broadcast(torch.empty(size, dtype=torch.uint8, device=device))
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:

@@ -1,0 +1,158 @@
+"""Tests of weight updates of servers, which stand-ins play, by several senders: whole and by differences."""
+
+import threading
+import time
+import zlib
+from subprocess import PIPE, Popen
+
+import pytest
+import torch
+from small_models import and_long
+from stand_in_vllm import calls, digest_of, serving
+from vllm_cases import root as root
+
+from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.testing.layout_check import ParallelLayout
+from mcore_rl.testing.processes import run_processes
+
+UPDATES = 20
+
+
+def change(policy, step):
+    """Change no, few or all elements of each weight, equally on all ranks that have it."""
+    from mcore_rl.models.megatron.weights import named_mappings
+
+    with torch.no_grad():
+        for mapping, tensor in named_mappings(policy.model):
+            seed = zlib.crc32(f"{mapping.megatron} {step}".encode())
+            generator = torch.Generator().manual_seed(seed)
+            where = torch.rand(tensor.shape, generator=generator) < (0, 0.01, 0.2, 1)[seed % 4]
+            tensor += (torch.randn(tensor.shape, generator=generator) * 0.05 * where).to(tensor.dtype)
+
+
+def follow(config, updates):
+    """Send several versions; return each version's digest, the servers that have it, the bytes and what was said."""
+    from mcore_rl.models.generation import vllm_weights
+    from mcore_rl.models.generation.sampling import SamplingParams
+    from mcore_rl.models.generation.vllm_generation import VLLMGeneration
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    vllm_weights.BUCKET_BYTES = 20_000  # less than some weights have, which cannot be divided
+    policy, said = MegatronPolicy(config), []
+    generation = VLLMGeneration(config, policy, SamplingParams(4), None, said.append)
+    results = []
+    for step in range(updates):
+        change(policy, step)
+        generation.prepare_for_generation(weight_version=step)
+        sent = generation._weights.bytes_sent
+        weights = dict(export_hf_weights(policy.model, first_only=True))
+        results.append((digest_of(weights), generation.servers, sent, sum(x.nbytes for x in weights.values())))
+    generation.close()
+    policy.shutdown()
+    return results, said
+
+
+def digests(log):
+    """Return the digests of the weights that a stand-in has had."""
+    return [path.split("=")[1] for _, path in calls(log) if path.startswith("digest=")]
+
+
+def config_of(root, model, urls, delta, layout=None, *more):
+    options = [urls, f"model.path={root / model}", "model.dtype=bfloat16", *more]
+    if delta:
+        options.append("generation.vllm.weight_updates=delta")
+    config = load_config(GRPOConfig, root / "grpo.yaml", options)
+    return config if layout is None else layout.apply(config)
+
+
+ALL = ParallelLayout(tp=2, pp=2, dp=1, ep=2, etp=1, sp=True)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("model", "layout", "delta"),
+    and_long(
+        [("mixture", ParallelLayout(tp=2, ep=2, etp=1, sp=True), True)],
+        [("mixture", ALL, True), ("dense", ParallelLayout(tp=2, pp=2), False)],
+    ),
+    ids=str,
+)
+def test_servers_have_the_trainers_weights_after_every_update(model, layout, delta, root, tmp_path):
+    with serving(root / model, tmp_path, ["--digests"], ["--digests"]) as (urls, _, logs):
+        config = config_of(root, model, urls, delta, layout)
+        outcomes = run_processes(follow, config, 5, world_size=layout.world_size, timeout=200)
+    results, said = outcomes[0]
+    assert said == [] and all(len(servers) == 2 for _, servers, _, _ in results)
+    for log in logs:
+        assert digests(log) == [digest for digest, *_ in results]
+    sent = [sum(of_rank[step][2] for of_rank, _ in outcomes) for step in range(5)]
+    whole = results[0][3]
+    if delta:
+        assert all(bytes_ < 0.75 * whole for bytes_ in sent[1:])
+    else:
+        assert sent == [whole] * 5
+
+
+class Restarting:
+    """Starts a server again, with the same options, whenever it has died."""
+
+    def __init__(self, processes):
+        self.processes, self.starts = processes, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join(60)
+
+    def _watch(self):
+        while not self._ended.wait(0.05):
+            for number, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    self.processes[number] = Popen(process.args, stderr=PIPE, text=True)
+                    self.starts += 1
+
+
+@pytest.mark.long
+def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
+    """Twenty updates of a mixture at TP2 × PP2 × EP2; each server that answers has each version bit for bit."""
+    forgets = ["--digests", "--forget", "5", "9"]
+    dies = ["--digests"]
+    for path, call in (("/update_weights", 2), ("/update_weights", 3), ("/pause?mode=keep&clear_cache=true", 4)):
+        dies += ["--die", path, call, tmp_path / f"died_{call}"]
+    with (
+        serving(root / "mixture", tmp_path, forgets, dies) as (urls, processes, logs),
+        Restarting(processes) as restarting,
+    ):
+        config = config_of(root, "mixture", urls, True, ALL)
+        outcomes = run_processes(follow_slowly, config, world_size=ALL.world_size, timeout=280)
+    results, said = outcomes[0]
+    assert restarting.starts == 3 and len([line for line in said if "answers again" in line]) == 3, said
+    expected = [digest for digest, *_ in results]
+    assert digests(logs[0]) == expected, "the one that only forgot its version"
+    received = digests(logs[1])
+    had = [digest for digest, servers, *_ in results if len(servers) == 2]
+    assert received == had and 5 <= len(had) < UPDATES
+    sent = [sum(of_rank[step][2] for of_rank, _ in outcomes) for step in range(UPDATES)]
+    whole = results[0][3]
+    again = {step for step in range(1, UPDATES) if sent[step] > whole}
+    assert len(again) >= 3, "after each restart or lost version, of which some may coincide"
+
+
+def follow_slowly(config):
+    """As `follow`, with time for a server to start again."""
+    import mcore_rl.models.generation.vllm_weights as module
+
+    send = module.VLLMWeights.send
+
+    def slowly(self, *args):
+        time.sleep(2)
+        return send(self, *args)
+
+    module.VLLMWeights.send = slowly
+    return follow(config, UPDATES)
