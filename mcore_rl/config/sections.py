@@ -81,8 +81,9 @@ class ModelConfig(Section):
     divided."""
     moe_z_loss_coeff: NonNegative = 0.0
     """Coefficient of the loss that keeps router logits small."""
-    moe_grouped_gemm: bool = False
-    """Compute all experts of a layer in one product per linear layer instead of one after the other; for GPUs."""
+    moe_grouped_gemm: bool | Literal["auto", "if_possible"] = "auto"
+    """Compute all experts of a layer in one product per linear layer instead of one after the other. if_possible: if
+    the model has experts whose sizes fit the kernels. auto: if_possible on GPUs in bfloat16, otherwise false."""
     moe_router_replay: bool = False
     """In log-probabilities and training, send tokens to the experts that they were sent to during sampling
     (arXiv:2510.11370); for GRPO and PPO."""
@@ -113,6 +114,9 @@ class ModelConfig(Section):
         choices: dict[str, Any] = {}
         if self.dtype == "auto":
             choices["dtype"] = "bfloat16" if on_gpu else "float32"
+        if self.moe_grouped_gemm == "auto":
+            fits = on_gpu and choices.get("dtype", self.dtype) == "bfloat16"
+            choices["moe_grouped_gemm"] = "if_possible" if fits else False
         if self.transformer_impl == "auto" or simulates:
             in_float32 = choices.get("dtype", self.dtype) == "float32"
             takes_te = on_gpu and te_problem is None and not (in_float32 or simulates)

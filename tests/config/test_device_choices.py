@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from programs import ROOT
+from small_models import make_config
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.errors import UserError
@@ -43,6 +44,35 @@ def test_given_values_are_kept():
     te = {"transformer_impl": "transformer_engine"}
     assert chosen(config_of(te), on_gpu=False, te_problem=None)[1] == "transformer_engine"
     assert chosen(config_of(te), on_gpu=True, simulates=True)[1] == "local"
+
+
+def test_experts_are_grouped_on_gpus_in_bfloat16():
+    def grouped(model=None, **device):
+        device = {"te_problem": "is not installed", "simulates": False, **device}
+        return config_of(model).for_device(**device).model.moe_grouped_gemm
+
+    assert grouped(on_gpu=True) == "if_possible" and grouped(on_gpu=False) is False
+    assert grouped({"dtype": "float32"}, on_gpu=True) is False
+    assert grouped({"moe_grouped_gemm": False}, on_gpu=True) is False
+    assert grouped({"moe_grouped_gemm": True}, on_gpu=False) is True
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_grouped"),
+    [("llama", {}, False), ("qwen3_moe", {}, True), ("qwen3_moe", {"moe_intermediate_size": 33}, False)],
+)
+def test_experts_are_grouped_where_their_sizes_fit(family, changes, is_grouped):
+    """A dense model and experts of another width are not refused, but computed one after the other."""
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import check_model_fits, uses_grouped_gemm
+
+    given = {"dtype": "bfloat16", "moe_grouped_gemm": "if_possible", "transformer_impl": "local"}
+    config, hf = config_of(given), make_config(family, **changes)
+    check_model_fits(hf, config.parallel, 64, config.model)
+    assert uses_grouped_gemm(family_of(hf), config.model, config.parallel) is is_grouped
+    if changes:
+        with pytest.raises(UserError, match=r"model.moe_grouped_gemm: in bfloat16 .*\(33\) must be a multiple of 8"):
+            check_model_fits(hf, config.parallel, 64, config_of({**given, "moe_grouped_gemm": True}).model)
 
 
 def test_a_gather_that_overlaps_makes_the_reduction_overlap():

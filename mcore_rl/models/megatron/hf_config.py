@@ -133,9 +133,8 @@ def check_model_fits(
     if model is not None:
         model = platform.resolve(model)
         _check_options(family, model)
-        uses_torch = model.transformer_impl == "local" or _adapts_experts(family, model.lora)
-        if model.moe_grouped_gemm and isinstance(family, Mixture) and uses_torch:
-            _check_grouped_gemm(family, model, parallel.expert_tensor_size)
+        if model.moe_grouped_gemm is True and (problem := _grouped_gemm_problem(family, model, parallel)):
+            raise UserError(f"model.moe_grouped_gemm: {problem}; leave model.moe_grouped_gemm out")
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
         raise UserError(
@@ -197,7 +196,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         ("moe_grouped_gemm", is_mixture, "experts"),
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):
-        if getattr(model, name) and not possible:
+        if getattr(model, name) not in (False, 0, "if_possible") and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave model.{name} out")
     _check_recomputed(family, model)
 
@@ -211,26 +210,35 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
             raise UserError(f"model.recompute_modules: no layer of {family.model_type} has {name}; leave {name} out")
 
 
-def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
-    """Raise UserError if PyTorch has no `grouped_mm`, or if the model's matrices do not fit it.
+def uses_grouped_gemm(family: Family, model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Return whether all experts of a layer are computed in one product per linear layer."""
+    if isinstance(model.moe_grouped_gemm, bool):
+        return model.moe_grouped_gemm
+    return isinstance(family, Mixture) and _grouped_gemm_problem(family, model, parallel) is None
 
-    The rows of the matrices must be multiples of 16 bytes.
+
+def _grouped_gemm_problem(family: Family, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Return why the experts cannot be computed in grouped products; None if they can.
+
+    PyTorch's `grouped_mm` needs matrices whose rows are multiples of 16 bytes. Transformer Engine's kernels, which
+    replace it if the experts have no adapters, take all sizes.
     """
+    if not isinstance(family, Mixture):
+        return None  # refused by `_check_options`
+    if model.transformer_impl != "local" and not _adapts_experts(family, model.lora):
+        return None
     if not hasattr(torch.nn.functional, "grouped_mm"):
-        raise UserError(
-            f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave model.moe_grouped_gemm out"
-        )
+        return f"torch {torch.__version__} has no grouped_mm"
+    processes = parallel.expert_tensor_size
     multiple = 16 // getattr(torch, model.dtype).itemsize
-    of_rank = f" on each of {expert_tensor_size} processes" if expert_tensor_size > 1 else ""
+    of_rank = f" on each of {processes} processes" if processes > 1 else ""
     for what, size in (
         ("hidden size", family.hidden_size),
-        (f"width of an expert{of_rank}", family.experts.width // expert_tensor_size),
+        (f"width of an expert{of_rank}", family.experts.width // processes),
     ):
         if size % multiple:
-            raise UserError(
-                f"model.moe_grouped_gemm: in {model.dtype} the model's {what} ({size}) must be a multiple of "
-                f"{multiple}; leave model.moe_grouped_gemm out"
-            )
+            return f"in {model.dtype} the model's {what} ({size}) must be a multiple of {multiple}"
+    return None
 
 
 def _cp_comm_type(family: Family, model: ModelConfig, parallel: ParallelConfig) -> str | None:
@@ -286,7 +294,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,
-        moe_grouped_gemm=model.moe_grouped_gemm,
+        moe_grouped_gemm=uses_grouped_gemm(family, model, parallel),
         moe_router_bias_update_rate=0.0,  # `StepRouterStatistics` updates the biases, only after completed steps
         hidden_dropout=0.0,
         attention_dropout=0.0,
