@@ -93,3 +93,14 @@ def test_adapters_train_no_embeddings():
         UserError, match=r"optimizer\.embedding_lr: has no effect, because model.lora trains only adapters"
     ):
         build_config(SFTConfig, values, ["optimizer.embedding_lr=1e-4"], "")
+
+
+def test_sum_of_squares_of_a_large_tensor_is_accurate():
+    """Otherwise the gradient norm would depend on how a layout shards the embedding."""
+    from mcore_rl.models.megatron.optimizer import sum_of_squares
+
+    tensors = [torch.randn(5000, 1000, generator=torch.Generator().manual_seed(0)), torch.ones(3)]
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(sum_of_squares(tensors)) == pytest.approx(expected, rel=2e-6)
+    assert float(tensors[0].norm()) ** 2 + 3 != pytest.approx(expected, rel=2e-6), "torch's own norm"
+    assert float(sum_of_squares([])) == 0
