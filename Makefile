@@ -28,7 +28,7 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	$(INSTALL) '.[test]'
 	@touch $@
 
-# Further extras of pyproject.toml, each installed once: .venv/installed-compat, -browser, -docs, -lint.
+# Further extras of pyproject.toml, each installed once: .venv/installed-compat, -smollm, -browser, -docs, -lint.
 .venv/installed-%: .venv/installed
 	$(INSTALL) '.[$*]'
 	@touch $@
@@ -119,10 +119,10 @@ IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --in
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
-test-long: .venv/installed-compat
+test-long: .venv/installed-compat .venv/installed-smollm
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 
-test-exhaustive: .venv/installed-compat test-megatron
+test-exhaustive: .venv/installed-compat .venv/installed-smollm test-megatron
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
 
 # The oldest or the newest supported Megatron-Core, whichever constraints-gpu.txt does not install, laid over the

@@ -33,7 +33,7 @@ def trained(kind, config, root, records, settings, reference=None):
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     more = {} if reference is None else {"ref_model": AutoModelForCausalLM.from_pretrained(reference)}
     trainer = recorded(kind)(
-        model=model, args=config(output_dir=str(root / "trl"), **OF_TRL, **settings),
+        model=model, args=config(output_dir=str(root / "trl"), **{**OF_TRL, **settings}),
         train_dataset=Records.from_list(records),
         processing_class=AutoTokenizer.from_pretrained(root / "model"), **more,
     )  # fmt: skip
