@@ -38,7 +38,8 @@ def main(directory: Path) -> None:
         write_jsonl(directory / f"{name}.jsonl", [problem(a, b) for a, b in part])
         write_jsonl(directory / f"pairs_{name}.jsonl", [pair(a, b, generator) for a, b in part])
     with tempfile.TemporaryDirectory() as name:
-        write_model(download(Path(name)), directory / "model")
+        write_model(download(Path(name)), directory / "model.partial")
+    (directory / "model.partial").rename(directory / "model")  # a directory of this name is complete
     print(f"{directory}: model, {len(known)} problems and pairs, {len(held_out)} held out")
 
 
