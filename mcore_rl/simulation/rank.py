@@ -348,7 +348,7 @@ def _check_routing(config: TrainingConfig) -> None:
             "model.moe_router_replay: cannot be simulated, because the experts are chosen while sampling; leave "
             "model.moe_router_replay out"
         )
-    if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
+    if config.model.moe_grouped_gemm in (True, "if_possible") and config.model.dtype != "bfloat16":
         raise UserError(
             f"model.moe_grouped_gemm: cannot be simulated in {config.model.dtype}, because torch derives the "
             "shapes of grouped products only for bfloat16; leave model.moe_grouped_gemm out"

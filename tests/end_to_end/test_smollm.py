@@ -126,6 +126,7 @@ def check_metrics(found, expected, names):
             assert mine[name] == pytest.approx(theirs[name], rel=relative, abs=absolute), (mine["step"], name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dpo_does_not_depend_on_layout(layout, root, dpo):
     metrics, out = train(root, "dpo", layout)
@@ -221,7 +222,6 @@ def generated(path, prompts):
     return ids, lengths, out["logprobs"], logprobs
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("which", ["as published", "trained"])
 def test_generation_and_logprobs_equal_transformers(which, root, request):
     path = root / "model" if which == "as published" else request.getfixturevalue("dpo")[1] / "hf"
