@@ -22,7 +22,8 @@ FLOORS = {  # the order of imports, from the ground up
     "data": 6,
     "models.megatron": 7,
     "models.generation": 8,
-    "models.policy.refit": 8,  # imported by engines too, with the next two
+    "models.policy.refit": 8,  # imported by engines too, with the next three
+    "models.policy.refit_block": 8,
     "models.policy.refit_copy": 8,
     "models.policy.refit_delta": 8,
     "models.policy": 9,

@@ -369,9 +369,9 @@ class _ExchangeRows(torch.autograd.Function):
 def exchange_rows(
     x: Shaped[Tensor, rows * rest], exchange: RowExchange, group: ProcessGroup | None
 ) -> Shaped[Tensor, all_rows * rest]:
-    """As `all_gather_forward_reduce_scatter_backward`, but a rank gets only the rows that `exchange` names.
+    """Concatenate the tensors [n, …] of all ranks to [P·n, …], with zeros in rows that `exchange` does not name.
 
-    The other rows are zeros, and their gradients are ignored.
+    The gradient of a row is summed over the ranks that receive it. Gradients of the zeros are ignored.
     """
     return _ExchangeRows.apply(x, exchange, group)
 

@@ -191,7 +191,7 @@ def test_the_servers_have_the_trainers_weights_after_every_step(run_, root, urls
 
 
 def refuse_once(config):
-    """As `follow`, but before the second update the trainer's copy is no longer what the server has."""
+    """Call `follow`; before the second update, change the trainer's copy so that it differs from the server's."""
     from mcore_rl.models.generation import vllm_weights
     from mcore_rl.models.policy.refit_delta import DeltaEncoder
 

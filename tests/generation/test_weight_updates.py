@@ -145,7 +145,7 @@ def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
 
 
 def follow_slowly(config):
-    """As `follow`, with time for a server to start again."""
+    """Call `follow`, and wait before each update, so that a server has time to start again."""
     import mcore_rl.models.generation.vllm_weights as module
 
     send = module.VLLMWeights.send

@@ -572,15 +572,15 @@ class ServerPool:
     def _none_left(self) -> TrainingError:
         return TrainingError(f"no vLLM server is left; the last server's failure: {self.last_failure}")
 
-    def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
-        """Call `call` for all servers concurrently; return the results by URL.
+    def each(self, call: Callable[[VLLMServer], T], urls: Iterable[str] | None = None) -> dict[str, T]:
+        """Call `call` for the servers `urls`, or for all, concurrently; return the results by URL.
 
         A server for which the call fails is dropped.
 
         Raises:
             TrainingError: no server is left.
         """
-        return self.gather(self.begin_each(call))
+        return self.gather(self.begin_each(call, urls))
 
     def begin_each(self, call: Callable[[VLLMServer], T], urls: Iterable[str] | None = None) -> dict[str, Future[T]]:
         """Start `call` for the servers `urls`, or for all; return the futures by URL. `gather` waits for them."""

@@ -220,7 +220,9 @@ class VLLMGeneration(StreamingGeneration):
             drop = self._drop if self.policy.is_writer else _drop_in_silence
             self._pool = ServerPool(map(self._server, urls), drop, self.config.generation.vllm.request_seconds)
         pool = self._pool if self.policy.is_writer else None
-        self._weights = VLLMWeights(self.config, self.policy, pool, on_host=self._sleeps)
+        self._weights = VLLMWeights(
+            self.config, self.policy, pool, self._on_first_rank, self._refit_seconds, on_host=self._sleeps
+        )
         self._weights.connect(urls)
         self._is_connected = True
 
@@ -325,12 +327,13 @@ class VLLMGeneration(StreamingGeneration):
         """
         assert self._pool is not None
         dropped = [url for url in self.config.generation.vllm.urls if url not in self._pool.servers]
-        returned = []
-        for url, is_ready in zip(dropped, ThreadPoolExecutor(8).map(self._is_ready, dropped), strict=True):
-            if is_ready:
-                self.say(f"a vLLM server answers again: {url}")
-                self._pool.add(VLLMServer(url, connections=0))
-                returned.append(url)
+        with ThreadPoolExecutor(max(1, len(dropped))) as threads:
+            returned = [
+                url for url, is_ready in zip(dropped, threads.map(self._is_ready, dropped), strict=True) if is_ready
+            ]
+        for url in returned:
+            self.say(f"a vLLM server answers again: {url}")
+            self._pool.add(VLLMServer(url, connections=0))
         return returned
 
     def _is_ready(self, url: str) -> bool:

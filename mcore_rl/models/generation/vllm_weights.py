@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
-from mcore_rl.distributed.collectives import broadcast_result, gather_objects, settle
+from mcore_rl.distributed.collectives import gather_objects, settle
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.vllm_client import ServerError, ServerPool, VLLMServer
 from mcore_rl.models.megatron.build import ModelShard
@@ -58,6 +58,12 @@ class WeightSource(Protocol):
     def prepare_refit_info(self) -> RefitInfo: ...
 
 
+class Lead(Protocol):
+    """Runs `work` on the first rank; returns its result, or raises its exception, on all ranks."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
+
+
 class VLLMWeights:
     """Connects the senders of the policy's weights with the servers, and sends the weights.
 
@@ -65,22 +71,30 @@ class VLLMWeights:
 
     Args:
         pool: the servers, on the first rank; None on other ranks.
+        lead: runs a function on the first rank.
+        seconds: time limit for a server to join a group, and for each collective with it.
         on_host: send from host memory to host memory.
     """
 
-    def __init__(self, config: RLConfig, policy: WeightSource, pool: ServerPool | None, on_host: bool) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        policy: WeightSource,
+        pool: ServerPool | None,
+        lead: Lead,
+        seconds: float,
+        on_host: bool,
+    ) -> None:
         self.config, self.policy, self.pool, self.on_host = config, policy, pool, on_host
+        self._lead, self.seconds = lead, seconds
         self.shipments = plan_shipments(policy.model, BUCKET_BYTES)
         self.own = [number for number, shipment in enumerate(self.shipments) if sends(shipment, policy.model)]
         self.encoder = DeltaEncoder() if config.generation.vllm.weight_updates == "delta" else None
-        # Other ranks wait equally long in a collective, whose time limit must be longer.
-        self.seconds = config.parallel.timeout_seconds / 2
         self.bytes_sent = 0
         self._groups: dict[str, RefitGroup] = {}
         self._active = RefitGroups({})
         self._versions: dict[str, int] = {}  # of the servers, as far as their copies of the weights are known
         self._receiving: dict[str, Future[None]] = {}
-        self._leading = ThreadPoolExecutor(1, "leading")
         self._sending = ThreadPoolExecutor(1, "sending", partial(platform.use_device, platform.device()))
 
     def connect(self, urls: Iterable[str]) -> None:
@@ -90,12 +104,12 @@ class VLLMWeights:
             TrainingError: no server is left.
         """
         wanted = list(urls)
-        sizes = self._lead(lambda: self._each(_world_size, wanted))
+        sizes = self._lead(lambda: self._servers.each(_world_size, wanted))
         stores = {url: self._store(url) for url in sizes} if self.own else {}
         mine = {url: (store.ip, store.port) for url, store in stores.items()}
         told = [each for each in gather_objects((mine, self.own)) if each[1]]
         joining = self._sending.submit(self._join, stores, sizes) if self.own else None
-        self._lead(lambda: self._each(partial(self._invite, told, sizes), sizes))
+        self._lead(lambda: self._servers.each(partial(self._invite, told, sizes), sizes))
         failures = self._merged(settle(joining, self.config.parallel.meeting_seconds) or {})
 
         def finish() -> None:
@@ -149,7 +163,7 @@ class VLLMWeights:
         Raises:
             TrainingError: no server is left.
         """
-        everyone = list(self._lead(lambda: self._each(_pause)))
+        everyone = list(self._lead(lambda: self._servers.each(_pause)))
         self.policy.model.finish_param_gather()
         self.bytes_sent = 0
         base = None if self.encoder is None else self.encoder.version
@@ -160,7 +174,7 @@ class VLLMWeights:
             left = self._lead(lambda: list(self._servers.servers))
             if behind := [url for url in left if self._versions.get(url) != number]:
                 self._transfer(behind, None, number, self._send_copies)
-        return list(self._lead(lambda: self._each(partial(_finish, name=name, seconds=self.seconds))))
+        return list(self._lead(lambda: self._servers.each(partial(_finish, name=name, seconds=self.seconds))))
 
     def _send_gathered(self, group: RefitGroups) -> int:
         """Gather the weights and send those of which this rank is the sender; return the number of bytes."""
@@ -194,7 +208,7 @@ class VLLMWeights:
         """
 
         def begin() -> None:
-            self._each(_start_update, receivers)
+            self._servers.each(_start_update, receivers)
             update = {"base": base, "version": number}
             self._receiving = self._servers.begin_each(partial(_receive, update, 2 * self.seconds), receivers)
 
@@ -224,19 +238,7 @@ class VLLMWeights:
 
     def close(self) -> None:
         """Send nothing more."""
-        self._leading.shutdown(wait=False, cancel_futures=True)
         self._sending.shutdown(wait=False, cancel_futures=True)
-
-    # ------------------------------------------------------------ the first rank
-
-    def _lead(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank; return its result, or raise its exception, on all ranks."""
-        begun = self._leading.submit(work) if self.policy.is_writer else None
-        return broadcast_result(begun, self.config.parallel.meeting_seconds)
-
-    def _each(self, call: Callable[[VLLMServer], T], urls: Iterable[str] | None = None) -> dict[str, T]:
-        """Call `call` for each server in `urls`, or for all; drop those that fail, and return the results by URL."""
-        return self._servers.gather(self._servers.begin_each(call, urls))
 
     @property
     def _servers(self) -> ServerPool:

@@ -62,12 +62,13 @@ def plan_shipments(model: ModelShard, bucket_bytes: int) -> list[Shipment]:
     the shipments of a stage in the order of this list. Otherwise a sender could wait for a receiver that waits for
     another sender, which waits for the first one to gather.
     """
+    sizes = _sizes(model)
     open_ones, closed = dict[tuple[int, int | None], _Open](), list[_Open]()
     for mappings in joined(model.family.table.values()):
         stages = {stage_of(mapping, model) for mapping in mappings}
         assert len(stages) == 1, f"{mappings[0].hf_names} are on several pipeline stages"
         place = stages.pop(), expert_rank_of(mappings[0], model) if mappings[0].is_expert else None
-        nbytes = _hf_bytes(mappings, model)
+        nbytes = sum(sizes[name] for name in tensor_shapes(mappings))
         current = open_ones.get(place)
         if current is None or current.nbytes + nbytes > bucket_bytes:
             shards = cut_over(mappings[0], model.topology).size
@@ -94,12 +95,13 @@ class _Open:
     mappings: list[Mapping] = field(default_factory=list)
 
 
-def _hf_bytes(mappings: Sequence[Mapping], model: ModelShard) -> int:
-    wide = {name for mapping in mappings if mapping.is_float32 for name in mapping.hf_names}
-    itemsize = model.chunks[0].config.params_dtype.itemsize
-    return sum(
-        torch.Size(shape).numel() * (4 if name in wide else itemsize) for name, shape in tensor_shapes(mappings).items()
-    )
+def _sizes(model: ModelShard) -> dict[str, int]:
+    """Return the size in bytes of each Hugging Face tensor."""
+    wide, itemsize = model.family.float32_tensors(), model.chunks[0].config.params_dtype.itemsize
+    return {
+        name: torch.Size(shape).numel() * (torch.float32.itemsize if name in wide else itemsize)
+        for name, shape in model.family.shapes().items()
+    }
 
 
 def joined(mappings: Iterable[Mapping]) -> list[list[Mapping]]:

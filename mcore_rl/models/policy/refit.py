@@ -24,16 +24,15 @@ from datetime import timedelta
 from itertools import accumulate, islice
 from multiprocessing import resource_tracker, shared_memory
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.models.policy.refit_block import K, Places, lay_out, nbytes_of
 from mcore_rl.models.policy.refit_copy import HostCopy
 from mcore_rl.models.policy.refit_delta import DeltaEncoder, RefusedUpdate
-
-K = TypeVar("K")
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Map from name to shape and precision; a tensor's number is its index in the map."""
@@ -168,18 +167,6 @@ class RefitGroups:
 
 Broadcasts = RefitGroup | RefitGroups
 
-Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
-"""Map from name to first byte, shape and precision of each tensor in a buffer."""
-
-
-def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Arrange all tensors of `info` in one block; return each (byte offset, shape, dtype), and the block's size."""
-    places, size = {}, 0
-    for name, (shape, dtype) in info:
-        places[name] = (size, shape, dtype)
-        size += torch.Size(shape).numel() * dtype.itemsize
-    return places, size
-
 
 def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
     room = buffer[start : start + tensor.nbytes]
@@ -189,9 +176,9 @@ def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
+def _cut(buffer: Tensor, places: Places[str]) -> Iterator[tuple[str, Tensor]]:
     for name, (start, shape, dtype) in places.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = nbytes_of(shape, dtype)
         # The copy has an aligned address, from which every precision can be read.
         yield name, buffer[start : start + size].clone().view(dtype).view(shape)
 
@@ -291,7 +278,7 @@ def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: 
     together.
     """
     numbers = {name: number for number, name in enumerate(info)}
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in info.items()}
+    sizes = {name: nbytes_of(*entry) for name, entry in info.items()}
     sender, coming = None if group is None else BucketSender(group), iter(tensors)
     for names in pack_by_size(sizes, budget):
         part = islice(coming, len(names))
@@ -321,9 +308,7 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
     A tensor that is larger than `budget` has a bucket of its own.
     """
-    return pack_by_size(
-        {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in info.items()}, budget
-    )
+    return pack_by_size({name: nbytes_of(*entry) for name, entry in info.items()}, budget)
 
 
 class SharedBucket:

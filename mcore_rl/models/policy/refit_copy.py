@@ -1,6 +1,6 @@
 """An engine's copy of the weights in host memory, to which updates by differences are applied.
 
-Imported inside vLLM too, so only PyTorch and the standard library are imported here.
+Imported inside vLLM too, so only PyTorch, NumPy and zstd are imported here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_rl.models.policy.refit_block import lay_out, nbytes_of
 from mcore_rl.models.policy.refit_delta import RefusedUpdate, decode
 
 RefitShapes = Iterable[tuple[tuple[int, ...], torch.dtype]]
@@ -48,10 +49,7 @@ class HostCopy:
         # The block begins with two numbers of each process: the last bucket to which it has applied its part, and the
         # last update that it has refused.
         header = 2 * count * torch.long.itemsize
-        entries, starts, size = list(shapes), [], header
-        for shape, dtype in entries:
-            starts.append(size)
-            size += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        places, size = lay_out(enumerate(shapes), header, _ALIGNMENT)
         self._memory = _create_block(name, size) if name else None
         if self._memory is not None:
             block = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
@@ -59,8 +57,8 @@ class HostCopy:
             block = torch.zeros(size, dtype=torch.uint8) if name is None else _open_block(name, size, timeout)
         self._applied, self._refused = block[:header].view(torch.long).view(2, count)
         self.tensors = {
-            number: block[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for number, (start, (shape, dtype)) in enumerate(zip(starts, entries, strict=True))
+            number: block[start : start + nbytes_of(shape, dtype)].view(dtype).view(shape)
+            for number, (start, shape, dtype) in places.items()
         }
 
     def begin(self, base: int | None) -> None:
@@ -75,7 +73,7 @@ class HostCopy:
             raise RefusedUpdate(f"the update begins from version {base}, but this engine has version {had}")
 
     def update(self, numbers: list[int], payload: Tensor) -> list[tuple[int, Tensor]]:
-        """Apply a bucket of differences; return the bucket's tensors with their numbers.
+        """Apply a bucket of differences, and return the bucket's tensors with their numbers.
 
         Raises:
             RefusedUpdate: the bucket is damaged, or does not begin from what the copy contains.

@@ -64,7 +64,7 @@ def bytes_of(tensor: Tensor) -> Bytes:
 # ------------------------------------------------------------ encodings
 
 
-def _encode_overwrite(old: Words, new: Words, where: Words) -> bytes:
+def _encode_overwrite(new: Words, where: Words) -> bytes:
     gaps = np.diff(where, prepend=-1) - 1
     # A gap of g is g // 255 bytes of 255, and one of g % 255.
     repeats = gaps // _LAST_GAP
@@ -123,7 +123,7 @@ def encode_tensor(old: Words | None, new: Words) -> tuple[str, bytes] | None:
     if not len(where):
         return None
     few = len(where) <= OVERWRITE_SHARE * len(new)
-    name, payload = ("overwrite", _encode_overwrite(old, new, where)) if few else ("xor", _encode_xor(old, new))
+    name, payload = ("overwrite", _encode_overwrite(new, where)) if few else ("xor", _encode_xor(old, new))
     return (name, payload) if len(payload) < new.nbytes else ("whole", _compress(new.view(np.uint8).data))
 
 

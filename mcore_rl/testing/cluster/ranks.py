@@ -191,6 +191,7 @@ def _send(plan: Plan, processes: Processes, trainers: int) -> dict[str, Any]:
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.refit import encode_refit_info, local_address
+    from mcore_rl.models.policy.refit_block import nbytes_of
 
     config, engines = platform.resolve(refit_config(plan, trainers)), processes.size - trainers
     policy = MegatronPolicy(config)
@@ -222,7 +223,7 @@ def _send(plan: Plan, processes: Processes, trainers: int) -> dict[str, Any]:
         for rank in range(trainers, processes.size):
             different |= different_tensors(transfers, json.loads(processes.store.get(f"digests-{rank}")))
     policy.shutdown()
-    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in info.values())
+    size = sum(nbytes_of(*entry) for entry in info.values())
     return {
         "bytes": size, "seconds": seconds, "gb_per_second": size / seconds / 1e9, "engines": engines,
         "tensors": len(info), "layout": str(_refit_layout(trainers)), "different": sorted(different),

@@ -1,0 +1,35 @@
+"""Tensors in one block of bytes: where each begins. Imported inside vLLM too, so only PyTorch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+K = TypeVar("K")
+Shape = tuple[int, ...]
+
+Places = dict[K, tuple[int, Shape, torch.dtype]]
+"""Map from key to first byte, shape and precision of each tensor in a block."""
+
+
+def nbytes_of(shape: Shape, dtype: torch.dtype) -> int:
+    """Return the number of bytes of a tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def lay_out(
+    info: Iterable[tuple[K, tuple[Shape, torch.dtype]]], start: int = 0, alignment: int = 1
+) -> tuple[Places[K], int]:
+    """Arrange the tensors of `info` in one block; return their places, and the block's size in bytes.
+
+    Args:
+        start: first byte of the first tensor.
+        alignment: each tensor takes a multiple of this number of bytes.
+    """
+    places, size = {}, start
+    for key, (shape, dtype) in info:
+        places[key] = (size, shape, dtype)
+        size += -(-nbytes_of(shape, dtype) // alignment) * alignment
+    return places, size
