@@ -2,14 +2,15 @@
 
     python scripts/benchmarks/bench_dpo.py
 
-Both train a Llama of 7 million parameters on the same records, in fp32, with two threads in all, on the CPU: TRL with
-one process, this package with one and with two (data-parallel). Each side is a separate program that trains one epoch.
-The programs take turns, and the medians of the steps' speeds are compared.
+Both train SmolLM2-135M-Instruct and a Llama of 7 million parameters on the same records, in fp32, with two threads in
+all, on the CPU: TRL with one process, this package with one and, for the small model, with two (data-parallel). Each
+side is a separate program that trains one epoch. The programs take turns, and the medians of the steps' speeds are
+compared.
 
-The benchmark also reports the rate of operations of this package's training (without the operations of scoring by a
-swapped reference, but with its time), relative to the rate of torch's matrix products, which is measured right after
-it. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a
-bound is missed.
+For the small model, the benchmark also reports the rate of operations of this package's training (without the
+operations of scoring by a swapped reference, but with its time), relative to the rate of torch's matrix products, which
+is measured right after it. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created. Exits
+with 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench_results import Row, finish
 from bench_trl import (
+    SMOLLM,
     VOCABULARY,
     Figures,
     make_model,
@@ -33,42 +37,72 @@ from bench_trl import (
     parser_of,
     python_with_trl,
     run,
+    smollm_words,
     taking_turns,
 )
 
-PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8, 4, 2
-MODES = ("swapped", "precomputed")
-BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
-FLOOR = 3.0
+PAIRS_A_STEP, PAIRS_AT_ONCE = 8, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a treatment of the reference.
+
+    mode: "swapped" (computed in each step) or "precomputed".
+    median_prompt, median_response: tokens.
+    """
+
+    model: str
+    mode: str
+    median_prompt: int
+    median_response: int
+    warm_up: int
+    most_memory: float
+
+
+CASES = {
+    "SmolLM2-135M, reference swapped": Case("smollm", "swapped", 30, 45, 1, 0.5),
+    "SmolLM2-135M, reference precomputed": Case("smollm", "precomputed", 30, 45, 1, 0.5),
+    "Llama 7M, reference swapped": Case("model", "swapped", 60, 90, 2, 0.6),
+    "Llama 7M, reference precomputed": Case("model", "precomputed", 60, 90, 2, 0.6),
+}
+BOUNDS = {
+    ("SmolLM2-135M, reference swapped", 1): (1.8, 1.3),
+    ("SmolLM2-135M, reference precomputed", 1): (2.3, 1.3),
+    ("Llama 7M, reference swapped", 1): (5.0, 3.0),
+    ("Llama 7M, reference swapped", 2): (7.5, 3.0),
+    ("Llama 7M, reference precomputed", 1): (5.0, 3.0),
+    ("Llama 7M, reference precomputed", 2): (7.5, 3.0),
+}
+"""Bound and floor of the rate relative to TRL's, by case and number of processes."""
 OF_PRODUCTS, FLOOR_OF_PRODUCTS = 0.55, 0.45
 """Bound and floor of the rate of training, relative to the rate of matrix products."""
 
 
 def main() -> int:
-    parser = parser_of(__doc__, steps=4, warm_up="two")
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, steps=4, warm_up="one or two")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side == "trl":
-        train_with_trl(arguments.directory, arguments.mode)
+        train_with_trl(arguments.directory, CASES[arguments.case])
         return 0
     speed, memory, reached = measure(arguments.steps, arguments.rounds)
     rows = [
         Row(
-            f"reference {mode}, {processes} process{'es'[: 2 * processes - 2]}",
-            ours,
-            trl,
-            ours / trl,
+            f"{case}, {processes} process{'es'[: 2 * processes - 2]}",
+            speed[case, processes],
+            speed[case, 0],
+            speed[case, processes] / speed[case, 0],
             bound,
-            floor=FLOOR,
+            floor=floor,
         )
-        for (mode, processes), bound in BOUNDS.items()
-        for ours, trl in [(speed[mode, processes], speed[mode, 0])]
+        for (case, processes), (bound, floor) in BOUNDS.items()
     ]
-    label = "of the rate of matrix products, 1 process"
+    label = "of the rate of matrix products, Llama 7M, 1 process"
     rows.append(Row.figure(label, reached, "reached", OF_PRODUCTS, None, FLOOR_OF_PRODUCTS))
     heavier = [
-        Row(f"memory, reference {mode}", memory[mode, 1], memory[mode, 0], memory[mode, 1] / memory[mode, 0], None, 0.6)
-        for mode in MODES
+        Row(case, memory[case, 1], memory[case, 0], memory[case, 1] / memory[case, 0], None, CASES[case].most_memory)
+        for case in CASES
     ]
     columns = ("ours, tokens/s", "TRL, tokens/s", "ours / TRL")
     whole = arguments.steps >= 4
@@ -78,25 +112,28 @@ def main() -> int:
 
 
 def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
-    """Return median tokens per second and megabytes by mode, and the fraction of the rate of matrix products that one
-    process of this package reaches."""
+    """Return median tokens per second and megabytes of each program, and the fraction of the rate of matrix products
+    that one process of this package reaches with the small model."""
     python = python_with_trl()
     reached: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
-        make_records(directory / "pairs.jsonl", PAIRS_A_STEP * (steps + WARM_UP))
+        (directory / "smollm").symlink_to(SMOLLM)
+        words = {"model": [f"w{number}" for number in range(VOCABULARY - 2)], "smollm": smollm_words()}
 
-        def run_side(mode: str, processes: int) -> tuple[list[float], float]:
+        def run_side(name: str, processes: int) -> tuple[list[float], float]:
+            case = CASES[name]
+            make_records(directory / "pairs.jsonl", case, words[case.model], PAIRS_A_STEP * (steps + case.warm_up))
             if not processes:
-                return run_trl(python, directory, mode)
-            lines, most = run_ours(directory, mode, processes)
-            if processes == 1:
+                return run_trl(python, directory, name)
+            lines, most = run_ours(directory, case, processes)
+            if processes == 1 and case.model == "model":
                 rate = product_rate(threads=2)
                 reached.extend(line["tflops_per_second"] / rate for line in lines)
             return [line["tokens_per_second"] for line in lines], most
 
-        return *taking_turns(MODES, rounds, run_side), statistics.median(reached)
+        return *taking_turns(BOUNDS, rounds, run_side), statistics.median(reached)
 
 
 def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:
@@ -115,48 +152,51 @@ def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:
 # ------------------------------------------------------------ records
 
 
-def make_records(path: Path, count: int) -> None:
+def make_records(path: Path, case: Case, words: Sequence[str], count: int) -> None:
     """Write records with log-normal lengths, as in chat data: many short records, some long ones."""
     generator = random.Random(0)
 
     def text(median: float) -> str:
         length = min(768, max(4, int(median * generator.lognormvariate(0, 0.9))))
-        return " ".join(f"w{generator.randrange(VOCABULARY - 2)}" for _ in range(length))
+        return "".join(" " + words[generator.randrange(len(words))] for _ in range(length))
 
-    records = ({"prompt": text(60) + " ", "chosen": text(90), "rejected": text(90)} for _ in range(count))
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    def record() -> dict[str, str]:
+        prompt, chosen, rejected = (text(median) for median in (case.median_prompt, *2 * [case.median_response]))
+        return {"prompt": prompt.lstrip(), "chosen": chosen, "rejected": rejected}
+
+    path.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
 
 
 # ------------------------------------------------------------ ours
 
 
-def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[dict[str, float]], float]:
+def run_ours(directory: Path, case: Case, processes: int) -> tuple[list[dict[str, float]], float]:
     """Return the metrics of each step after the warm-up steps, and the peak memory in megabytes."""
     output = directory / "ours"
-    reference = {"swapped": "swap", "precomputed": "precompute"}[mode]
+    reference = {"swapped": "swap", "precomputed": "precompute"}[case.mode]
     command = [
         *our_program("train_dpo.py", processes),
-        *("--model", str(directory / "model"), "--data", str(directory / "pairs.jsonl"), "--output", str(output)),
+        *("--model", str(directory / case.model), "--data", str(directory / "pairs.jsonl"), "--output", str(output)),
         *(f"batch.global_batch_size={PAIRS_A_STEP}", "data.max_sequence_length=1536", "batch.tokens_per_pack=4096"),
         *("batch.share_prefixes=true", f"dpo.reference={reference}", "trainer.max_epochs=1"),
         *("checkpoint.resume=none", "checkpoint.overwrite=true", "checkpoint.export_hf=false"),
     ]
     most = run(command, threads=2 // processes)
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["step"] > WARM_UP], most
+    return [line for line in lines if line["step"] > case.warm_up], most
 
 
 # ------------------------------------------------------------ TRL
 
 
-def run_trl(python: str, directory: Path, mode: str) -> tuple[list[float], float]:
-    command = [python, str(Path(__file__).resolve()), "--side", "trl", "--directory", str(directory), "--mode", mode]
+def run_trl(python: str, directory: Path, name: str) -> tuple[list[float], float]:
+    command = [python, str(Path(__file__).resolve()), "--side", "trl", "--directory", str(directory), "--case", name]
     run(command, threads=2)
     found = json.loads((directory / "trl.json").read_text())
     return found["speeds"], found["megabytes"]
 
 
-def train_with_trl(directory: Path, mode: str) -> None:
+def train_with_trl(directory: Path, case: Case) -> None:
     """Train one epoch with DPOTrainer; write the speed of each step to `trl.json`."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -182,16 +222,16 @@ def train_with_trl(directory: Path, mode: str) -> None:
         str(directory / "trl"),
         per_device_train_batch_size=PAIRS_AT_ONCE,
         gradient_accumulation_steps=PAIRS_A_STEP // PAIRS_AT_ONCE,
-        num_train_epochs=1, learning_rate=1e-6, max_length=1536, precompute_ref_log_probs=mode == "precomputed",
+        num_train_epochs=1, learning_rate=1e-6, max_length=1536, precompute_ref_log_probs=case.mode == "precomputed",
         use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory / case.model, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(directory / case.model)
     data = load_dataset("json", data_files=str(directory / "pairs.jsonl"), split="train", cache_dir=directory / "cache")
     trainer = Counting(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     trainer.train()
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-    (directory / "trl.json").write_text(json.dumps({"speeds": speeds[WARM_UP:], "megabytes": megabytes}))
+    (directory / "trl.json").write_text(json.dumps({"speeds": speeds[case.warm_up :], "megabytes": megabytes}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import os
 import statistics
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TRL = "trl>=1.0,<2"
 VOCABULARY, LIMIT_SECONDS = 8192, 900
+SMOLLM = ROOT / "outputs" / "smollm" / "model"
+"""SmolLM2-135M-Instruct, as `make outputs/smollm/model/config.json` writes it."""
 
 
 def make_model(directory: Path, end_probability: float | None = None) -> None:
@@ -51,6 +54,14 @@ def make_model(directory: Path, end_probability: float | None = None) -> None:
     model.save_pretrained(directory)
 
 
+def smollm_words() -> list[str]:
+    """Return words of SmolLM2's vocabulary that are one token each, after a space."""
+    if not (SMOLLM / "config.json").is_file():
+        sys.exit(f"{SMOLLM} does not exist; write it by: make {(SMOLLM / 'config.json').relative_to(ROOT)}")
+    vocabulary = json.loads((SMOLLM / "tokenizer.json").read_text())["model"]["vocab"]
+    return sorted(token[1:] for token in vocabulary if token[0] == "Ġ" and token[1:].isascii() and token[1:].isalpha())
+
+
 def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.ArgumentParser:
     """Return a parser with the options of a benchmark. With its hidden options, the benchmark starts itself as the
     program that trains with TRL."""
@@ -62,28 +73,31 @@ def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.Arg
     return parser
 
 
-Figures = dict[tuple[str, int], float]
-"""Figures by (case, number of processes); 0 processes stand for TRL."""
+Program = tuple[str, int]
+"""A case and the number of processes; 0 processes stand for TRL."""
+Figures = dict[Program, float]
 
 
 def taking_turns(
-    cases: Sequence[str], rounds: int, run_side: Callable[[str, int], tuple[list[float], float]]
+    ours: Iterable[Program], rounds: int, run_side: Callable[[str, int], tuple[list[float], float]]
 ) -> tuple[Figures, Figures]:
-    """Return median tokens per second and peak megabytes of TRL, and of this package with one and two processes.
+    """Return median tokens per second and peak megabytes of this package's programs, and of TRL in each case.
 
     Args:
         run_side: (case, number of processes of this package or 0) → tokens per second of each step, and megabytes.
     """
-    speeds: dict[tuple[str, int], list[float]] = {}
+    speeds: dict[Program, list[float]] = {}
     megabytes: Figures = {}
+    counts: dict[str, list[int]] = {}
+    for case, processes in ours:
+        counts.setdefault(case, [0]).append(processes)
     for round_ in range(rounds):
-        for case in cases:
-            for processes in (0, 1, 2):
-                found, most = run_side(case, processes)
-                speeds.setdefault((case, processes), []).extend(found)
-                megabytes[case, processes] = max(most, megabytes.get((case, processes), 0.0))
-                side = f"ours, {processes} process(es)" if processes else "TRL"
-                print(f"round {round_ + 1}, {case}, {side}: {statistics.median(found):,.0f} tokens/s", flush=True)
+        for case, processes in ((case, count) for case, programs in counts.items() for count in programs):
+            found, most = run_side(case, processes)
+            speeds.setdefault((case, processes), []).extend(found)
+            megabytes[case, processes] = max(most, megabytes.get((case, processes), 0.0))
+            side = f"ours, {processes} process(es)" if processes else "TRL"
+            print(f"round {round_ + 1}, {case}, {side}: {statistics.median(found):,.0f} tokens/s", flush=True)
     return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
 
 
