@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument(
         "--products", choices=["fp8", "mxfp8"], default="", help="estimate with linear layers in this precision"
     )
-    parser.add_argument("--gradients", choices=["bfloat16"], default="", help="estimate with gradients in bfloat16")
     parser.add_argument("--search", action="store_true", help="search layouts; ignore the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="number of ranks that wrote a checkpoint")
     parser.add_argument("--workers", type=count, default=1, help="number of processes to simulate with")
@@ -90,7 +89,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
     from mcore_rl.simulation.step import Implementation
 
     size = arguments.world_size
-    implementation = Implementation(arguments.transformer_engine, arguments.products, arguments.gradients)
+    implementation = Implementation(arguments.transformer_engine, arguments.products)
     assumed = Assumptions(implementation, arguments.expert_imbalance)
     if config.max_answer_length is not None:
         print(GENERATION)
@@ -121,9 +120,8 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
         raise UserError(
             f"--products {arguments.products}: needs model.dtype=bfloat16, and hardware with a peak of float8"
         )
-    for option in ("transformer-engine", "gradients"):
-        if getattr(arguments, option.replace("-", "_")) and config.model.dtype != "bfloat16":
-            raise UserError(f"--{option}: is estimated for bfloat16 only; set model.dtype=bfloat16")
+    if arguments.transformer_engine and config.model.dtype != "bfloat16":
+        raise UserError("--transformer-engine: is estimated for bfloat16 only; set model.dtype=bfloat16")
     factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size
     if not (1 <= factor <= ranks or (arguments.search and factor >= 1)):
         raise UserError(

@@ -326,6 +326,13 @@ class ParallelConfig(LayoutConfig):
     """How Transformer Engine's attention communicates under context parallelism. p2p: keys and values in a ring.
     all_gather: all keys and values at once (Transformer Engine 2.20 or newer). a2a: heads for tokens (2.10 or newer);
     context_parallel_size must divide the heads and the groups of a tensor-parallel process."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    """How tokens reach their experts on other processes. alltoall: a token is sent once for each of its experts. flex:
+    Megatron's flex dispatcher with DeepEP, which sends a token once to each process; needs the package `deep_ep`, and
+    more than one process per layer of experts."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate gradients, and reduce them over processes, in fp32. false: in the model's bfloat16, with half the
+    memory and bytes; the sum is then rounded after each microbatch."""
     timeout_seconds: PositiveInt = 600
     """Time limit for a collective. The run ends if a collective takes longer."""
     backend: Literal["auto", "host"] = "auto"

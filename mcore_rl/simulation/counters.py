@@ -281,7 +281,7 @@ class Kernels(TorchDispatchMode):
     launches: number of kernels, by phase.
     bytes: bytes that kernels read and write, by phase and part.
     of_weights: the part of `bytes` that is read and written to copy weights.
-    of_gradients: the part of `bytes` that is read and written to add gradients to fp32 sums, by phase.
+    of_gradients: number of elements that are read and written to add gradients to their sums, by phase.
 
     Args:
         devices: device types whose kernels are counted.
@@ -360,8 +360,11 @@ class Kernels(TorchDispatchMode):
         self._add(sum(sizes) + written)
         if made and read and all(map(self._is_state, read)):
             self.of_weights[self._now()] += sum(sizes) + written
-        if changed and changed[0].dtype == torch.float32 and self._is_state(changed[0]):
-            self.of_gradients[self._now()[0]] += written + (sizes[0] if read and read[0] is changed[0] else 0)
+        if changed and self._is_state(changed[0]):
+            is_added = bool(read) and read[0] is changed[0]
+            if is_added or changed[0].dtype == torch.float32:  # weights in bfloat16 are overwritten by an update
+                moved = written + is_added * sizes[0]
+                self.of_gradients[self._now()[0]] += moved // changed[0].element_size()
 
     def _add(self, size: int) -> None:
         phase, part = self._now()

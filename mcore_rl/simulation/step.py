@@ -131,7 +131,7 @@ class Watch:
         from mcore_rl.models.megatron import layers
 
         fused, steps = self.kernels.fused, logprobs.TORCH_STEPS
-        tiles = logprobs.TileSteps(fused(steps.add), fused(steps.gradient))
+        tiles = logprobs.TileSteps(fused(steps.add), fused(steps.gradient), add_overwrites=False)
         with ExitStack() as stack:
             for function in (layers._Normed, layers._Gated, layers._Rotated):
                 for name in ("forward", "backward"):
@@ -213,7 +213,7 @@ class RankReport:
     shapes: floating-point operations of matrix products, by their kind.
     kernel_bytes: bytes that all kernels except products read and write in memory, by phase and part of the model.
     copied_weights: the part of `kernel_bytes` that is read and written to copy weights.
-    gradient_bytes: the part of `kernel_bytes` that is read and written to add gradients to fp32 sums, by phase.
+    gradient_elements: number of elements that are read and written to add gradients to their sums, by phase.
     operands: number of elements in those factors of matrix products that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights in linear layers, without routers and LM heads.
@@ -239,7 +239,7 @@ class RankReport:
     shapes: dict[Product, int]
     kernel_bytes: dict[tuple[str, str], int]
     copied_weights: dict[tuple[str, str], int]
-    gradient_bytes: dict[str, int]
+    gradient_elements: dict[str, int]
     operands: dict[tuple[str, str], int]
     launches: dict[str, int]
     linear_weights: int
@@ -295,11 +295,12 @@ class Implementation:
     The simulation runs the package's own layers. The method `of` converts its report to these kernels and precisions.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
-        to fp32 sums, and read the weights of experts without copying them.
+        to their sums, and read the weights of experts without copying them.
     products: precision of the products of linear layers: "fp8" (with the current scale), "mxfp8", or "" for the model's
         precision. The FP8 copies of weights are made in each update and kept. Activations that are kept for the
         backward pass stay in the model's precision.
-    gradients: precision of gradients in memory and between ranks: "bfloat16", or "" for float32.
+    gradients: precision of gradients in memory and between ranks: "bfloat16", or "" for that of the report. It serves
+        to compare published runs; a run of this package has `parallel.grad_reduce_in_fp32`.
     moments: precision of the optimizer's moments: "bfloat16", or "" for float32.
     """
 
@@ -332,8 +333,8 @@ LOCAL = Implementation()
 def _without_copies(report: RankReport) -> RankReport:
     moved = Counter(report.kernel_bytes)
     moved.subtract(report.copied_weights)
-    for phase, size in report.gradient_bytes.items():
-        moved[phase, OTHER] -= size // 4  # not 8 bytes of the sum, but 2 of the product
+    for phase, elements in report.gradient_elements.items():
+        moved[phase, OTHER] -= elements  # of an addition's two elements: not the sum's bytes, but 2 of the product
     return replace(report, kernel_bytes=dict(moved))
 
 
@@ -358,8 +359,8 @@ def _with_half_gradients(report: RankReport) -> RankReport:
         for kind, size in report.traffic.items()
     }
     moved = Counter(report.kernel_bytes)
-    for phase, size in report.gradient_bytes.items():
-        moved[phase, OTHER] -= size // 2
+    for phase, elements in report.gradient_elements.items():
+        moved[phase, OTHER] -= 2 * elements
     return replace(report, memory=memory, traffic=traffic, kernel_bytes=dict(moved))
 
 
@@ -433,7 +434,7 @@ def measure_step(
         shapes=dict(watch.products.counts),
         kernel_bytes=dict(watch.kernels.bytes),
         copied_weights=dict(watch.kernels.of_weights),
-        gradient_bytes=dict(watch.kernels.of_gradients),
+        gradient_elements=dict(watch.kernels.of_gradients),
         operands=dict(watch.products.operands),
         launches=dict(watch.kernels.launches),
         linear_weights=linear_weights(models.chunks),

@@ -207,7 +207,7 @@ def simulated(published: Published, workers: int) -> list[RankReport]:
 
 
 LINEAR_IN_PACKS = (
-    "attention", "shapes", "kernel_bytes", "copied_weights", "gradient_bytes", "operands", "launches", "traffic",
+    "attention", "shapes", "kernel_bytes", "copied_weights", "gradient_elements", "operands", "launches", "traffic",
     "calls",
 )  # fmt: skip
 

@@ -63,6 +63,41 @@ def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks(model_of):
                 assert error < 1e-6, f"{case}: {name} {error:.1e}"  # one rounding to bfloat16 is 1e-3
 
 
+def of_training(config, data):
+    """Return the result of a layout after an update, and precision and bytes of this rank's gradient buffers."""
+    from mcore_rl.models.megatron import optimizer
+    from mcore_rl.testing.layout_check import compute_layout_result
+
+    buffers, gather = [], optimizer.gather_gradients
+
+    def noted(chunks):
+        buffers.extend(optimizer.gradient_buffers(chunks))
+        return gather(chunks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "gather_gradients", noted)
+        result = compute_layout_result(config, data, 1)
+    return result, {buffer.dtype for buffer in buffers}, sum(buffer.nbytes for buffer in buffers)
+
+
+def test_gradients_in_bfloat16_take_half_the_memory(model_of):
+    """Each gradient is about as far from that with sums in fp32 as bfloat16 rounds (2⁻⁹), or a few times of it."""
+    found = {}
+    for half in (True, False):
+        layout = ParallelLayout(dp=2, packing=False)
+        config = in_bfloat16(model_of("qwen3_moe"), layout)
+        parallel = config.parallel.model_copy(update={"grad_reduce_in_fp32": not half})
+        config = config.model_copy(update={"parallel": parallel})
+        found[half] = run_cases([(of_training, config, make_data())], world_size=2)[0][0]
+    (rounded, half_types, half_bytes), (exact, types, size) = found[True], found[False]
+    assert half_types == {torch.bfloat16} and types == {torch.float32}
+    assert half_bytes * 2 == size
+    for name, gradient in exact.gradients.items():
+        error = float((rounded.gradients[name] - gradient).norm() / gradient.norm())
+        assert 0 < error < 1e-2, f"{name}: {error:.1e}"
+    assert rounded.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=3e-3)
+
+
 def rounded_once(found, exact):
     """Return the share of numbers that are the exact ones, rounded to bfloat16."""
     return (found == exact.bfloat16()).double().mean()

@@ -211,6 +211,13 @@ def test_missing_transformer_engine_is_refused(monkeypatch):
     ("family", "sizes", "message"),
     [
         ("llama", {"expert_model_parallel_size": 2}, "llama has no experts"),
+        ("llama", {"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type: llama has no experts"),
+        ("mixtral", {"moe_token_dispatcher_type": "flex"}, "flex needs expert_model_parallel_size x expert_tensor"),
+        (
+            "mixtral",
+            {"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
+            r"DeepEP, which is not installed; install it .* by: pip install .*DeepEP@v1",
+        ),
         ("mixtral", {"expert_model_parallel_size": 4}, "6 experts"),
         ("mixtral", {"tensor_model_parallel_size": 2}, "sequence_parallel: must be true"),
         (
@@ -285,6 +292,18 @@ def test_options_that_the_family_has_no_use_for(family, option, message):
 
     with pytest.raises(UserError, match=message):
         check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [({"dtype": "float32"}, "the model is"), ({"dtype": "bfloat16", "lora": {"rank": 2}}, "adapters are")],
+)
+def test_gradients_are_not_reduced_below_the_precision_of_the_weights(options, trained):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    parallel, model = ParallelConfig(grad_reduce_in_fp32=False), ModelConfig(path="unused", **options)
+    with pytest.raises(UserError, match=f"grad_reduce_in_fp32: .* {trained} in float32; leave"):
+        check_model_fits(make_config("llama"), parallel, 64, model)
 
 
 @pytest.mark.parametrize(

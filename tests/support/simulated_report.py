@@ -15,7 +15,7 @@ MLP, HEAD = Product("training", "MLP", "bfloat16", 64, 64), Product("training", 
 REPORT = RankReport(
     rank=0, stage=0, parameters=1, memory={}, peak_phase="training", attention={"training": 500},
     shapes={MLP: 2000, HEAD: 1000, MLP._replace(phase="scoring"): 1000},
-    kernel_bytes={}, copied_weights={}, gradient_bytes={}, operands={}, launches={}, linear_weights=0,
+    kernel_bytes={}, copied_weights={}, gradient_elements={}, operands={}, launches={}, linear_weights=0,
     traffic={GRADIENTS: 40, WEIGHTS: 20, MESSAGE: 3}, calls={GRADIENTS: 4, WEIGHTS: 2, MESSAGE: 1},
     overlapped=frozenset(), host_bytes=0, host_reads={}, updates=1, packs=2, tokens=(1, 1), work=(1.0, 1.0),
     model_flops=1.0, seconds=1.0, is_mixture=False,

@@ -29,7 +29,10 @@ def counted_result(config, data):
     """Return the layout's result, and how often each module of Transformer Engine ran on this rank.
 
     `CoreAttention` counts all attention layers: those that did not run `DotProductAttention` ran the local attention.
+    `deep_ep` counts the exchanges of DeepEP's buffer.
     """
+    from deep_ep import Buffer
+
     calls = Counter()
 
     def count(module, inputs):
@@ -39,6 +42,7 @@ def counted_result(config, data):
 
     with register_module_forward_pre_hook(count):
         result = compute_layout_result(config, data, STEPS)
+    calls["deep_ep"] = Buffer.calls
     return result, calls
 
 

@@ -17,6 +17,7 @@ ONE, CP2, PP2, DP2 = (ParallelLayout(**sizes) for sizes in ({}, {"cp": 2}, {"pp"
 GROUPED = {"moe_grouped_gemm": True}
 LORA = {"rank": 4, "alpha": 8}
 EXPERTS = {**LORA, "target_modules": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
+FLEX = {"moe_token_dispatcher_type": "flex"}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES = {
     "llama one process": ("llama", ONE, {}),
@@ -29,6 +30,7 @@ CASES = {
     "shared prefixes tp2 sp": ("qwen3", ParallelLayout(tp=2, sp=True, prefix=True), {}),
     "grouped experts ep2": ("qwen3_moe", EP2, {"model": GROUPED}),
     "adapters of grouped experts ep2": ("qwen3_moe", EP2, {"model": GROUPED, "lora": EXPERTS}),
+    "flex dispatcher ep2": ("qwen3_moe", EP2, {"model": GROUPED, "parallel": FLEX}),
 }
 LONG_CASES = {
     "qwen3 one process": ("qwen3", ONE, {}),
@@ -85,6 +87,24 @@ LONG_CASES = {
     "sinks and grouped biases tp2 sp": ("gpt_oss", TP2, {"model": GROUPED}),
     "sinks, adapters of grouped experts with biases, ep2": ("gpt_oss", EP2, {"model": GROUPED, "lora": EXPERTS}),
     "sinks and biases tp2 ep2 etp1": ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+    "flex dispatcher, losses, recomputed, tp2 ep2 etp1": (
+        "qwen3_moe",
+        ParallelLayout(tp=2, ep=2, etp=1, sp=True),
+        {
+            "model": {"recompute_modules": ("moe",), "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1},
+            "parallel": FLEX,
+        },
+    ),
+    "flex dispatcher tp2 ep2 etp2": (
+        "qwen3_moe",
+        ParallelLayout(tp=2, dp=2, ep=2, sp=True),
+        {"model": GROUPED, "parallel": FLEX},
+    ),
+    "flex dispatcher, shared experts, adapters, pp2 ep2": (
+        "qwen2_moe",
+        ParallelLayout(pp=2, dp=2, ep=2),
+        {"model": GROUPED, "parallel": FLEX, "lora": EXPERTS},
+    ),
     "glm4 tp2 sp": ("glm4", TP2, {}),
     "olmo3 cp2": ("olmo3", CP2, {}),
     "seed_oss tp2 sp": ("seed_oss", TP2, {}),
@@ -161,6 +181,7 @@ def test_training_equals_local_layers(name, model_of, reference_of, tmp_path):
     difference = compare(result, reference_of(family, layout, changes))
     assert difference.within(gradients=5e-4 if family in WITH_DELTA_NETS else 1e-4), difference
     assert calls["Linear"] and calls["RMSNorm"]
+    assert bool(calls["deep_ep"]) == (changes.get("parallel") == FLEX)
     if changes.get("model", {}).get("moe_grouped_gemm"):
         assert calls["GroupedLinear"]
     assert_attention_is_chosen(family, layout, calls)

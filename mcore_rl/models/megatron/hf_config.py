@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,8 @@ from mcore_rl.models.megatron.lora import is_expert_target, lora_of
 from mcore_rl.utils.model_directory import check_model_directory, missing_files
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+DEEP_EP = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
@@ -135,6 +138,7 @@ def check_model_fits(
         _check_options(family, model)
         if model.moe_grouped_gemm is True and (problem := _grouped_gemm_problem(family, model, parallel)):
             raise UserError(f"model.moe_grouped_gemm: {problem}; leave model.moe_grouped_gemm out")
+        _check_precision(model, parallel)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
         raise UserError(
@@ -172,7 +176,14 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
                 f"parallel.expert_model_parallel_size={ep}: {family.model_type} has no experts; leave "
                 "parallel.expert_model_parallel_size and expert_tensor_parallel_size out"
             )
+        if parallel.moe_token_dispatcher_type != "alltoall":
+            raise UserError(
+                f"parallel.moe_token_dispatcher_type: {family.model_type} has no experts; leave "
+                "parallel.moe_token_dispatcher_type out"
+            )
         return
+    if parallel.moe_token_dispatcher_type == "flex":
+        _check_flex_dispatcher(ep * etp)
     experts = family.experts
     if experts.count % ep:
         raise UserError(f"parallel.expert_model_parallel_size={ep}: must divide the model's {experts.count} experts")
@@ -182,6 +193,34 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise UserError("parallel.sequence_parallel: must be true for mixtures of experts under tensor parallelism")
+
+
+def _check_precision(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError if a choice of `parallel` does not fit the precision of the weights."""
+    if not parallel.grad_reduce_in_fp32 and (model.dtype != "bfloat16" or model.lora is not None):
+        trained = "adapters are" if model.lora is not None else "the model is"
+        raise UserError(
+            f"parallel.grad_reduce_in_fp32: gradients have at least the precision of the trained weights, and "
+            f"{trained} in float32; leave parallel.grad_reduce_in_fp32 out"
+        )
+    if parallel.moe_token_dispatcher_type == "flex" and model.dtype != "bfloat16" and platform.has_gpu():
+        raise UserError(
+            "parallel.moe_token_dispatcher_type: the kernels of flex add up only bfloat16; set model.dtype=bfloat16, "
+            "or leave parallel.moe_token_dispatcher_type out"
+        )
+
+
+def _check_flex_dispatcher(processes: int) -> None:
+    if processes == 1:
+        raise UserError(
+            "parallel.moe_token_dispatcher_type: flex needs expert_model_parallel_size x expert_tensor_parallel_size > "
+            "1, because one process has all experts; leave parallel.moe_token_dispatcher_type out"
+        )
+    if importlib.util.find_spec("deep_ep") is None and not platform.simulates():
+        raise UserError(
+            "parallel.moe_token_dispatcher_type: flex needs DeepEP, which is not installed; install it on a machine "
+            f"with CUDA's compiler by: {DEEP_EP}, or leave parallel.moe_token_dispatcher_type out"
+        )
 
 
 def _check_options(family: Family, model: ModelConfig) -> None:
@@ -290,8 +329,10 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     """Return Megatron's configuration for a model of this family with the options `model` and `parallel`."""
     model = platform.resolve(model)
     dtype, chunks = getattr(torch, model.dtype), parallel.chunks_per_stage
+    experts = isinstance(family, Mixture)
     config = TransformerConfig(
         **family.megatron_fields(),
+        **({"moe_token_dispatcher_type": parallel.moe_token_dispatcher_type} if experts else {}),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,
         moe_grouped_gemm=uses_grouped_gemm(family, model, parallel),

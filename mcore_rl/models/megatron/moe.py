@@ -125,7 +125,7 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class PackMoELayer(MoELayer):
-    """Megatron's layer of experts, with the dispatchers of this module and a corrected recomputation.
+    """Megatron's layer of experts, with the dispatchers of this module (except flex) and a corrected recomputation.
 
     The recomputation uses the same pack as the first forward pass. Megatron's own recomputation uses the pack that the
     router has during the backward pass; under pipeline parallelism this is the pack of another microbatch.
@@ -135,10 +135,11 @@ class PackMoELayer(MoELayer):
         super().__init__(*args, **kwargs)
         self.recomputes = bool(vars(self)["moe_layer_recompute"])
         self.moe_layer_recompute = False
-        dispatcher = BalancedDispatcher if platform.simulates() else Dispatcher
-        self.token_dispatcher = dispatcher(
-            self.num_local_experts, self.local_expert_indices, self.config, process_groups()
-        )
+        if platform.simulates() or self.config.moe_token_dispatcher_type == "alltoall":
+            dispatcher = BalancedDispatcher if platform.simulates() else Dispatcher
+            self.token_dispatcher = dispatcher(
+                self.num_local_experts, self.local_expert_indices, self.config, process_groups()
+            )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.recomputes and self.training):

@@ -65,10 +65,11 @@ larger of 40 million and 1 million per replica."""
 def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[DistributedDataParallel]:
     """Wrap the model's chunks in Megatron's DDP.
 
-    DDP accumulates gradients in fp32 buffers and reduces them over data- and context-parallel ranks.
+    DDP accumulates gradients in buffers and reduces them over data- and context-parallel ranks, both in fp32 unless
+    `parallel.grad_reduce_in_fp32` is false.
     """
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=parallel.grad_reduce_in_fp32,
         use_distributed_optimizer=True,
         average_in_collective=False,
         overlap_grad_reduce=parallel.overlap_grad_reduce is True,

@@ -117,7 +117,6 @@ class Mixture(Family):
             "moe_router_pre_softmax": True,  # our own router converts scores to weights
             "moe_router_enable_expert_bias": experts.selection_bias,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
