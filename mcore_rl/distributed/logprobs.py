@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -248,61 +247,6 @@ def _check(logits: Tensor, targets: Tensor, group: ProcessGroup | None, rank: in
         raise ContractError(f"temperature must be positive, got {temperature}")
 
 
-@torch.no_grad()
-def vocab_parallel_topk(
-    logits: Float[Tensor, "tokens vocab_shard"],
-    k: int,
-    group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
-
-    Each rank contributes its k largest: 2·k numbers per token are gathered.
-
-    Raises:
-        ContractError: k is not between 1 and the vocabulary's size.
-    """
-    check_topk(k, logits.shape[-1], group, vocab_size)
-    columns = valid_columns(logits.shape[-1], group_rank(group), vocab_size)
-    return combine_topk(*shard_topk(logits[:, :columns], k), k, logits.shape[-1], group)
-
-
-def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
-    """Check that the vocabulary has at least `k` tokens.
-
-    Raises:
-        ContractError: k is not between 1 and the vocabulary's size.
-    """
-    whole = shard_size * group_size(group) if vocab_size is None else vocab_size
-    if not 1 <= k <= whole:
-        raise ContractError(f"vocab_parallel_topk: k must be at least 1 and at most {whole} (vocabulary), got {k}")
-
-
-def shard_topk(
-    logits: Float[Tensor, "tokens columns"], k: int
-) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return a shard's k largest logits and their columns. A smaller shard is padded with logits −inf at column 0."""
-    values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
-    short = k - values.shape[1]
-    return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
-
-
-def combine_topk(
-    values: Float[Tensor, "tokens k"],
-    columns: Int[Tensor, "tokens k"],
-    k: int,
-    shard_size: int,
-    group: ProcessGroup | None,
-) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Combine each rank's `shard_topk` by two all-gathers; return the vocabulary's top k and their token ids."""
-    ids = columns + group_rank(group) * shard_size
-    if group_size(group) > 1:
-        values = torch.cat(tuple(all_gather(values, group)), dim=-1)
-        ids = torch.cat(tuple(all_gather(ids, group)), dim=-1)
-    best, order = values.topk(k, dim=-1)
-    return best, ids.gather(-1, order)
-
-
 def next_token_logprobs_from_logits(
     logits: Float[Tensor, "local_tokens vocab_shard"],
     input_ids: Int[Tensor, "rows seq"],
@@ -379,6 +323,7 @@ def linear_logprobs(
     with_entropy: bool = False,
     normalize: bool = True,
     kept: Sequence[Tile] | None = None,
+    keeps_logits: bool = False,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Compute log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
@@ -397,6 +342,8 @@ def linear_logprobs(
             have a gradient of exactly 0.
         kept: restricts the softmax to the tokens that top-k, top-p and min-p left at each position: the result of
             `kept_tiles` for this shard. None for a softmax over the whole vocabulary.
+        keeps_logits: keep the logits [T, Vp] of the forward pass for the backward pass, in the accumulation type. This
+            saves one of four matrix products; results do not change. Without gradients, nothing is kept.
 
     Returns:
         Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 hidden states).
@@ -415,42 +362,10 @@ def linear_logprobs(
     columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, wide, group, columns, temperature, with_entropy, normalize, kept
-    )
+        hidden, weight, wide, group, columns, temperature, with_entropy, normalize, kept,
+        keeps_logits and torch.is_grad_enabled(),
+    )  # fmt: skip
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
-
-
-@torch.no_grad()
-def linear_topk(
-    hidden: Float[Tensor, "tokens hidden"],
-    weight: Float[Tensor, "vocab_shard hidden"],
-    k: int,
-    group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    chunk_size: int | None = None,
-) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
-
-    The result equals `(hidden @ weight.T).topk(k)`, accumulated in fp32. Two all-gathers send k numbers per token each.
-
-    Args:
-        hidden: [T, H], the same on all ranks of `group`.
-        weight: [Vp, H], this rank's rows of the LM head.
-        vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
-        chunk_size: number of tokens whose logits exist at once; None for as many as `CHUNK_BYTES` allows.
-
-    Raises:
-        ContractError: k is not between 1 and the vocabulary's size.
-    """
-    check_topk(k, weight.shape[0], group, vocab_size)
-    tiles = Tiles(hidden, weight, valid_columns(weight.shape[0], group_rank(group), vocab_size), 1.0)
-    if chunk_size is None:
-        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // (max(tiles.columns, 1) * tiles.dtype.itemsize))
-    values = hidden.new_empty((len(hidden), k), dtype=tiles.dtype)
-    columns = hidden.new_empty((len(hidden), k), dtype=torch.long)
-    for rows in slices(len(hidden), chunk_size):
-        values[rows], columns[rows] = shard_topk(tiles.all_columns(rows), k)
-    return combine_topk(values, columns, k, weight.shape[0], group)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -466,10 +381,12 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy: bool,
         normalize: bool,
         kept: Sequence[Tile] | None,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         local = (targets - group_rank(group) * weight.shape[0]).contiguous()
         tiles = Tiles(hidden, weight, columns, temperature, kept)
-        lse, target_logits, entropy = shard_statistics(tiles, local, with_entropy)
+        ctx.products = [] if keeps_logits and any(ctx.needs_input_grad[:2]) else None
+        lse, target_logits, entropy = shard_statistics(tiles, local, with_entropy, ctx.products)
         lse, picked, entropy = combine_over_vocabulary(lse, target_logits.T, entropy, group)
         ctx.save_for_backward(hidden, local, lse, entropy)
         ctx.weight, ctx.columns, ctx.temperature, ctx.kept = weight, columns, temperature, kept
@@ -485,11 +402,13 @@ class _LinearLogprobs(torch.autograd.Function):
         of_lse = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
         upstream = TokenGradients(lse, entropy, local, g, of_lse, h)
         steps = tile_steps(tiles.device.type, tiles.dtype)
+        products = None if ctx.products is None else ctx.products[::-1]
+        ctx.products = None
         for tile in tiles.all(local):
             of_rows = upstream.of(tile.rows)._replace(local=tile.targets)
-            grad = steps.gradient(tiles.products(tile), of_rows, tile.first_column, tiles)
-            gradients.add(tile.rows, tile.columns, grad)
-        return (*gradients.results(), *(None,) * 7)
+            product = tiles.products(tile) if products is None else products.pop()  # freed tile by tile
+            gradients.add(tile.rows, tile.columns, steps.gradient(product, of_rows, tile.first_column, tiles))
+        return (*gradients.results(), *(None,) * 8)
 
 
 class SoftmaxSums(NamedTuple):
@@ -551,16 +470,18 @@ class Tile(NamedTuple):
 class TileSteps(NamedTuple):
     """The two functions that compute on a tile of products [rows, columns]; `tile_steps` chooses an implementation.
 
-    Both functions divide the products by the temperature of the `Tiles`, and may overwrite the products.
+    Both functions divide the products by the temperature of the `Tiles`. `gradient` may overwrite the products.
 
     add: adds the tile's logits to the `SoftmaxSums` of its rows, in place. The field `moment` is updated only if the
         last argument of `add` is True.
     gradient: returns the loss's gradient with respect to the products, in the accumulation type or in
         `Tiles.factor_dtype`.
+    add_overwrites: whether `add` overwrites the products.
     """
 
     add: Callable[[Tensor, SoftmaxSums, Tensor, int, Tiles, bool], None]
     gradient: Callable[[Tensor, TokenGradients, int, Tiles], Tensor]
+    add_overwrites: bool
 
 
 @functools.cache
@@ -684,17 +605,23 @@ class Tiles:
             total += self.multiply(a, b)
 
 
-def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def shard_statistics(
+    tiles: Tiles, local: Tensor, with_entropy: bool, products: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shard's log-sum-exp [T], targets' logits [T, K] (0 for targets of other shards), and entropy [T] or 0.
 
     Args:
         local: the targets' columns in the shard, [T, K], contiguous.
+        products: list to which the products of each tile are appended.
     """
     count, steps = local.shape[0], tile_steps(tiles.device.type, tiles.dtype)
     peak = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
     sums = SoftmaxSums(peak, torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(local, dtype=tiles.dtype))
     for tile in tiles.all(local):
-        steps.add(tiles.products(tile), sums.of(tile.rows), tile.targets, tile.first_column, tiles, with_entropy)
+        product = tiles.products(tile)
+        if products is not None:
+            products.append(product.clone() if steps.add_overwrites else product)
+        steps.add(product, sums.of(tile.rows), tile.targets, tile.first_column, tiles, with_entropy)
     entropy = entropy_of_sums(sums.total, sums.moment) if with_entropy else sums.moment
     return sums.peak + sums.total.log(), sums.picked, entropy
 
@@ -727,7 +654,7 @@ def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: T
     return tiles.tempered(x)
 
 
-TORCH_STEPS = TileSteps(add_tile, tile_gradient)
+TORCH_STEPS = TileSteps(add_tile, tile_gradient, add_overwrites=True)
 
 
 def _at_targets(x: Tensor, columns: Tensor) -> Tensor:

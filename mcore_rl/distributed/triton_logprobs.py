@@ -104,4 +104,4 @@ def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: T
     return out
 
 
-STEPS = TileSteps(add_tile, tile_gradient)
+STEPS = TileSteps(add_tile, tile_gradient, add_overwrites=False)

@@ -385,6 +385,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         if untrained := policy.describe_untrained():
             self.say(untrained)
         self.say(f"optimizer: {policy.describe_optimizer()}")
+        if logits := policy.describe_logits():
+            self.say(logits)
         if self.config.checkpoint.export_hf:
             exported = self.config.checkpoint.export_dtype
             own = "the precision of its directory" if exported == "auto" else exported

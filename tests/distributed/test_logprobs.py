@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from logprob_cases import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_rl.distributed import logprobs as module
 from mcore_rl.distributed.collectives import all_gather
@@ -17,9 +18,9 @@ from mcore_rl.distributed.logprobs import (
     next_token_logprobs_from_logits,
     unpack_next_token_values,
     vocab_parallel_logprobs,
-    vocab_parallel_topk,
 )
 from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.topk import linear_topk, vocab_parallel_topk
 from mcore_rl.simulation.counters import LiveBytes, ProductCounter
 from mcore_rl.testing.processes import run_processes
 
@@ -136,6 +137,46 @@ def test_gradient_goes_into_main_grad():
     torch.testing.assert_close(head.main_grad, 2 * expected + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_kept_logits_save_a_product_and_change_no_bit(dtype, with_entropy, monkeypatch):
+    """Rows and columns need several tiles, and the tiles at the ends are smaller."""
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (4, 9))
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(11, HIDDEN).to(dtype), torch.randn(PADDED, HIDDEN).to(dtype)
+    targets = torch.randint(0, VOCAB, (11, 3))
+    found = []
+    for keeps in (False, True):
+        own, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        head.main_grad = torch.full(head.shape, 0.1)
+        with FlopCounterMode(display=False) as counter:
+            values, entropy = linear_logprobs(own, head, targets, None, VOCAB, 0.7, with_entropy, keeps_logits=keeps)
+            (values.square().sum() + (entropy.sum() if with_entropy else 0)).backward()
+        products = counter.get_total_flops() / (2 * 11 * HIDDEN * VOCAB)
+        found.append((products, [values.detach(), own.grad, head.main_grad]))
+    (computed_twice, expected), (kept, results) = found
+    assert computed_twice == pytest.approx(4) and kept == pytest.approx(3)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_logits_are_not_kept_without_gradients(monkeypatch):
+    kept = []
+    statistics = module.shard_statistics
+
+    def noted(*arguments):
+        kept.append(arguments[3])
+        return statistics(*arguments)
+
+    monkeypatch.setattr(module, "shard_statistics", noted)
+    hidden, weight = torch.randn(5, HIDDEN), torch.randn(PADDED, HIDDEN)
+    targets = torch.randint(0, VOCAB, (5,))
+    linear_logprobs(hidden, weight, targets, keeps_logits=True)
+    with torch.no_grad():
+        linear_logprobs(hidden.requires_grad_(), weight, targets, keeps_logits=True)
+    linear_logprobs(hidden, weight, targets, keeps_logits=True)
+    assert [None if products is None else len(products) for products in kept] == [None, None, 1]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_main_grad", [False, True])
 def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main_grad, monkeypatch):
@@ -243,7 +284,7 @@ def linear_topk_on_shards(k):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     group, counted = torch.distributed.group.WORLD, LargestTensor()
     with counted:
-        best = module.linear_topk(hidden, weight.chunk(size)[rank], k, group, VOCAB, chunk_size=2)
+        best = linear_topk(hidden, weight.chunk(size)[rank], k, group, VOCAB, chunk_size=2)
     return *best, counted.elements
 
 
@@ -281,7 +322,7 @@ def test_topk_of_half_precision_states_is_not_rounded(tile, monkeypatch):
     monkeypatch.setitem(module.TILE_SHAPE, "cpu", (512, tile))
     hidden, weight = (x.bfloat16() for x in a_linear_layer())
     expected = (hidden.double() @ weight.double().T).topk(3)
-    values, indices = module.linear_topk(hidden, weight, 3, chunk_size=2)
+    values, indices = linear_topk(hidden, weight, 3, chunk_size=2)
     torch.testing.assert_close(values.double(), expected.values, rtol=1e-6, atol=1e-6)
     assert torch.equal(indices, expected.indices)
 

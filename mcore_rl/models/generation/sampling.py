@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from mcore_rl.distributed.collectives import all_gather, all_reduce, group_rank, group_size
-from mcore_rl.distributed.logprobs import local_targets, vocab_parallel_topk
+from mcore_rl.distributed.logprobs import local_targets
+from mcore_rl.distributed.topk import vocab_parallel_topk
 
 
 @dataclass(frozen=True)

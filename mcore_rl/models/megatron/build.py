@@ -236,6 +236,8 @@ class ModelShard:
     """Pipeline stage of each layer of the whole model."""
     lora: LoRA | None = None
     """Adapters of the model. If there are adapters, only they are trained."""
+    logits_bytes: float = 0.0
+    """Memory for the logits of a microbatch: `model.logits_memory_gib` in bytes."""
 
     @property
     def vocab_size(self) -> int:
@@ -292,7 +294,9 @@ def build_model(
     # Since 0.18, Megatron builds norms of queries and keys only if this is set. It then also sums their gradients over
     # tensor-parallel ranks, which is wrong if each rank holds a different part of the weight.
     config.qk_layernorm = family.has_qk_norm
-    return ModelShard(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
+    stages = tuple(parallel.stages_of_layers(family.num_layers))
+    logits_memory = platform.resolve(model).logits_memory_gib
+    return ModelShard(chunks, family, topology, stages, logits_bytes=2**30 * float(logits_memory))
 
 
 class _MaskedGradient(torch.autograd.Function):

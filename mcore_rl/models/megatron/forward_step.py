@@ -17,9 +17,9 @@ from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
 from mcore_rl.distributed.logprobs import (
     KEPT_TILE_SHAPE,
     Tile,
+    accumulation_dtype,
     gather_hidden_states,
     linear_logprobs,
-    linear_topk,
     valid_columns,
 )
 from mcore_rl.distributed.packs import (
@@ -30,6 +30,7 @@ from mcore_rl.distributed.packs import (
     slice_context_parallel,
 )
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles, on_device
+from mcore_rl.distributed.topk import linear_topk
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
@@ -132,7 +133,10 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
 
 
 class LogprobHead:
-    """Computes the log-probabilities of a microbatch's tokens from hidden states, without storing logits."""
+    """Computes the log-probabilities of a microbatch's tokens from hidden states.
+
+    Logits are kept for the backward pass only if they fit into `ModelShard.logits_bytes`.
+    """
 
     def __init__(self, model: ModelShard, temperature: float = 1.0, with_entropy: bool = False) -> None:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
@@ -156,8 +160,9 @@ class LogprobHead:
         targets = positions.targets(microbatch.data["input_ids"])
         tiles = None if kept is None else on_device(self._tiles(kept, positions, targets), hidden.device)
         positions, (targets,) = positions.on(hidden.device, targets)
+        picked = positions.pick(hidden)
         logprobs, entropy = linear_logprobs(
-            positions.pick(hidden),
+            picked,
             weight,
             targets,
             topology.tensor.group,
@@ -165,6 +170,7 @@ class LogprobHead:
             self.temperature,
             self.with_entropy,
             kept=tiles,
+            keeps_logits=kept is None and logits_bytes(len(picked), weight) <= self.model.logits_bytes,
         )
         group = topology.context.group
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
@@ -175,6 +181,11 @@ class LogprobHead:
         size, rank = self.model.chunks[-1].lm_head_weight().shape[0], self.model.topology.tensor.rank
         columns = valid_columns(size, rank, self.model.num_ids)
         return list(kept_tiles(kept, targets, rank * size, columns, KEPT_TILE_SHAPE[platform.device().type]))
+
+
+def logits_bytes(tokens: int, weight: Tensor) -> int:
+    """Return the bytes of `tokens` tokens' logits, in the accumulation type, on a rank with this shard `weight`."""
+    return tokens * weight.shape[0] * accumulation_dtype(weight.dtype).itemsize
 
 
 def kept_tokens_of(microbatch: Microbatch) -> KeptTokens | None:

@@ -138,6 +138,19 @@ class ScoringModel:
         layout = [self.describe_layout()] if self.has_own_layout else []
         return ", ".join((str(model.path), size, layers, *mixers, *notes, *layout))
 
+    def describe_logits(self) -> str | None:
+        """Describe in one line whether logits are kept for the backward pass; None for a reward model."""
+        if self.model.family.has_reward_head:
+            return None
+        batch, rows, limit = self.config.batch, self.batching.rows_per_unit, self.model.logits_bytes
+        tokens = self.config.pack_width(rows) if batch.packing else self.config.longest_record(rows)
+        columns = -(-self.model.vocab_size // self.topology.tensor.size)
+        most = 4 * tokens * batch.micro_batch_size * columns // self.topology.context.size
+        kept = "kept for the backward pass"
+        if most > limit:
+            kept += f" if they take at most {size_text(int(limit))} (model.logits_memory_gib), otherwise recomputed"
+        return f"logits of a microbatch: at most {size_text(most)} on a rank, {kept}"
+
     def describe_untrained(self) -> str | None:
         """Describe in one line the tensors of the model directory that are not trained; None if there are none.
 
