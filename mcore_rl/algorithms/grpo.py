@@ -49,6 +49,7 @@ from mcore_rl.rollouts.samples import (
     Rollout,
     RolloutBatch,
     RolloutSummary,
+    RowsOfRollouts,
     TokenColumn,
     are_judged,
     exchange_kept_tokens,
@@ -103,7 +104,11 @@ def check_inputs(
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm, keeps_mask)
     if not config.rollouts.sample_unused_ids:
         _check_unused_ids(config, inputs, recorded)
-    if not replay and torchrun.rank() == 0 and config.environment.name != "reward_model":
+    if not replay and torchrun.rank() == 0 and config.environment.name == "agent":
+        from mcore_rl.agents.programs import check_program
+
+        check_program(config.environment)
+    elif not replay and torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
     if record and torchrun.rank() == 0:  # only rank 0 writes the file; other ranks may see other files
@@ -151,6 +156,15 @@ def rollout_worker(
 ) -> Iterator[RolloutWorker]:
     """Context with a `RolloutWorker`. It starts generation engine and environment, and closes both at the end."""
     with contextlib.ExitStack() as started:
+        if config.environment.name == "agent":
+            from mcore_rl.agents.worker import AgentWorker  # needs the packages of the extra `agents`
+
+            generation = build_generation(config, policy, inputs.tokenizer, rank_zero_printer(policy.is_writer))
+            started.callback(generation.close)
+            agents = AgentWorker(config, generation, inputs.tokenizer, policy.topology)
+            started.callback(agents.close)
+            yield agents
+            return
         environment = build_environment(config, policy, inputs)
         if environment is not None:
             started.callback(environment.close)
@@ -313,8 +327,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
 
         # Divide the rows: each replica receives those that it trains on, so that all replicas have equal work.
-        rows = self._share_out(step, rollouts)
-        rows["sample_mask"] = rows.share.select(sample_mask(config.rollouts, outcomes))
+        rows, of_rollouts = self._share_out(step, rollouts)
+        rows["sample_mask"] = of_rollouts.select(sample_mask(config.rollouts, outcomes))
 
         # Score: log-probabilities under the current weights (unless the sampler's are used) and under the reference.
         with phases("logprobs"):
@@ -334,16 +348,16 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         # Advantages: per sample, within its group; or per token, with a critic.
         if critic is None:
             options, judged = cast("GRPOAlgorithmConfig", config.rollouts), are_judged(outcomes).view_as(rewards)
-            mask, more = rows["token_mask"], self._estimator_inputs(rows, rewards, outcomes)
-            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged, more)
+            mask, more = rows["token_mask"], self._estimator_inputs(rows, of_rollouts, rewards, outcomes)
+            rows["advantages"] = advantages_of(options, rewards, mask, penalty, of_rollouts, judged, more)
         else:
             with phases("critic"):
-                metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
-        add_columns_of_loss(config.loss, rows, rewards)
-        self._log_samples(step, rollouts, rows)
+                metrics |= critic.add_advantages(rows, of_rollouts, rewards, outcomes, penalty)
+        add_columns_of_loss(config.loss, rows, of_rollouts.select(rewards.flatten()))
+        self._log_samples(step, rollouts, rows, of_rollouts)
 
         # Update: optimizer steps of the critic and of the policy on the minibatches.
-        minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
+        minibatches, passes = self._minibatches(step, rows, outcomes), config.rollouts.num_updates_per_rollout
         if critic is not None:
             with phases("critic"):
                 metrics |= critic.update(minibatches, passes, of_all=self.updates_per_step)
@@ -392,49 +406,63 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     # ------------------------------------------------------------ the parts of a step
 
-    def _share_out(self, step: int, rollouts: RolloutBatch) -> LocalBatch[Any]:
-        """Divide the step's samples among the replicas; return the rows that this replica trains on. Collective.
+    def _share_out(self, step: int, rollouts: RolloutBatch) -> tuple[LocalBatch[Any], BatchShare]:
+        """Divide the rows of the step's samples among the replicas. Collective.
 
         The tokens of a row are sent only to the replica that trains on it.
+
+        Returns:
+            The rows that this replica trains on; and its share of the samples: for each of these rows, the sample's
+            number.
         """
-        topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
+        topology, all_rows = self.policy.topology, RowsOfRollouts.of(rollouts.outcomes)
+        lengths = [size.tokens for size in all_rows.sizes]
         pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
-        own = [rollouts.own[place] for place in led]
+        own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, experts)
         if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
-        owners = torch.zeros(len(rollouts), dtype=torch.long)
+        owners = torch.zeros(len(lengths), dtype=torch.long)
         if topology.leads_replica:
-            row_of = {place: row for row, place in enumerate(led)}
-            for minibatch in map(torch.tensor, self._minibatch_rows(step, len(rollouts))):
-                places = minibatch.tolist()
-                known = {n: row_of[place] for n, place in enumerate(places) if place in row_of}
+            row_of = {number: row for row, number in enumerate(held)}
+            for minibatch in self._minibatch_rows(step, all_rows):
+                known = {n: row_of[number] for n, number in enumerate(minibatch) if number in row_of}
                 tokens_of = functools.partial(_rows_of, batch, known)
-                division = self.policy.divide([lengths[place] for place in places], tokens_of, list(known))
+                division = self.policy.divide([lengths[number] for number in minibatch], tokens_of, list(known))
                 for replica, chosen in enumerate(division):
-                    owners[minibatch[chosen]] = replica
+                    owners[torch.tensor(minibatch)[chosen]] = replica
         owners = broadcast_in_replica(owners, topology)
         wanted = [(owners == replica).nonzero()[:, 0].tolist() for replica in range(topology.data.size)]
-        share = BatchShare(wanted[topology.data.rank], len(rollouts), topology.data)
-        rows: dict[str, Any] = {**exchange_rows(batch, led, wanted, lengths, columns, topology)}
+        share = BatchShare(wanted[topology.data.rank], len(lengths), topology.data)
+        rows: dict[str, Any] = {**exchange_rows(batch, held, wanted, lengths, columns, topology)}
         self.has_sampling_mask = any(outcome.kept_tokens for outcome in rollouts.outcomes)
         if self.has_sampling_mask:
-            kept = [rollout.kept_tokens for rollout in own]
-            rows["kept_tokens"] = exchange_kept_tokens(kept, led, wanted, rollouts.outcomes, topology)
+            kept = [row.kept_tokens for rollout in own for row in rollout.rows]
+            rows["kept_tokens"] = exchange_kept_tokens(kept, held, wanted, all_rows.sizes, topology)
         rows["input_lengths"] = share.select(torch.tensor(lengths))
         rows["sample_mask"] = torch.ones(len(share.indices))
+        if (weights := all_rows.weights()) is not None:
+            rows["sample_weights"] = share.select(weights)
         if not share.indices:
             rows.pop("routed_experts", None)  # the dummy rows that keep ranks in step are routed normally
-        return LocalBatch(rows, share)
+        samples = [all_rows.rollout_of[row] for row in share.indices]
+        return LocalBatch(rows, share), BatchShare(samples, len(rollouts), topology.data)
 
     def _estimator_inputs(
-        self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
+        self,
+        rows: LocalBatch[Any],
+        of_rollouts: BatchShare,
+        rewards: torch.Tensor,
+        outcomes: Sequence[RolloutSummary],
     ) -> EstimatorInputs:
         """Return what the configured advantage estimator reads in addition to the rewards [P, G] of the samples.
 
         Columns of `rows` that only the estimator reads are removed.
+
+        Args:
+            of_rollouts: the samples of `rows`.
         """
         options = self.config.rollouts
         if options.compares_named_rewards:
@@ -443,7 +471,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             return EstimatorInputs(by_name, torch.tensor([judge.weight for judge in judges.values()]))
         if options.reads_score_norms:
             shaping = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
-            earned = token_rewards_with_penalty(rows, rows.share.select(shaping), None)
+            earned = token_rewards_with_penalty(rows, of_rollouts.select(shaping), None)
             del rows["token_rewards"]
             return EstimatorInputs(token_rewards=earned, score_norms=rows.pop("score_norms"))
         return EstimatorInputs()
@@ -473,36 +501,48 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if self.critic is not None:
             self.critic.model.advance_schedule(self.updates_per_step)
 
-    def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
-        """Return the row numbers of each minibatch of a step.
+    def _minibatch_rows(self, step: int, rows: RowsOfRollouts) -> list[list[int]]:
+        """Return the row numbers of each minibatch of a step, in ascending order.
 
         A minibatch consists of whole groups. The groups are shuffled; their order depends only on seed and step.
         """
         size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
         if size is None:
-            return [list(range(count))]
-        groups = list(range(0, count, group))
+            return [list(range(len(rows.sizes)))]
+        groups = list(range(0, max(rows.rollout_of) + 1, group))
         random.Random(f"{self.config.seed} minibatches {step}").shuffle(groups)
         parts = [sorted(groups[n : n + size // group]) for n in range(0, len(groups), size // group)]
-        return [[first + row for first in part for row in range(group)] for part in parts]
+        return [rows.of_rollouts([first + n for first in part for n in range(group)]) for part in parts]
 
-    def _minibatches(self, step: int, data: LocalBatch[Any]) -> list[LocalBatch[Any]]:
+    def _minibatches(
+        self, step: int, data: LocalBatch[Any], outcomes: Sequence[RolloutSummary]
+    ) -> list[LocalBatch[Any]]:
         """Return the step's minibatches; minibatches without a token to train on are left out. Collective."""
         if self.config.rollouts.train_global_batch_size is None:
             return [data]
-        parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
+        parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, RowsOfRollouts.of(outcomes))]
         counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
-    def _log_samples(self, step: int, rollouts: RolloutBatch, rows: LocalBatch[Any] | None) -> None:
+    def _log_samples(
+        self,
+        step: int,
+        rollouts: RolloutBatch,
+        rows: LocalBatch[Any] | None,
+        of_rollouts: BatchShare | None = None,
+    ) -> None:
         """Write some of the step's samples, each with its mean advantage, to samples.jsonl and the trackers.
 
         Without `rows`, there are no advantages.
+
+        Args:
+            of_rollouts: the samples of `rows`.
         """
         means = None
-        if rows is not None:
+        if rows is not None and of_rollouts is not None:
             mask = rows["token_mask"]
-            means = rows.share.gather((rows["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))
+            sums, counts = (of_rollouts.gather_sums(x.sum(1)) for x in (rows["advantages"] * mask, mask))
+            means = sums / counts.clamp(min=1)
         self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 
     def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
@@ -715,10 +755,10 @@ def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rew
     """Add the columns for the loss's optional NLL terms to `data`: rewards, and token counts of the global batch.
 
     Args:
-        rewards: rewards of all samples, even if `data` has only the samples of one replica.
+        rewards: for each row of `data`, the reward of its sample.
     """
     if loss.positive_example_nll_weight:
-        data["rewards"] = batch_share(data).select(rewards.flatten())
+        data["rewards"] = rewards
         data["num_positive_tokens"] = torch.zeros(data.size)
     if loss.observation_nll_weight:
         data["num_observation_tokens"] = torch.zeros(data.size)

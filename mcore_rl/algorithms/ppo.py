@@ -54,11 +54,17 @@ class Critic:
         return values
 
     def add_advantages(
-        self, rows: LocalBatch[Any], rewards: Tensor, outcomes: Sequence[RolloutSummary], penalty: Tensor | None
+        self,
+        rows: LocalBatch[Any],
+        of_rollouts: BatchShare,
+        rewards: Tensor,
+        outcomes: Sequence[RolloutSummary],
+        penalty: Tensor | None,
     ) -> dict[str, float]:
         """Add `values`, `returns` and `advantages` [B, S] to this replica's `rows`; return metrics of the values.
 
         Args:
+            of_rollouts: the samples of `rows`.
             rewards: [P, G], the shaped rewards of all samples.
             outcomes: summaries of all samples.
             penalty: [B, S], subtracted from the rewards of the tokens of `rows` (nats).
@@ -66,7 +72,7 @@ class Critic:
         ppo, mask = self.config.ppo, rows["token_mask"] * rows["sample_mask"][:, None]
         values = self.values(rows)
         shaping = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
-        earned = token_rewards_with_penalty(rows, rows.share.select(shaping), penalty)
+        earned = token_rewards_with_penalty(rows, of_rollouts.select(shaping), penalty)
         del rows["token_rewards"]
         advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
         if ppo.whiten_advantages:

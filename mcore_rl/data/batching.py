@@ -43,13 +43,15 @@ def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> di
 
 
 def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
-    """Return global_valid_seqs and global_valid_toks: the numbers of unmasked sequences and tokens in a global batch.
+    """Return global_valid_seqs and global_valid_toks: the numbers of unmasked samples and tokens in a global batch.
 
-    They are fp32 scalars. Collective if `data` is a `LocalBatch`.
+    They are fp32 scalars. Rows count as their `sample_weights`, if there is such a column, and otherwise as 1.
+    Collective if `data` is a `LocalBatch`.
     """
     sample_mask = data["sample_mask"].double()
+    samples = sample_mask * data["sample_weights"].double() if "sample_weights" in data else sample_mask
     tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
-    sequences, total = torch.tensor(batch_share(data).sum(float(sample_mask.sum()), float(tokens.sum())))
+    sequences, total = torch.tensor(batch_share(data).sum(float(samples.sum()), float(tokens.sum())))
     return sequences, total
 
 

@@ -446,6 +446,12 @@ class BatchShare:
         values[list(self.indices)] = own.double().cpu()
         return reduced(values, self.replicas)
 
+    def gather_sums(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
+        """Gather values as `gather` does, but add the values of rows that have the same index."""
+        values = torch.zeros(self.total, dtype=torch.float64)
+        values.index_add_(0, torch.tensor(list(self.indices), dtype=torch.long), own.double().cpu())
+        return reduced(values, self.replicas)
+
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
         values_of_all: list[float] = reduced(torch.tensor(values, dtype=torch.float64), self.replicas, op).tolist()
         return values_of_all

@@ -72,7 +72,8 @@ class LossFunction(Protocol):
                 parallelism every rank computes the whole loss; `packs.gather_context_parallel` describes the
                 consequence for gradients.
             data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own entries.
-            global_valid_seqs: Σ sample_mask over the global batch.
+            global_valid_seqs: Σ sample_mask over the global batch; Σ sample_mask · sample_weights if there is a column
+                `sample_weights` (see `sample_weights_of`).
             global_valid_toks: Σ token_mask[:, 1:] · sample_mask over the global batch.
         """
         ...
@@ -107,6 +108,16 @@ def masked_mean(
 def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
     """Return the sample mask [B], in the precision of `like`."""
     return data["sample_mask"].to(like)
+
+
+def sample_weights_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
+    """Return the weight of each row [B] in means over samples, in the precision of `like`; 0 if `sample_mask` is 0.
+
+    A sample may have several rows. Its rows then have weights that add up to 1 (the column `sample_weights`): the
+    row's tokens that carry loss, divided by those of all rows of the sample. Without this column, each row is a sample.
+    """
+    mask = sample_mask_of(data, like)
+    return mask * data["sample_weights"].to(like) if "sample_weights" in data else mask
 
 
 def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:

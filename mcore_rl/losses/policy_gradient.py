@@ -32,6 +32,7 @@ from mcore_rl.losses.common import (
     require_keys,
     require_shape,
     sample_mask_of,
+    sample_weights_of,
     token_mask_of,
 )
 from mcore_rl.losses.options import typed_dict
@@ -64,7 +65,7 @@ def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """A microbatch's data for the predicted tokens: all [B, S − 1], except `sample_mask` [B].
+    """A microbatch's data for the predicted tokens: all [B, S − 1], except `sample_mask` and `sample_weights` [B].
 
     Values of masked tokens are 0, because −inf or NaN would cause NaN gradients. Log-probabilities are in nats.
     `importance_weights` are [B, S − 1], or [B, 1] with one weight per sequence; only vespo reads them.
@@ -73,6 +74,7 @@ class PolicyBatch:
     current: Tensor
     token_mask: Tensor
     sample_mask: Tensor
+    sample_weights: Tensor
     advantages: Tensor
     prev: Tensor
     generation: Tensor
@@ -486,7 +488,7 @@ class PolicyGradientLossFn(LogprobLoss):
             "sampling_importance_ratio": (sample_mean if options.weighs_sequences else token_mean)(weights),
             "approx_entropy": token_mean(-finite_exp(batch.current - batch.generation) * batch.current),
             **{name: token_mean(values) for name, values in self._mismatch(batch).items()},
-            "num_valid_samples": batch.sample_mask.sum(),
+            "num_valid_samples": batch.sample_weights.sum(),
             **likelihoods,
         }
         if inside is not None:
@@ -512,6 +514,7 @@ class PolicyGradientLossFn(LogprobLoss):
             current=current,
             token_mask=mask,
             sample_mask=sample_mask_of(data, current),
+            sample_weights=sample_weights_of(data, current),
             advantages=predicted("advantages"),
             prev=current.detach() if options.force_on_policy_ratio else predicted("prev_logprobs"),
             generation=predicted("generation_logprobs"),
@@ -523,25 +526,37 @@ class PolicyGradientLossFn(LogprobLoss):
 
         The first function aggregates values [B, S − 1] or [B, 1] as the loss does. The second computes the mean over
         tokens. The third computes the mean of values [B, 1] over samples.
+
+        If a sample has several rows, a mean over its tokens is the mean of its rows' means, weighted by
+        `sample_weights`; a sum over its tokens is the plain sum of its rows' sums.
         """
         tokens, reduction = require_count("global_valid_toks", toks, self), self.options.reduction
+        length = self.options.constant_length
 
         def token_mean(values: Tensor) -> Tensor:
             return masked_mean(values, batch.token_mask, global_normalization_factor=tokens)
 
-        def sample_mean(values: Tensor) -> Tensor:
+        def over_samples(values: Tensor, weights: Tensor) -> Tensor:
             sequences = require_count("global_valid_seqs", seqs, self)
-            return masked_mean(values[:, 0], batch.sample_mask, global_normalization_factor=sequences)
+            return masked_mean(values, weights, global_normalization_factor=sequences)
 
-        def mean_of_sequence_means(values: Tensor) -> Tensor:
-            length = self.options.constant_length
+        def sample_mean(values: Tensor) -> Tensor:
+            return over_samples(values[:, 0], batch.sample_weights)
+
+        def mean_of_token_means(values: Tensor) -> Tensor:
+            return over_samples(masked_mean(values, batch.token_mask, dim=-1), batch.sample_weights)
+
+        def mean_of_token_sums(values: Tensor) -> Tensor:
+            return over_samples(masked_sum(values, batch.token_mask, dim=-1), batch.sample_mask)
+
+        def mean_of_constant_lengths(values: Tensor) -> Tensor:
             per_row = masked_mean(values, batch.token_mask, dim=-1, global_normalization_factor=length)
-            return sample_mean(per_row[:, None])
+            return over_samples(per_row, batch.sample_mask)
 
         aggregations: dict[Aggregation, Mean] = {
             "token_mean": token_mean,
-            "seq_mean_token_mean": mean_of_sequence_means,
-            "seq_mean_token_sum": lambda values: sample_mean(masked_sum(values, batch.token_mask, dim=-1)[:, None]),
+            "seq_mean_token_mean": mean_of_token_means if length is None else mean_of_constant_lengths,
+            "seq_mean_token_sum": mean_of_token_sums,
             "token_sum": lambda values: masked_sum(values, batch.token_mask),
         }
         return aggregations[reduction], token_mean, sample_mean

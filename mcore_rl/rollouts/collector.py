@@ -402,4 +402,7 @@ def rollout_metrics(outcomes: Sequence[RolloutSummary], dropped: Sequence[Rollou
     sums, generated = RolloutStatistics(), [*outcomes, *dropped]
     sums.add(outcomes)
     failed = sum(outcome.error is not None for outcome in generated)
-    return {**sums.metrics(), "failed_fraction": failed / len(generated), "num_failed": float(failed)}
+    metrics = {**sums.metrics(), "failed_fraction": failed / len(generated), "num_failed": float(failed)}
+    if any(outcome.row_sizes for outcome in outcomes):
+        metrics["rows_per_sample"] = sum(len(outcome.rows) for outcome in outcomes) / len(outcomes)
+    return metrics

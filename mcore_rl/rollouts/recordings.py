@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import UserError
-from mcore_rl.rollouts.samples import Rollout
+from mcore_rl.rollouts.samples import Rollout, TokenRow
 from mcore_rl.run.metrics import read_step_log
 
 REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
@@ -131,8 +131,13 @@ def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _to_json(rollout: Rollout) -> dict[str, Any]:
-    experts, kept = rollout.routed_experts, rollout.kept_tokens
-    return asdict(replace(rollout, routed_experts=None, kept_tokens=None)) | {
+    further = [_row_to_json(row) for row in rollout.further_rows]
+    return _row_to_json(replace(rollout, further_rows=[])) | {"further_rows": further}
+
+
+def _row_to_json(row: Rollout | TokenRow) -> dict[str, Any]:
+    experts, kept = row.routed_experts, row.kept_tokens
+    return asdict(replace(row, routed_experts=None, kept_tokens=None)) | {
         "routed_experts": None if experts is None else experts.tolist(),
         "kept_tokens": None if kept is None else {"counts": kept.counts.tolist(), "ids": kept.ids.tolist()},
     }
@@ -140,8 +145,12 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
 
 def _from_json(values: dict[str, Any]) -> Rollout:
     rollout = Rollout(**values)
-    if rollout.routed_experts is not None:
-        rollout.routed_experts = torch.tensor(rollout.routed_experts).short()
-    if (kept := values.get("kept_tokens")) is not None:
-        rollout.kept_tokens = KeptTokens(*(torch.tensor(kept[part], dtype=torch.int32) for part in ("counts", "ids")))
+    rollout.further_rows = [TokenRow(**row) for row in rollout.further_rows]  # type: ignore[arg-type]
+    rows: list[Rollout | TokenRow] = [rollout, *rollout.further_rows]
+    for row in rows:
+        if row.routed_experts is not None:
+            row.routed_experts = torch.tensor(row.routed_experts).short()
+        kept: Any = row.kept_tokens
+        if kept is not None:
+            row.kept_tokens = KeptTokens(*(torch.tensor(kept[part], dtype=torch.int32) for part in ("counts", "ids")))
     return rollout

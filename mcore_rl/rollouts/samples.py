@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,18 +121,21 @@ def exchange_kept_tokens(
     own: Sequence[KeptTokens | None],
     held: Sequence[int],
     wanted: Sequence[Sequence[int]],
-    outcomes: Sequence[RolloutSummary],
+    sizes: Sequence[RowSizes],
     topology: Topology,
 ) -> list[KeptTokens]:
     """Send each row's kept tokens to the replica that wants the row; see `exchange_rows`. Collective.
 
     The kept tokens are those that top-k, top-p and min-p left for each position.
+
+    Args:
+        sizes: sizes of each row of the global batch.
     """
-    lengths = [outcome.num_tokens for outcome in outcomes]
+    lengths = [size.tokens for size in sizes]
     found = [KeptTokens.none(0) if kept is None else kept for kept in own]
     sent = KeptTokens.concatenated([kept.padded(lengths[row]) for row, kept in zip(held, found, strict=True)])
     counts = _exchange_to_all_ranks(sent.counts[:, None], held, wanted, lengths, topology)
-    kept_tokens = [outcome.kept_tokens for outcome in outcomes]
+    kept_tokens = [size.kept_tokens for size in sizes]
     ids = _exchange_to_all_ranks(sent.ids[:, None], held, wanted, kept_tokens, topology)
     return KeptTokens(counts[:, 0], ids[:, 0]).split([lengths[row] for row in wanted[topology.data.rank]])
 
@@ -189,12 +192,23 @@ def exchange_tokens(
     return torch.cat([own[:0], *(by_row[row] for row in wanted[replicas.rank])])
 
 
+class RowSizes(NamedTuple):
+    """Numbers of tokens of a row: all, those that carry loss, and those that the sampler kept at all positions."""
+
+    tokens: int
+    counted: int
+    kept_tokens: int
+
+
 @dataclass(frozen=True)
 class RolloutSummary:
     """The part of a rollout that every rank has: everything except its tokens and texts.
 
     A field with the same name as a field of `Rollout` has the same meaning. The exception is `kept_tokens`: here it is
-    the number of tokens that top-k, top-p and min-p left, summed over all positions. Lengths are numbers of tokens.
+    the number of tokens that top-k, top-p and min-p left, summed over all positions. Lengths are numbers of tokens, of
+    all rows together.
+
+    row_sizes: sizes of each row of the rollout; empty if it has one row.
     """
 
     prompt: int
@@ -209,6 +223,12 @@ class RolloutSummary:
     longest_response: int
     weight_versions: list[tuple[int, int]]
     kept_tokens: int = 0
+    row_sizes: list[RowSizes] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[RowSizes]:
+        """Sizes of each row of the rollout."""
+        return self.row_sizes or [RowSizes(self.num_tokens, self.response_length, self.kept_tokens)]
 
     @property
     def weight_version(self) -> int:
@@ -223,6 +243,8 @@ def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
 
 LENGTHS = ("turns", "num_tokens", "response_length", "longest_response", "kept_tokens")
 NUMBERS = ("prompt", "sample_id", "reward", "truncated", *LENGTHS)
+EXTRA_NUMBERS = 3
+"""Numbers after `NUMBERS`: lengths of `weight_versions` and `row_sizes`, and whether there is an error."""
 
 
 class SummaryExchange:
@@ -247,26 +269,35 @@ class SummaryExchange:
         named = self._names.gather(sorted({name for outcome in own.values() for name in outcome.rewards}))
         names = sorted({name for part in named for name in part})
         columns = [[*_numbers(outcome), *_named(outcome, names)] for outcome in own.values()]
-        table = _summed(own, columns, total, len(NUMBERS) + 2 + 2 * len(names))
-        versions = self._versions(own, table[:, len(NUMBERS)].long())
+        table = _summed(own, columns, total, len(NUMBERS) + EXTRA_NUMBERS + 2 * len(names))
+        of_versions, of_rows, has_error = table[:, len(NUMBERS) : len(NUMBERS) + EXTRA_NUMBERS].long().unbind(1)
+        versions = _lists_of_all({place: outcome.weight_versions for place, outcome in own.items()}, of_versions, 2)
+        rows = _lists_of_all({place: outcome.row_sizes for place, outcome in own.items()}, of_rows, 3)
         errors = dict[int, str]()
-        if bool(table[:, len(NUMBERS) + 1].any()):  # sent as objects, only after failures
+        if bool(has_error.any()):  # sent as objects, only after failures
             told = {place: outcome.error for place, outcome in own.items() if outcome.error is not None}
             errors = {place: text for part in gather_from_replicas(told, self.topology) for place, text in part.items()}
-        return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
+        return [
+            _outcome(row, names, errors.get(place), versions[place], rows[place])
+            for place, row in enumerate(table.tolist())
+        ]
 
-    def _versions(self, own: Mapping[int, RolloutSummary], counts: Tensor) -> list[list[tuple[int, int]]]:
-        """Gather `weight_versions` of the rollouts of all replicas. Collective.
 
-        Args:
-            counts: for each rollout of all replicas, the number of entries of its `weight_versions`.
-        """
-        starts = (counts.cumsum(0) - counts).tolist()
-        rows = {
-            starts[place] + n: pair for place, outcome in own.items() for n, pair in enumerate(outcome.weight_versions)
-        }
-        pairs = _summed(rows, list(rows.values()), int(counts.sum()), 2).long()
-        return [[(version, tokens) for version, tokens in part.tolist()] for part in pairs.split(counts.tolist())]
+def _lists_of_all(
+    own: Mapping[int, Sequence[tuple[int, ...]]], counts: Tensor, width: int
+) -> list[list[tuple[int, ...]]]:
+    """Gather a list of tuples of `width` integers for each rollout of all replicas. Collective, unless all are empty.
+
+    Args:
+        own: the lists of this rank's rollouts.
+        counts: for each rollout of all replicas, the length of its list.
+    """
+    starts = (counts.cumsum(0) - counts).tolist()
+    rows = {starts[place] + n: entry for place, entries in own.items() for n, entry in enumerate(entries)}
+    if not (total := int(counts.sum())):
+        return [[] for _ in starts]
+    table = _summed(rows, list(rows.values()), total, width).long()
+    return [list(map(tuple, part.tolist())) for part in table.split(counts.tolist())]
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
@@ -283,7 +314,7 @@ def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, wi
 
 def _numbers(outcome: RolloutSummary) -> list[float]:
     numbers = [float(getattr(outcome, name)) for name in NUMBERS]
-    return [*numbers, len(outcome.weight_versions), float(outcome.error is not None)]
+    return [*numbers, len(outcome.weight_versions), len(outcome.row_sizes), float(outcome.error is not None)]
 
 
 def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
@@ -291,9 +322,15 @@ def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
-def _outcome(row: list[float], names: list[str], error: str | None, versions: list[tuple[int, int]]) -> RolloutSummary:
+def _outcome(
+    row: list[float],
+    names: list[str],
+    error: str | None,
+    versions: list[tuple[int, ...]],
+    rows: list[tuple[int, ...]],
+) -> RolloutSummary:
     prompt, sample_id, reward, truncated, *lengths = row[: len(NUMBERS)]
-    named = row[len(NUMBERS) + 2 :]
+    named = row[len(NUMBERS) + EXTRA_NUMBERS :]
     there = zip(names, named[::2], named[1::2], strict=True)
     return RolloutSummary(
         prompt=int(prompt),
@@ -302,18 +339,40 @@ def _outcome(row: list[float], names: list[str], error: str | None, versions: li
         rewards={name: value for name, is_there, value in there if is_there},
         error=error,
         truncated=bool(truncated),
-        weight_versions=versions,
+        weight_versions=[(version, tokens) for version, tokens in versions],
+        row_sizes=[RowSizes(*sizes) for sizes in rows],
         **dict(zip(LENGTHS, map(int, lengths), strict=True)),
     )
+
+
+@dataclass
+class TokenRow:
+    """A row of a training batch: tokens that the model read and generated. The fields are those of `Rollout`."""
+
+    input_ids: list[int]
+    token_mask: list[bool]
+    logprobs: list[float]
+    token_rewards: list[tuple[int, float]] = field(default_factory=list)
+    routed_experts: torch.Tensor | None = None
+    kept_tokens: KeptTokens | None = None
+
+    @property
+    def sizes(self) -> RowSizes:
+        kept = 0 if self.kept_tokens is None else len(self.kept_tokens.ids)
+        return RowSizes(len(self.input_ids), sum(self.token_mask), kept)
 
 
 @dataclass
 class Rollout:
     """A conversation: a prompt, responses, and observations between the responses.
 
-    input_ids, token_mask, logprobs: id, mask and log-probability of each token of the conversation. The mask is True
-        for tokens of responses; all other tokens have a log-probability of 0.
-    truncated: whether the last response reached the limit of new tokens.
+    A rollout has one row of tokens, or several if the policy was asked with contexts of which none extends the other.
+    A token of a response carries loss in one row only.
+
+    input_ids, token_mask, logprobs: id, mask and log-probability of each token of the first row. The mask is True for
+        tokens of responses; all other tokens have a log-probability of 0.
+    further_rows: rows after the first one.
+    truncated: whether the last response reached the limit of new tokens; with several rows, that of any row.
     error: reason why the rollout could not be judged; None if it was judged.
     """
 
@@ -344,6 +403,7 @@ class Rollout:
     """Tokens that the sampler kept at each position up to the end of the last response; None without sampling mask."""
     answer: str | None = None
     """Answer that the judge found in the last response."""
+    further_rows: list[TokenRow] = field(default_factory=list)
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
@@ -384,9 +444,16 @@ class Rollout:
             self.token_rewards.append((len(self.input_ids) - 1, step.reward))
 
     @property
+    def rows(self) -> list[TokenRow]:
+        """All rows of the rollout."""
+        own = self.input_ids, self.token_mask, self.logprobs, self.token_rewards, self.routed_experts, self.kept_tokens
+        return [TokenRow(*own), *self.further_rows]
+
+    @property
     def outcome(self) -> RolloutSummary:
         """Summary of this rollout."""
-        generated = sum(self.token_mask)
+        sizes = [row.sizes for row in self.rows]
+        generated = sum(size.counted for size in sizes)
         return RolloutSummary(
             prompt=self.prompt,
             sample_id=self.sample_id,
@@ -395,11 +462,12 @@ class Rollout:
             error=self.error,
             truncated=self.truncated,
             turns=self.turns,
-            num_tokens=len(self.input_ids),
+            num_tokens=sum(size.tokens for size in sizes),
             response_length=generated,
             longest_response=max(self.response_lengths, default=generated),
-            kept_tokens=0 if self.kept_tokens is None else len(self.kept_tokens.ids),
+            kept_tokens=sum(size.kept_tokens for size in sizes),
             weight_versions=self.weight_versions,
+            row_sizes=sizes if self.further_rows else [],
         )
 
 
@@ -468,7 +536,7 @@ def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> 
 def to_batch(
     rollouts: Sequence[Rollout], pad_token_id: int, experts: tuple[int, int] | None = None
 ) -> BatchedDataDict[Any]:
-    """Return a batch with a right-padded row for each rollout.
+    """Return a batch with right-padded rows: the rows of each rollout, rollout after rollout.
 
     The columns are input_ids, token_mask, generation_logprobs [B, S], input_lengths and sample_mask [B]. If the
     rollouts have experts, there is also a column routed_experts [B, S, layers, topk] int16; unknown experts are −1.
@@ -477,43 +545,82 @@ def to_batch(
         experts: (number of MoE layers, number of experts per token) if experts are replayed; otherwise None. The shape
             is needed for rollouts whose request failed: their experts are unknown.
     """
-    input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    input_ids = _padded([r.input_ids for r in rows], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(
         input_ids=input_ids,
-        token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
-        generation_logprobs=_padded([r.logprobs for r in rollouts], torch.float32),
-        input_lengths=torch.tensor([len(r.input_ids) for r in rollouts], dtype=torch.long),
-        sample_mask=torch.ones(len(rollouts)),
+        token_mask=_padded([r.token_mask for r in rows], torch.float32),
+        generation_logprobs=_padded([r.logprobs for r in rows], torch.float32),
+        input_lengths=torch.tensor([len(r.input_ids) for r in rows], dtype=torch.long),
+        sample_mask=torch.ones(len(rows)),
     )
-    routed = [_experts_of(rollout, experts) for rollout in rollouts]
+    routed = [_experts_of(row, rollout, experts) for rollout in rollouts for row in rollout.rows]
     known = [tensor for tensor in routed if tensor is not None]
-    if known and len(known) == len(rollouts):
+    if known and len(known) == len(rows):
         padded = torch.nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=-1)
         tail = input_ids.shape[1] - padded.shape[1]  # the model never read the last observation
         batch["routed_experts"] = F.pad(padded, (0, 0, 0, 0, 0, tail), value=-1)
     return batch
 
 
-def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the experts chosen for the rollout's tokens; all −1 if its request failed before any response."""
+def _experts_of(row: TokenRow, rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
+    """Return the experts chosen for the row's tokens; all −1 if the rollout failed before any response."""
     if experts is None or not rollout.error or rollout.turns:
-        return rollout.routed_experts
-    return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)
+        return row.routed_experts
+    return torch.full((len(row.input_ids), *experts), -1, dtype=torch.int16)
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the reward of each token, [B, S] fp32.
 
-    In a rollout without token rewards, the last response token has the whole reward.
+    In a row without token rewards, the last response token has the whole reward of the rollout: each row of a rollout
+    ends in the rollout's outcome.
 
     Args:
         data: the result of `to_batch` for these rollouts.
     """
     rewards, last = torch.zeros_like(data["token_mask"]), last_response_tokens(data).tolist()
-    for row, rollout in enumerate(rollouts):
-        for position, reward in rollout.token_rewards or [(last[row], rollout.reward)]:
-            rewards[row, position] += reward
+    rows = ((rollout, row) for rollout in rollouts for row in rollout.rows)
+    for number, (rollout, row) in enumerate(rows):
+        for position, reward in row.token_rewards or [(last[number], rollout.reward)]:
+            rewards[number, position] += reward
     return rewards
+
+
+@dataclass(frozen=True)
+class RowsOfRollouts:
+    """The rows of a step's rollouts. Rows are numbered rollout after rollout.
+
+    sizes: sizes of each row.
+    rollout_of: for each row, the number of its rollout.
+    """
+
+    sizes: Sequence[RowSizes]
+    rollout_of: Sequence[int]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[RolloutSummary]) -> RowsOfRollouts:
+        pairs = [(size, place) for place, outcome in enumerate(outcomes) for size in outcome.rows]
+        return cls([size for size, _ in pairs], [place for _, place in pairs])
+
+    def of_rollouts(self, rollouts: Sequence[int]) -> list[int]:
+        """Return the numbers of the rows of `rollouts`, rollout after rollout."""
+        rows: dict[int, list[int]] = {}
+        for row, rollout in enumerate(self.rollout_of):
+            rows.setdefault(rollout, []).append(row)
+        return [row for rollout in rollouts for row in rows[rollout]]
+
+    def weights(self) -> Float[Tensor, " rows"] | None:
+        """Return the column `sample_weights`; None if each rollout has one row.
+
+        The weight of a row is its share of the rollout's tokens that carry loss; 0 in a rollout without such tokens.
+        """
+        if len(self.rollout_of) == len(set(self.rollout_of)):
+            return None
+        counted = torch.tensor([size.counted for size in self.sizes], dtype=torch.float64)
+        rollouts = torch.tensor(self.rollout_of)
+        totals = torch.zeros(int(rollouts.max()) + 1, dtype=torch.float64).index_add_(0, rollouts, counted)
+        return (counted / totals[rollouts].clamp(min=1)).float()
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:

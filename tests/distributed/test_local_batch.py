@@ -585,7 +585,7 @@ def shared_out(rows_per_group, with_experts, led):
     )
     known = make_rollouts(with_experts)[: sum(map(len, led))]
     own = {place: known[place] for place in led[topology.data.rank]} if topology.leads_replica else {}
-    data = run._share_out(1, RolloutBatch([rollout.outcome for rollout in known], own))
+    data, _ = run._share_out(1, RolloutBatch([rollout.outcome for rollout in known], own))
     return dict(data), list(data.share.indices), data.share.total
 
 
