@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 # NVIDIA's containers pin their own packages by this variable, against the versions of constraints-gpu.txt.
 unexport PIP_CONSTRAINT
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo demo-smollm test test-long test-exhaustive test-te test-megatron \
+.PHONY: install install-vllm demo demo-grpo demo-ppo demo-smollm demo-agent test test-long test-agents test-exhaustive test-te test-megatron \
 	test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint docs clean
 
 install: .venv/installed
@@ -111,6 +111,20 @@ demo-smollm: outputs/smollm/model/config.json
 	@$(call results,dpo_smollm)
 	@$(call results,grpo_smollm)
 
+outputs/agent/model/config.json: scripts/make_agent_data.py | install
+	rm -rf outputs/agent
+	$(BIN)/python scripts/make_agent_data.py outputs/agent
+
+outputs/sft_agent/hf/config.json: outputs/agent/model/config.json
+	rm -rf outputs/sft_agent
+	@$(call train,sft,sft_agent)
+
+demo-agent: outputs/sft_agent/hf/config.json | .venv/installed-clients
+	rm -rf outputs/grpo_agent
+	export PYTHONPATH=examples; $(call train,grpo,grpo_agent)
+	@echo
+	@$(call results,grpo_agent)
+
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 3
 # Versions and results are recorded below outputs/suites; scripts/make_version_table.py makes a table of them.
@@ -171,6 +185,15 @@ test-te: install
 
 test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
+
+# Official clients of OpenAI and Anthropic, and LangChain, in an environment of their own.
+.venv-agents/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/pip install --quiet 'openai>=2' 'anthropic>=0.60' 'langchain-openai>=1'
+	touch $@
+
+test-agents: install .venv-agents/installed
+	$(BIN)/pytest $(IN_PARALLEL) -m agents
 
 test-vllm: install install-vllm
 	$(BIN)/python tests/support/check_vllm_interfaces.py

@@ -30,12 +30,13 @@ FLOORS = {  # the order of imports, from the ground up
     "environments": 10,
     "run": 10,
     "rollouts": 11,
-    "algorithms": 12,
-    "simulation": 13,
-    "report": 13,
-    "testing": 13,
-    "cli": 14,
-    "__main__": 14,
+    "agents": 12,
+    "algorithms": 13,
+    "simulation": 14,
+    "report": 14,
+    "testing": 14,
+    "cli": 15,
+    "__main__": 15,
 }
 
 

@@ -15,6 +15,7 @@ from mcore_rl.config.algorithms import (
     SFTConfig,
 )
 from mcore_rl.config.base import Section
+from mcore_rl.config.environment import EnvironmentConfig
 from mcore_rl.config.load import (
     build_config,
     changed_values,
@@ -27,7 +28,6 @@ from mcore_rl.config.load import (
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rl import (
     CriticConfig,
-    EnvironmentConfig,
     GenerationConfig,
     GRPOAlgorithmConfig,
     GRPOConfig,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,7 +19,7 @@ from mcore_rl.config.base import (
     Section,
     refuse_bool,
 )
-from mcore_rl.config.parallel import LayoutConfig
+from mcore_rl.config.environment import EnvironmentConfig
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.losses.policy_options import (
@@ -35,150 +34,6 @@ from mcore_rl.losses.policy_options import (
     VESPOOptions,
     options_class,
 )
-
-CALLS_FUNCTION = ("function", "trl", "verl")
-"""Values of `environment.name` with which the judge calls a function of the user."""
-
-
-class JudgeOptions(Section):
-    """Options of a judge; which ones apply depends on its name."""
-
-    name: str
-    pattern: str | None = None
-    """exact_match, try_again: a regular expression; the first group of its last match in the response is the answer."""
-    function: str | None = None
-    """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: a function with
-    the signature of TRL's reward functions. verl: a function with the signature of verl's compute_score. Each of these
-    may be a coroutine function (`async def`); see docs/environments.md."""
-    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
-    """http: URL of the judge (docs/environments.md)."""
-    headers: dict[str, str] = Field(default={})
-    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. Only the judge replaces
-    ${NAME} by that environment variable, so that no file of the run holds the secret."""
-    retries: Count = 2
-    """http: attempts after the first one. All attempts share time_limit_seconds in equal parts."""
-
-    @model_validator(mode="after")
-    def _used(self) -> Self:
-        name = self.name
-        for key, owners in (("function", CALLS_FUNCTION), ("url", ("http",))):
-            value = getattr(self, key)
-            if value is not None and name not in owners:
-                raise ValueError(f"{key}: requires name={' or '.join(owners)}, not {name}")
-            if value is None and name in owners and key == "url":
-                raise ValueError(f"{key}: must be set with name={name}")
-        if name in CALLS_FUNCTION and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
-            raise ValueError(f"function: must be written module:function (got {self.function!r})")
-        if name != "http" and self.headers:
-            raise ValueError(f"headers: requires name=http, not {name}")
-        if name != "http" and self.retries != 2:
-            raise ValueError(f"retries: requires name=http, not {name}")
-        if self.pattern is not None:
-            if name not in ("exact_match", "try_again"):
-                raise ValueError(f"pattern: requires name=exact_match or try_again, not {name}")
-            try:
-                re.compile(self.pattern)
-            except re.error as error:
-                raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
-        return self
-
-    @property
-    def may_observe(self) -> bool:
-        """True if a conversation may continue after a response."""
-        return self.name in ("try_again", "function", "http")
-
-    @property
-    def valued_columns(self) -> tuple[str, ...]:
-        """Columns that must not be null in a prompt's record: `answer`, if the judge compares responses with it."""
-        return ("answer",) if self.compares else ()
-
-    @property
-    def compares(self) -> bool:
-        """True if responses are compared with the `answer` of a record."""
-        return self.name in ("exact_match", "math", "try_again")
-
-
-class RewardConfig(JudgeOptions):
-    """A judge in a list of judges. With `name: weighted`, the rewards of the listed judges are added up."""
-
-    name: Literal["exact_match", "math", "try_again", "function", "trl", "verl", "http"]
-    """Kind of judge. The options of each kind are the same as in `environment`."""
-    weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
-    """Factor of this judge's rewards in the sum. Metrics show the rewards without this factor."""
-
-
-class EnvironmentConfig(JudgeOptions):
-    """The judge of responses; see docs/environments.md."""
-
-    name: Literal["exact_match", "math", "try_again", "function", "trl", "verl", "http", "weighted", "reward_model"] = (
-        "exact_match"
-    )
-    """Kind of judge."""
-    rewards: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardConfig] = Field(default={})
-    """weighted: judges by name. The reward is their weighted sum; the metric `reward_NAME_mean` is the mean reward of
-    one judge."""
-    path: Directory | None = None
-    """reward_model: a directory that train_rm.py exported, or any sequence classifier with one label."""
-    format: Literal["chat", "text"] = "chat"
-    """reward_model: chat: the judge reads the conversation rendered by its own chat template. text: it reads the
-    concatenated texts and an end token, for plain prompts and completions."""
-    max_sequence_length: PositiveInt | None = None
-    """reward_model: maximum length of a conversation in the judge's tokens; a longer conversation fails. The default is
-    twice data.max_sequence_length."""
-    parallel: LayoutConfig | None = None
-    """reward_model: parallel layout of the judge on the policy's processes; null: the policy's layout. The keys are the
-    sizes in `parallel`, with the same defaults."""
-    max_turns: PositiveInt = 1
-    """Maximum number of responses in a conversation."""
-    time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
-    """Time limit for judging a sample; a sample that takes longer fails. A batch of samples has this limit times the
-    number of its samples."""
-    start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
-    """Time limit for a judging process to import its judge and be ready."""
-    environment_variables: list[Annotated[str, Field(pattern=r"^[\w*]+$")]] = Field(default=[])
-    """Further environment variables for judging processes, by name or by pattern (`OPENAI_*`; `*` for all). Without
-    this key, the processes get only the variables that `headers` names, and those that Python, PyTorch, tokenizers,
-    locales and proxies need; `HF_TOKEN` and `WANDB_API_KEY`, for example, are not passed on."""
-    num_workers: PositiveInt = 2
-    """Judging processes of each data-parallel replica, which judge the replica's own samples."""
-    batch_size: PositiveInt = 1
-    """Maximum number of waiting samples that a judging process gets in one call. If the call
-    fails, each of its samples is judged alone."""
-    max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
-    """Largest fraction of a step's generated samples that may fail to be judged. A step with more failed samples makes
-    no update. Otherwise the failed samples are left out of the loss and of the baselines."""
-    max_failed_steps: PositiveInt = 3
-    """End the run after this many consecutive steps in which more than max_failed_fraction of the samples, or all
-    samples, could not be judged. A checkpoint of the last step is saved."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> EnvironmentConfig:
-        name, is_model = self.name, self.name == "reward_model"
-        if is_model != (self.path is not None):
-            raise ValueError(
-                f"path: must be set if and only if name=reward_model (found name={name}, path={self.path})"
-            )
-        if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
-            raise ValueError(f"max_sequence_length, format: require name=reward_model, not {name}")
-        if not is_model and self.parallel is not None:
-            raise ValueError(f"parallel: requires name=reward_model, not {name}")
-        if is_model and self.batch_size > 1:
-            raise ValueError(
-                "batch_size: must be left out for a reward model, which judges packs of batch.tokens_per_pack tokens"
-            )
-        if (name == "weighted") != bool(self.rewards):
-            raise ValueError(
-                "rewards: must name at least one judge if name is weighted, and must be left out otherwise "
-                f"(name={name})"
-            )
-        if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
-            raise ValueError(f"max_turns: {name} ends every conversation after one response; set max_turns=1")
-        return self
-
-    @property
-    def compares(self) -> bool:
-        return super().compares or any(reward.compares for reward in self.rewards.values())
-
 
 SERVER_LOGS = "vllm"
 """Directory of vLLM's logs in the output directory."""
@@ -452,6 +307,22 @@ class RLConfig(TrainingConfig):
     def first_update_step(self) -> int:
         """First step that trains the policy."""
         return 1
+
+    @model_validator(mode="after")
+    def _fits_agents(self) -> Self:
+        if self.environment.name != "agent":
+            return self
+        if self.batch.share_prefixes:
+            raise ValueError(
+                "batch.share_prefixes: shares prompts within groups of equal size, but an agent's sessions have any "
+                "number of rows; set batch.share_prefixes=false"
+            )
+        if self.rollouts.reads_score_norms:
+            raise ValueError(
+                f"{self.algorithm}.advantage_estimator: optimal_token_baseline compares tokens at equal places of "
+                "responses, but an agent's sessions have any number of rows; choose another estimator"
+            )
+        return self
 
     @model_validator(mode="after")
     def _observes(self) -> Self:

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from mcore_rl.agents.messages import text_of
 from mcore_rl.report.runs import Run, Series
 from mcore_rl.run.directory import REPORT_MARK
 from mcore_rl.utils.console import size_text
@@ -204,10 +205,8 @@ def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
 
 
 def _message(message: Any) -> dict[str, str]:
-    role, content = (
-        (message.get("role", ""), message.get("content", "")) if isinstance(message, dict) else ("", message)
-    )
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    role = message.get("role", "") if isinstance(message, dict) else ""
+    text = text_of(message if isinstance(message, dict) else {"content": message})
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
     return {"role": str(role), "text": text}

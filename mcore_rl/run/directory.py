@@ -24,14 +24,15 @@ from mcore_rl.utils.lock_file import LockFile, LockHeld
 from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
-STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
-LOGS = (*STEP_LOGS, JUDGE_LOG)
+STEP_LOGS, JUDGE_LOG, AGENT_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log", "agent.log"
+APPENDED = (JUDGE_LOG, AGENT_LOG)
+LOGS = (*STEP_LOGS, *APPENDED)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
-"""Files and directories that a run replaces or removes. It appends to judge.log and vllm/ instead."""
+"""Files and directories that a run replaces or removes. It appends to judge.log, agent.log and vllm/ instead."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Name of the report that `mcore-rl report` writes, and the mark that identifies such a report. A file of that name
 without the mark is never replaced."""
-OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
+OWN = (*WRITTEN, *APPENDED, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
 class RunDirectory:
@@ -176,8 +177,9 @@ class RunDirectory:
             file.unlink(missing_ok=True)
         if is_report(self.path / REPORT):
             (self.path / REPORT).unlink()
-        if (self.path / JUDGE_LOG).exists():  # judges may have it open already
-            os.truncate(self.path / JUDGE_LOG, 0)
+        for log in APPENDED:
+            if (self.path / log).exists():  # judges and programs may have it open already
+                os.truncate(self.path / log, 0)
 
     def mark_not_finite(self, message: str) -> None:
         """Store the error message of a NaN or infinity that ends this launch of the run. `not_finite` reads it."""

@@ -106,9 +106,8 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def make_model(directory: Path, texts: list[str]) -> None:
     """Write a model with random weights, and a tokenizer trained on `texts`, to `directory`."""
-    import torch
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     trainer = ByteLevelBPETokenizer()
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -116,6 +115,14 @@ def make_model(directory: Path, texts: list[str]) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=trainer._tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
     )
+    make_llama(tokenizer, directory)
+
+
+def make_llama(tokenizer: Any, directory: Path) -> None:
+    """Write a Llama of four layers with random weights, and its tokenizer, to `directory`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(

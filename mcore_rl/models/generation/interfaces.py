@@ -119,12 +119,32 @@ class Response:
     kept_tokens: KeptTokens | None = None
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request, beside those of the run's sampling parameters.
+
+    max_new_tokens: maximum number of tokens of the response; None for the run's limit.
+    stop_strings: texts that end the response, beside those of the run.
+    """
+
+    max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+
+NO_LIMITS = RequestLimits()
+
+
 class StreamingGeneration(GenerationInterface):
     """A backend that returns responses one by one, on the first rank of each data-parallel replica."""
 
     @abstractmethod
     def submit(
-        self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
+        self,
+        prompt: tuple[int, ...],
+        sample_id: int,
+        group: tuple[int, ...],
+        greedy: bool = False,
+        limits: RequestLimits = NO_LIMITS,
     ) -> Future[Response]:
         """Generate the response to one prompt in the background. Not collective.
 

@@ -88,6 +88,8 @@ class RunningSequence:
     """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
     tail: list[int] = field(default_factory=list)
     """The last tokens of the response, as many as are needed to detect a stop string."""
+    stop_strings: StopStrings | None = None
+    """Stop strings of this sequence; None for those of the batch."""
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
@@ -227,6 +229,8 @@ class ContinuousBatch:
         self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
         self.history, self.looks = list[SamplingBatch](), deque[_Look]()
+        self.has_stop_strings = bool(params.stop_strings)
+        """Whether the host reads every sampled token, because a sequence may have stop strings."""
         self.kept_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
         """Tables of kept tokens, [n, k] padded with −1, of the steps that the host has not read yet."""
         self.steps_ahead = 0
@@ -337,9 +341,9 @@ class ContinuousBatch:
             self.kept_tables.append((draws, platform.HostCopy(kept)))
         for s in sequences:
             s.drawn += 1
-        if self.params.stop_token_ids or self.params.stop_strings:
+        if self.params.stop_token_ids or self.has_stop_strings:
             stopped = (tokens[:, None] == self.stop_token_ids).any(1)
-            shown = platform.HostCopy(tokens) if self.params.stop_strings else None
+            shown = platform.HostCopy(tokens) if self.has_stop_strings else None
             drawn = [s.drawn for s in sequences]
             self.looks.append(_Look(sequences, drawn, platform.HostCopy(stopped), shown))
         self._look(self.lag)
@@ -380,7 +384,8 @@ class ContinuousBatch:
             stopped = look.stopped.read().tolist()
             tokens = stopped if look.tokens is None else look.tokens.read().tolist()
             for s, drawn, stop, token in zip(look.sequences, look.drawn, stopped, tokens, strict=True):
-                if s.ended_at is None and (stop or (look.tokens is not None and self.stop_strings.end(s, token))):
+                strings = s.stop_strings or self.stop_strings
+                if s.ended_at is None and (stop or (look.tokens is not None and strings.end(s, token))):
                     s.ended_at = drawn
 
     # ------------------------------------------------------------ admission and removal of sequences

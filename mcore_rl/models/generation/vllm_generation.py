@@ -25,9 +25,11 @@ from mcore_rl.distributed.collectives import broadcast_result, settle
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
+    NO_LIMITS,
     GenerationDatumSpec,
     GenerationOutputSpec,
     RequestError,
+    RequestLimits,
     Response,
     StreamingGeneration,
     output_of,
@@ -122,7 +124,12 @@ class VLLMGeneration(StreamingGeneration):
         return True
 
     def submit(
-        self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
+        self,
+        prompt: tuple[int, ...],
+        sample_id: int,
+        group: tuple[int, ...],
+        greedy: bool = False,
+        limits: RequestLimits = NO_LIMITS,
     ) -> Future[Response]:
         """Start a request for one response and return the future response.
 
@@ -131,7 +138,10 @@ class VLLMGeneration(StreamingGeneration):
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
-        longest = min(params.max_new_tokens, self.max_sequence_length - len(prompt))
+        if limits.stop_strings:
+            params = replace(params, stop_strings=(*params.stop_strings, *limits.stop_strings))
+        asked = limits.max_new_tokens or params.max_new_tokens
+        longest = min(asked, params.max_new_tokens, self.max_sequence_length - len(prompt))
         states = random_states(params.seed, torch.tensor([sample_id]))
         seed = int(uniforms(states, torch.tensor([len(prompt)])).item() * 2**53)
         return self._pool.submit(Request(prompt, longest, seed, sample_id, group), params)

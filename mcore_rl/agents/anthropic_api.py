@@ -1,0 +1,114 @@
+"""Requests and responses of Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from mcore_rl.agents.messages import BadRequest, from_anthropic, tools_from_anthropic
+from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill, stops_of
+from mcore_rl.agents.parsing import pieces_of
+from mcore_rl.agents.sessions import Call
+from mcore_rl.agents.tree import SessionTree, Turn
+from mcore_rl.models.generation.interfaces import RequestLimits
+
+ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    410: "invalid_request_error",
+    413: "request_too_large",
+}
+
+
+def request(body: dict[str, Any]) -> Asked:
+    """Check a request; raise BadRequest if it is invalid or has an unsupported option."""
+    choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
+    if choice not in ("auto", "none"):
+        raise BadRequest(
+            f"tool_choice: {choice} is not supported, because sampling is not constrained; send auto or none"
+        )
+    tools = None if choice == "none" else tools_from_anthropic(body.get("tools")) or None
+    messages = from_anthropic(body.get("system"), body.get("messages"))
+    refuse_prefill(messages)
+    if (longest := count_of(body, "max_tokens")) is None:
+        raise BadRequest("max_tokens: is missing")
+    limits = RequestLimits(longest, stops_of(body.get("stop_sequences"), "stop_sequences"))
+    return Asked(lambda tree: tree.prompt(messages, tools), 1, limits)
+
+
+def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": ERRORS.get(status, "api_error"), "message": message}}
+
+
+class Reply:
+    """The response to a request, as one object or as a stream of events."""
+
+    def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any]) -> None:
+        self.call, self.tree, self.asked = call, tree, body
+        self.id = f"msg_{secrets.token_hex(12)}"
+
+    def body(self, turns: list[Turn]) -> dict[str, Any]:
+        (turn,) = turns
+        reason, stop = self._stop(turn)
+        usage = {"input_tokens": len(self.call.prompt.ids), "output_tokens": len(turn.response.token_ids)}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked.get("model") or MODEL,
+            "content": self._blocks(turn),
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": usage,
+        }
+
+    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
+        whole = self.body(turns)
+        usage = {**whole["usage"], "output_tokens": 0}
+        begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=begun)
+        for index, block in enumerate(whole["content"]):
+            kind = block["type"]
+            key, delta = {
+                "text": ("text", "text_delta"),
+                "thinking": ("thinking", "thinking_delta"),
+                "tool_use": ("input", "input_json_delta"),
+            }[kind]
+            empty: Any = {} if kind == "tool_use" else ""
+            yield _event("content_block_start", index=index, content_block={**block, key: empty})
+            text = json.dumps(block[key], ensure_ascii=False) if kind == "tool_use" else block[key]
+            name = "partial_json" if kind == "tool_use" else key
+            for piece in pieces_of(text):
+                yield _event("content_block_delta", index=index, delta={"type": delta, name: piece})
+            yield _event("content_block_stop", index=index)
+        ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        yield _event("message_delta", delta=ended, usage={"output_tokens": whole["usage"]["output_tokens"]})
+        yield _event("message_stop")
+
+    def _blocks(self, turn: Turn) -> list[dict[str, Any]]:
+        message, blocks = turn.messages[-1], list[dict[str, Any]]()
+        if message.get("reasoning_content"):
+            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        if message["content"] or not message.get("tool_calls"):
+            blocks.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            blocks.append(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
+            )
+        return blocks
+
+    def _stop(self, turn: Turn) -> tuple[str, str | None]:
+        if not turn.response.ended:
+            return "max_tokens", None
+        if turn.messages[-1].get("tool_calls"):
+            return "tool_use", None
+        text = self.tree.text_of(turn.response)
+        found = [stop for stop in self.call.stops if stop in text]
+        return ("stop_sequence", found[0]) if found else ("end_turn", None)
+
+
+def _event(kind: str, **values: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values}, ensure_ascii=False)}\n\n"

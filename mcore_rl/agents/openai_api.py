@@ -1,0 +1,273 @@
+"""Requests and responses of OpenAI's chat completions and completions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.agents.messages import BadRequest, Message, from_openai
+from mcore_rl.agents.parsing import pieces_of
+from mcore_rl.agents.sessions import Call
+from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
+from mcore_rl.models.generation.interfaces import RequestLimits
+
+MODEL = "policy"
+"""Name of the model in `/v1/models`. Requests may name any model."""
+MOST_CHOICES = 128
+
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+}
+"""Options that would change what is sampled, with the values that change nothing. Other values are refused."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, checked.
+
+    prompt: function that returns the prompt in a session's tree.
+    count: number of responses.
+    """
+
+    prompt: Callable[[SessionTree], TurnPrompt]
+    count: int
+    limits: RequestLimits
+    seed: Any = None
+
+
+def digest_of(path: str, body: Any) -> str:
+    return hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).hexdigest()
+
+
+def chat_request(body: dict[str, Any]) -> Asked:
+    """Check a chat completion request; raise BadRequest if it is invalid or has an unsupported option."""
+    _check_options(body)
+    tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRequest("tools: must be a list of tools", "tools")
+    messages = from_openai(body.get("messages"))
+    refuse_prefill(messages)
+    longest = count_of(body, "max_completion_tokens") or count_of(body, "max_tokens")
+    limits = RequestLimits(longest, stops_of(body.get("stop"), "stop"))
+    return Asked(lambda tree: tree.prompt(messages, tools), _choices(body), limits, body.get("seed"))
+
+
+def completion_request(body: dict[str, Any], vocabulary: int) -> Asked:
+    """Check a completion request; raise BadRequest if it is invalid or has an unsupported option."""
+    _check_options(body)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    are_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (are_ids or isinstance(prompt, str)):
+        raise BadRequest("prompt: must be one text, or the token ids of one text", "prompt")
+    if are_ids and not all(0 <= token < vocabulary for token in prompt):
+        raise BadRequest(f"prompt: token ids must be from 0 to {vocabulary - 1}", "prompt")
+    limits = RequestLimits(count_of(body, "max_tokens") or 16, stops_of(body.get("stop"), "stop"))
+    return Asked(lambda tree: tree.prompt_of_text(prompt), _choices(body), limits, body.get("seed"))
+
+
+def refuse_prefill(messages: Sequence[Message]) -> None:
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest("messages: the last message must not be the assistant's", "messages")
+
+
+def _check_options(body: Mapping[str, Any]) -> None:
+    for name, harmless in WITHOUT_EFFECT.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise BadRequest(
+                f"{name}={json.dumps(value)}: is not supported, because it changes which tokens are sampled; leave it "
+                "out",
+                name,
+                "unsupported_value",
+            )
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    count = count_of(body, "n") or 1
+    if count > MOST_CHOICES:
+        raise BadRequest(f"n: must be at most {MOST_CHOICES}", "n", "invalid_value")
+    return count
+
+
+def count_of(body: Mapping[str, Any], name: str) -> int | None:
+    """Return a positive integer of a request; None if it is missing."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise BadRequest(f"{name}: must be a positive integer, got {json.dumps(value)}", name, "invalid_value")
+    return value
+
+
+def stops_of(value: Any, name: str) -> tuple[str, ...]:
+    """Return the stop strings of a request."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise BadRequest(f"{name}: must be a text or a list of texts", name, "invalid_value")
+    return tuple(stops)
+
+
+# ------------------------------------------------------------ responses
+
+
+def models_body() -> dict[str, Any]:
+    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mcore_rl"}
+    # Anthropic's list has the same route and further keys.
+    card |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+    return {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+
+
+def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def usage_of(turns: Sequence[Turn]) -> dict[str, int]:
+    asked, sampled = len(turns[0].prompt.ids), sum(len(turn.response.token_ids) for turn in turns)
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+class ChatReply:
+    """The response to a chat completion request, as one object or as a stream of chunks."""
+
+    def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any]) -> None:
+        self.call, self.tree, self.asked = call, tree, body
+        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def body(self, turns: list[Turn]) -> dict[str, Any]:
+        choices = []
+        for index, turn in enumerate(turns):
+            logprobs = self._logprobs(turn) if self.asked.get("logprobs") else None
+            message = {**_message(turn.messages[-1]), "refusal": None}
+            choice = {"index": index, "message": message, "finish_reason": finish_of(turn), "logprobs": logprobs}
+            choices.append(choice | ({"token_ids": turn.response.token_ids} if self._tells_ids else {}))
+        made = {**self._head("chat.completion"), "choices": choices, "usage": usage_of(turns)}
+        return made | ({"prompt_token_ids": self.call.prompt.ids} if self._tells_ids else {})
+
+    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
+        head = self._head("chat.completion.chunk")
+        with_usage = bool((self.asked.get("stream_options") or {}).get("include_usage"))
+
+        def chunk(index: int, delta: Mapping[str, Any], **more: Any) -> str:
+            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+            return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
+
+        for index, turn in enumerate(turns):
+            message = _message(turn.messages[-1])
+            yield chunk(index, {"role": "assistant", "content": ""})
+            for key in ("reasoning_content", "content"):
+                for piece in pieces_of(message.get(key) or ""):
+                    yield chunk(index, {key: piece})
+            for place, called in enumerate(message.get("tool_calls", ())):
+                yield chunk(index, {"tool_calls": [{"index": place, **called}]})
+            logprobs = self._logprobs(turn) if self.asked.get("logprobs") else None
+            yield chunk(index, {}, finish_reason=finish_of(turn), logprobs=logprobs)
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage_of(turns)})
+        yield "data: [DONE]\n\n"
+
+    @property
+    def _tells_ids(self) -> bool:
+        return bool(self.asked.get("return_token_ids"))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        model = self.asked.get("model") or MODEL
+        return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
+
+    def _logprobs(self, turn: Turn) -> dict[str, Any]:
+        pairs = zip(turn.response.token_ids, turn.response.logprobs, strict=True)
+        texts = ((self.tree.template.text([token]), logprob) for token, logprob in pairs)
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in texts
+        ]
+        return {"content": content, "refusal": None}
+
+
+def finish_of(turn: Turn) -> str:
+    if not turn.response.ended:
+        return "length"
+    return "tool_calls" if turn.messages and turn.messages[-1].get("tool_calls") else "stop"
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's form: arguments of tool calls as JSON text, content null beside tool calls."""
+    made = dict(message)
+    if "tool_calls" in made:
+        made["content"] = made["content"] or None
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+            for call in made["tool_calls"]
+        ]
+    return made
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class CompletionReply:
+    """The response to a completion request."""
+
+    def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any]) -> None:
+        self.call, self.tree, self.asked = call, tree, body
+        self.head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.get("model") or MODEL,
+        }
+
+    def body(self, turns: list[Turn]) -> dict[str, Any]:
+        choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
+        made = {**self.head, "choices": choices, "usage": usage_of(turns)}
+        tells_ids = self.asked.get("return_token_ids")
+        return made | ({"prompt_token_ids": self.call.prompt.ids} if tells_ids else {})
+
+    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
+        for index, turn in enumerate(turns):
+            yield event({**self.head, "choices": [self._choice(index, turn)]})
+        if (self.asked.get("stream_options") or {}).get("include_usage"):
+            yield event({**self.head, "choices": [], "usage": usage_of(turns)})
+        yield "data: [DONE]\n\n"
+
+    def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
+        ids, logprobs = turn.response.token_ids, None
+        if self.asked.get("logprobs") is not None:
+            tokens = [self.tree.template.text([token]) for token in ids]
+            ends = [0]
+            for token in tokens:
+                ends.append(ends[-1] + len(token))
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": turn.response.logprobs,
+                "top_logprobs": None,
+                "text_offset": ends[:-1],
+            }
+        text = self.tree.text_of(turn.response, self.call.stops)
+        finish = "stop" if turn.response.ended else "length"
+        choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+        return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})

@@ -1,0 +1,124 @@
+"""Process that runs programs that are coroutine functions of Python.
+
+It reads lines of JSON from its standard input: first its configuration, then {"start": …} and {"cancel": ID}. It
+answers each session with a line {"id": ID, "reward": …} or {"id": ID, "error": TEXT}. Everything that programs print
+goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mcore_rl.environments.judge_worker import end_with
+
+Program = Callable[["AgentSession"], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """What a program gets: the address of the policy, and the record.
+
+    base_url: base URL of OpenAI's clients.
+    anthropic_base_url: base URL of Anthropic's clients.
+    api_key: key of this session.
+    record: the fields of the record, without the prompt.
+    messages: the prompt as messages; a plain text is one message of the user.
+    """
+
+    id: str
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
+    record: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+def load_program(name: str) -> Program:
+    """Return the program `module:function`.
+
+    Raises:
+        ValueError: there is no such program. The message is an end of the sentence "The program …".
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"cannot be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"is missing: {module} has no function {function!r}")
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError("must be a coroutine: write `async def`")
+    return found
+
+
+async def serve(program: Program, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Run the sessions that standard input names, until it ends."""
+    reader, tasks = asyncio.StreamReader(limit=2**28), dict[str, asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        told = json.loads(line)
+        if (ended := told.get("cancel")) is not None:
+            if ended in tasks:
+                tasks[ended].cancel()
+            continue
+        session = AgentSession(**told["start"])
+        task = tasks[session.id] = asyncio.ensure_future(_run(program, session, answer))
+        task.add_done_callback(partial(_forget, tasks, session.id))
+
+
+def _forget(tasks: dict[str, asyncio.Task[None]], session_id: str, _: asyncio.Task[None]) -> None:
+    tasks.pop(session_id, None)
+
+
+async def _run(program: Program, session: AgentSession, answer: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        answer({"id": session.id, "reward": await program(session)})
+    except asyncio.CancelledError:
+        answer({"id": session.id, "error": "it was cancelled"})
+    except BaseException as error:
+        traceback.print_exception(error)
+        answer({"id": session.id, "error": f"{type(error).__name__}: {error}"})
+        if not isinstance(error, Exception):
+            raise
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
+    end_with(int(sys.argv[1]))
+    told = os.fdopen(os.dup(1), "w")  # programs that print must not write into the answers
+    os.dup2(2, 1)
+    sys.path.insert(0, os.getcwd())
+
+    def answer(value: dict[str, Any]) -> None:
+        try:
+            line = json.dumps(value)
+        except (TypeError, ValueError):
+            line = json.dumps({"id": value["id"], "error": f"its reward {value['reward']!r} is not a number"})
+        told.write(line + "\n")
+        told.flush()
+
+    try:
+        program = load_program(json.loads(sys.stdin.readline())["program"])
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            traceback.print_exception(error)
+        answer({"id": None, "error": str(error) if isinstance(error, ValueError) else f"fails: {error!r}"})
+        return
+    answer({"id": None, "ready": True})
+    asyncio.run(serve(program, answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Starts the programs of sessions, and ends them with all processes that they have started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.judge_processes import judge_variables
+from mcore_rl.errors import UserError
+
+GRACE_SECONDS = 5.0
+"""Time that a coroutine has to end after it was cancelled, before its process is killed."""
+STREAM_LIMIT = 2**28
+
+
+class ProgramError(Exception):
+    """Raised if a program fails; the message is an end of the sentence "Its program …"."""
+
+
+class Programs(Protocol):
+    """Runs programs. All methods run in the event loop of the endpoint."""
+
+    async def start(self) -> None:
+        """Prepare to run programs.
+
+        Raises:
+            UserError: the program cannot be run at all.
+        """
+
+    async def run(self, session: AgentSession) -> Any:
+        """Run the program of a session; return its reward, or None if it returns none.
+
+        Raises:
+            ProgramError: the program failed.
+        """
+
+    async def close(self) -> None:
+        """Kill all programs and their child processes."""
+
+
+def programs_of(config: EnvironmentConfig, log: Path | None) -> Programs:
+    """Return an object that runs the program of the configuration.
+
+    Args:
+        log: file for everything that programs print; None to discard it.
+    """
+    program = config.program
+    assert program is not None, "checked by the configuration"
+    if isinstance(program, str) and ":" in program and " " not in program and "/" not in program.partition(":")[0]:
+        return CoroutinePrograms(config, program, log)
+    return CommandPrograms(config, shlex.split(program) if isinstance(program, str) else list(program), log)
+
+
+def check_program(config: EnvironmentConfig) -> None:
+    """Check that sessions can be served and that the program exists.
+
+    Raises:
+        UserError: a package is missing, or the program cannot be loaded.
+    """
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"environment.name=agent: needs {' and '.join(missing)}; install the extra `agents`: "
+            "pip install 'mcore_rl[agents]'"
+        )
+    programs = programs_of(config.model_copy(update={"num_workers": 1}), None)
+
+    async def start_and_close() -> None:
+        try:
+            await programs.start()
+        finally:
+            await programs.close()
+
+    asyncio.run(start_and_close())
+
+
+def _open_log(log: Path | None) -> IO[bytes]:
+    return open(log or os.devnull, "ab")
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and its process group, if it has not been waited for."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+class CommandPrograms:
+    """Runs a command for each session. Base URLs and key are in its environment; its standard input has the session.
+
+    The environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and
+    `AGENT_REWARD_URL`. The standard input has a line of JSON with `record` and `messages`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, command: Sequence[str], log: Path | None) -> None:
+        self.config, self.command, self.log = config, list(command), log
+        self._running = set[asyncio.subprocess.Process]()
+
+    async def start(self) -> None:
+        if shutil.which(self.command[0]) is None:
+            raise UserError(f"environment.program: the command {self.command[0]!r} does not exist")
+
+    async def run(self, session: AgentSession) -> None:
+        address = {
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+            "ANTHROPIC_API_KEY": session.api_key,
+            "AGENT_REWARD_URL": f"{session.anthropic_base_url}/reward",
+        }
+        with _open_log(self.log) as printed:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,  # its child processes end with it
+                env=judge_variables(self.config, os.environ) | address,
+            )
+        self._running.add(process)
+        try:
+            told = json.dumps({"record": session.record, "messages": session.messages}, default=str)
+            await process.communicate(told.encode() + b"\n")
+        finally:
+            _kill(process)
+            self._end_children(process)
+            self._running.discard(process)
+        if process.returncode:
+            how = f"the signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
+            raise ProgramError(f"ended with {how}")
+
+    def _end_children(self, process: asyncio.subprocess.Process) -> None:
+        """Kill what the process has started and left behind: the rest of its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        for process in list(self._running):
+            _kill(process)
+            await process.wait()
+
+
+class CoroutinePrograms:
+    """Runs coroutines in `environment.num_workers` processes, each of which runs many sessions at once."""
+
+    def __init__(self, config: EnvironmentConfig, program: str, log: Path | None) -> None:
+        self.config, self.program, self.log = config, program, log
+        self._workers = list[_Worker]()
+
+    async def start(self) -> None:
+        for _ in range(self.config.num_workers):
+            self._workers.append(await self._new_worker())
+
+    async def _new_worker(self) -> _Worker:
+        with _open_log(self.log) as printed:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "mcore_rl.agents.program_worker", str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=printed,
+                start_new_session=True,
+                env=judge_variables(self.config, os.environ),
+                limit=STREAM_LIMIT,
+            )
+        worker = _Worker(process)
+        worker.tell({"program": self.program})
+        try:
+            told = await asyncio.wait_for(worker.read(), self.config.start_seconds)
+        except TimeoutError:
+            told = {"error": f"was not ready within environment.start_seconds={self.config.start_seconds:g}"}
+        if "error" in told:
+            _kill(process)
+            await process.wait()
+            raise UserError(f"environment.program: {self.program} {told['error']}")
+        worker.begin()
+        return worker
+
+    async def run(self, session: AgentSession) -> Any:
+        place = min(range(len(self._workers)), key=lambda n: len(self._workers[n].answers))
+        if self._workers[place].is_gone:
+            self._workers[place] = await self._new_worker()
+        worker = self._workers[place]
+        future = worker.answers[session.id] = asyncio.get_running_loop().create_future()
+        worker.tell({"start": asdict(session)})
+        try:
+            told = await future
+        except asyncio.CancelledError:
+            worker.tell({"cancel": session.id})
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, worker.kill_if_running, session.id)
+            raise
+        if "error" in told:
+            raise ProgramError(str(told["error"]))
+        return told["reward"]
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            _kill(worker.process)
+            await worker.process.wait()
+
+
+class _Worker:
+    """A process that runs coroutines.
+
+    answers: futures of the answers, by session.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.answers = dict[str, asyncio.Future[Any]]()
+        self.is_gone = False
+
+    def tell(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
+
+    async def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        return dict(json.loads(line)) if line else {"error": "ended when it was started; see the log"}
+
+    def begin(self) -> None:
+        self._reading = asyncio.ensure_future(self._read_answers())
+
+    async def _read_answers(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            told = json.loads(line)
+            if (future := self.answers.pop(told["id"], None)) is not None and not future.done():
+                future.set_result(told)
+        self.is_gone = True
+        await self.process.wait()
+        for future in self.answers.values():
+            if not future.done():
+                future.set_result({"error": "lost its process, which has ended"})
+        self.answers.clear()
+
+    def kill_if_running(self, session_id: str) -> None:
+        """Kill the process if the session's coroutine has not ended after it was cancelled."""
+        if session_id in self.answers:
+            _kill(self.process)

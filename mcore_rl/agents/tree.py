@@ -1,0 +1,315 @@
+"""A session's tree of tokens: what the engine was given and what it sampled, each turn once.
+
+The engine is given the tokens that the tree records, and the rows of the training batch are made of the same tokens. A
+row is therefore always what the model read and sampled, whichever turn a request continues. Matching only decides how
+many rows there are. In doubt, a request begins a new branch.
+
+1. The prompt of a request is the context of its turn.
+2. Sampled tokens are never tokenized again.
+3. A row is a context and the response to it.
+4. Each delivered sampled token carries loss in exactly one row; tokens that were not delivered carry none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mcore_rl.agents.messages import Message, ids_of_calls, key_of, make_call, thought_of
+from mcore_rl.agents.parsing import CallForm, Parsed, parse
+from mcore_rl.agents.templates import ChatTemplate
+from mcore_rl.distributed.sampling_mask import KeptTokens
+from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.rollouts.samples import TokenRow
+
+History = Literal["template", "keep"]
+
+
+@dataclass(frozen=True)
+class TurnPrompt:
+    """The prompt of a request.
+
+    parent: turn that the request continues; None if it begins a new branch at the root.
+    kept: number of tokens of the parent's response that are in the context; all, or all but the end token.
+    new_ids: tokens after the parent's response.
+    text: what the template wrote up to the response; the client's text for requests without messages.
+    messages: all messages, with the thoughts that the client has dropped; empty for requests without messages.
+    in_thought: whether the response continues a thought that the template has begun.
+    rewritten: reason why the request does not continue the turn whose messages it repeats; None if it does.
+    """
+
+    parent: Turn | None
+    kept: int
+    new_ids: list[int]
+    text: str
+    messages: list[Message]
+    tools: Any
+    in_thought: bool
+    form: CallForm | None
+    rewritten: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens that the engine is given."""
+        path, ids = self.parent.path if self.parent else [], list[int]()
+        ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
+        for turn, end in zip(path, ends[: len(path)], strict=True):
+            ids += [*turn.prompt.new_ids, *turn.response.token_ids[:end]]
+        return ids + self.new_ids
+
+
+@dataclass(eq=False)
+class Turn:
+    """A response, and the prompt that it answers.
+
+    messages: the prompt's messages and the response; empty for requests without messages.
+    is_delivered: False if the response did not reach the program.
+    """
+
+    number: int
+    prompt: TurnPrompt
+    response: Response
+    messages: list[Message]
+    is_delivered: bool = True
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        path, turn = list[Turn](), self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.prompt.parent  # type: ignore[assignment]
+        return path[::-1]
+
+
+class SessionTree:
+    """The turns of a session.
+
+    counts: numbers of requests that continue a turn ("extended"), that begin a branch because the template or the
+        program rewrote earlier turns ("rewritten"), and others ("new").
+
+    Args:
+        history: template: a request continues a turn only if the template writes this turn's response as it was
+            sampled. keep: it continues the turn always, so that thoughts stay in the context that the template would
+            remove.
+    """
+
+    def __init__(self, template: ChatTemplate, history: History = "template") -> None:
+        self.template, self.history = template, history
+        self.turns: list[Turn] = []
+        self.counts = Counter[str]()
+        self._by_messages: dict[tuple[str, ...], list[Turn]] = defaultdict(list)
+
+    # ------------------------------------------------------------ requests
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> TurnPrompt:
+        """Return the prompt of a request with these messages.
+
+        Raises:
+            BadRequest: the chat template fails.
+        """
+        keys = (_tools_key(tools), *map(key_of, messages))
+        full, rewritten = list(messages), None
+        for length in range(len(messages), 0, -1):
+            for turn in self._candidates(keys[: length + 1], messages[:length]):
+                found = self._continued(turn, messages[length:], tools)
+                if isinstance(found, TurnPrompt):
+                    self.counts["extended"] += 1
+                    return found
+                if rewritten is None:  # of the longest match: its messages have the thoughts that the client dropped
+                    rewritten, full = found, [*turn.messages, *messages[length:]]
+        text = self.template.render(full, tools)
+        self.counts["rewritten" if rewritten else "new"] += 1
+        return self._of_ids(self.template.ids(text), text, full, tools, rewritten)
+
+    def prompt_of_text(self, prompt: str | Sequence[int]) -> TurnPrompt:
+        """Return the prompt of a request without messages: a text, or token ids.
+
+        A text continues the turn whose texts it repeats. Because the client's text has no end token, the context does
+        not have it either.
+        """
+        if not isinstance(prompt, str):
+            return self._of_ids(list(prompt), "", [], None, None)
+        best, length = None, 0
+        for turn in self._delivered():
+            whole = turn.prompt.text + self.template.text(self._without_end(turn))
+            if not turn.messages and prompt.startswith(whole) and len(whole) >= length:
+                best, length = turn, len(whole)
+        if best is None:
+            return self._of_ids(self.template.ids(prompt), prompt, [], None, None)
+        new = self.template.ids(prompt[length:])
+        return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
+
+    def _without_end(self, turn: Turn) -> list[int]:
+        ids = turn.response.token_ids
+        return ids[:-1] if ids and ids[-1] in self.template.ends else ids
+
+    def _delivered(self) -> Iterable[Turn]:
+        return (turn for turn in self.turns if turn.is_delivered)
+
+    def _candidates(self, keys: tuple[str, ...], messages: Sequence[Message]) -> list[Turn]:
+        """Return the turns whose messages are these, the likeliest first.
+
+        Turns with the same ids of tool calls come first, then newer ones. A client that sends thoughts must send those
+        of the turn; a client that sends none matches.
+        """
+        found = [
+            turn
+            for turn in self._by_messages.get(keys, ())
+            if all(thought_of(told) in ("", thought_of(own)) for told, own in zip(messages, turn.messages, strict=True))
+        ]
+        calls = ids_of_calls(messages[-1])
+        return sorted(found, key=lambda turn: (ids_of_calls(turn.messages[-1]) == calls, turn.number), reverse=True)
+
+    def _continued(self, turn: Turn, new: Sequence[Message], tools: Any) -> TurnPrompt | str:
+        """Return the prompt that continues a turn by new messages, or the reason why it cannot continue it."""
+        full, template = [*turn.messages, *new], self.template
+        text = template.render(full, tools)
+        after = template.after_response(full, len(turn.messages) - 1, tools)
+        if after is None:
+            return "the template does not write the response"
+        if self.history == "template" and (change := self._change(turn, text, after)):
+            return f"the template rewrites {change}"
+        ids, response = template.ids(after), turn.response.token_ids
+        if response and ids and ids[0] == response[-1] and ids[0] in template.ends:
+            ids = ids[1:]  # the response has sampled its end token
+        in_thought = template.begins_thought(text)
+        return TurnPrompt(turn, len(response), ids, text, full, tools, in_thought, template.call_form(tools))
+
+    def _change(self, turn: Turn, text: str, after: str) -> str | None:
+        """Return what the template changes in the text of a turn, in a longer conversation; None if nothing."""
+        if not text.startswith(turn.prompt.text):
+            return "the text before the response"
+        if not text.endswith(after) or len(turn.prompt.text) + len(after) > len(text):
+            return "the text after the response"
+        written = parse(text[len(turn.prompt.text) : len(text) - len(after)], turn.prompt.in_thought, turn.prompt.form)
+        own = turn.messages[-1]
+        shown = message_of(written)
+        keeps_thought = (written.thought is None) == ("reasoning_content" not in own)  # also an empty thought
+        same = keeps_thought and key_of(shown) == key_of(own) and thought_of(shown) == thought_of(own)
+        return None if same else "the response"
+
+    def _of_ids(
+        self, ids: list[int], text: str, messages: list[Message], tools: Any, rewritten: str | None
+    ) -> TurnPrompt:
+        """Return the prompt with these tokens. If they begin with all tokens of a turn, the prompt continues it."""
+        parent, length = None, 0
+        equal = dict[Turn | None, tuple[int, int]]({None: (0, 0)})
+        """For each turn whose context `ids` begins with: the context's length, and that of the equal response part."""
+        for turn in self.turns:
+            before, same = equal.get(turn.prompt.parent, (0, -1))
+            new, response = turn.prompt.new_ids, turn.response.token_ids
+            start = before + turn.prompt.kept
+            end, whole = start + len(new), start + len(new) + len(response)
+            if same >= turn.prompt.kept and ids[start:end] == new:
+                equal[turn] = end, _common(ids[end:whole], response)
+                if turn.is_delivered and ids[end:whole] == response and length < whole < len(ids):
+                    parent, length = turn, whole
+        kept = len(parent.response.token_ids) if parent else 0
+        in_thought, form = self.template.begins_thought(text), self.template.call_form(tools)
+        return TurnPrompt(parent, kept, ids[length:], text, messages, tools, in_thought, form, rewritten)
+
+    # ------------------------------------------------------------ responses
+
+    def text_of(self, response: Response, stops: Sequence[str] = ()) -> str:
+        """Return the text of a response, without its end token and without the stop string that has ended it."""
+        ids = response.token_ids
+        text = self.template.text(ids[:-1] if ids and ids[-1] in self.template.ends else ids)
+        found = [at for stop in stops if response.ended and (at := text.find(stop)) >= 0]
+        return text[: min(found)] if found else text
+
+    def add(
+        self,
+        prompt: TurnPrompt,
+        response: Response,
+        make_id: Callable[[], str] = str,
+        stops: Sequence[str] = (),
+    ) -> Turn:
+        """Add the response to a prompt; return its turn.
+
+        Args:
+            make_id: returns a new id for a tool call.
+            stops: the stop strings of the request.
+        """
+        messages = list[Message]()
+        if prompt.messages:
+            parsed = parse(self.text_of(response, stops), prompt.in_thought, prompt.form)
+            messages = [*prompt.messages, message_of(parsed, make_id)]
+        turn = Turn(len(self.turns), prompt, response, messages)
+        self.turns.append(turn)
+        if messages:
+            self._by_messages[_tools_key(prompt.tools), *map(key_of, messages)].append(turn)
+        return turn
+
+    def discard(self, turn: Turn) -> None:
+        """Record that a response did not reach the program: no request continues it, and it is not trained on."""
+        turn.is_delivered = False
+        for turns in self._by_messages.values():
+            if turn in turns:
+                turns.remove(turn)
+
+    # ------------------------------------------------------------ rows
+
+    def rows(self) -> list[TokenRow]:
+        """Return a row for each delivered turn that no other delivered turn continues with its whole response.
+
+        The rows have the order of these turns. A turn that several rows share carries loss in the first of them.
+        """
+        delivered = list(self._delivered())
+        continued = {
+            turn.prompt.parent
+            for turn in delivered
+            if turn.prompt.parent and turn.prompt.kept == len(turn.prompt.parent.response.token_ids)
+        }
+        counted = dict.fromkeys(delivered, 0)
+        return [_row(turn, counted) for turn in delivered if turn not in continued]
+
+
+def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
+    """Return the row of a turn.
+
+    Args:
+        counted: for each turn, the number of its response's tokens that carry loss in earlier rows; updated.
+    """
+    row, path = TokenRow([], [], []), leaf.path
+    kept = KeptTokens.none(0)
+    has_kept = any(turn.response.kept_tokens is not None for turn in path)
+    ends = [*(turn.prompt.kept for turn in path[1:]), len(leaf.response.token_ids)]
+    for turn, end in zip(path, ends, strict=True):
+        prompt, response = turn.prompt.new_ids, turn.response
+        first = min(counted.get(turn, 0), end)
+        if turn in counted:
+            counted[turn] = max(first, end)
+        else:  # a response that was not delivered
+            first = end
+        row.input_ids += [*prompt, *response.token_ids[:end]]
+        row.token_mask += [False] * (len(prompt) + first) + [True] * (end - first)
+        row.logprobs += [0.0] * (len(prompt) + first) + response.logprobs[first:end]
+        if has_kept and response.kept_tokens is not None:
+            own, _ = response.kept_tokens.split([end, len(response.token_ids) - end])
+            kept = kept.padded(len(row.input_ids) - end) + own
+    row.kept_tokens = kept if has_kept else None
+    row.routed_experts = leaf.response.routed_experts
+    return row
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common beginning of two lists."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def message_of(parsed: Parsed, make_id: Callable[[], str] = str) -> Message:
+    """Return a response as a message of the assistant."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.thought is not None:
+        message["reasoning_content"] = parsed.thought
+    if parsed.calls:
+        message["tool_calls"] = [make_call(name, arguments, make_id()) for name, arguments in parsed.calls]
+    return message
+
+
+def _tools_key(tools: Any) -> str:
+    return json.dumps(tools or None, sort_keys=True)

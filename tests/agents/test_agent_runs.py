@@ -1,0 +1,202 @@
+"""GRPO and PPO with programs: sessions become rows, failures are failed samples, layouts agree, runs resume."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from programs import metrics_of, run
+from small_models import make_model
+
+PROGRAMS = '''
+import asyncio
+import os
+import sys
+
+import aiohttp
+
+
+async def ask(session, messages, **options):
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"model": "policy", "messages": messages, **options}
+    async with aiohttp.ClientSession(trust_env=False) as client:
+        async with client.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+
+async def two_turns(session):
+    """Two turns, then a branch from the first question; the reward depends on all responses."""
+    text, messages = "", list(session.messages)
+    for _ in range(2):
+        status, answer = await ask(session, messages)
+        assert status == 200, answer
+        content = answer["choices"][0]["message"]["content"] or ""
+        text += content
+        messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "b"}]
+    status, answer = await ask(session, [*session.messages, {"role": "user", "content": "c"}], max_tokens=5)
+    return sum(map(ord, text)) % 7 / 7
+
+
+async def failing(session):
+    """A different failure for each sample; one in three succeeds."""
+    kind = sum(map(ord, session.api_key)) % 6
+    await ask(session, session.messages)
+    if kind == 0:
+        raise ValueError("broken program")
+    if kind == 1:
+        return float("nan")
+    if kind == 2:
+        return None
+    if kind == 3:
+        await asyncio.sleep(60)
+    return kind / 6
+
+
+async def dying(session):
+    os._exit(3)
+
+
+async def judged(session):
+    await ask(session, session.messages)
+'''
+
+COMMAND = """
+import json, os, sys, urllib.request
+
+told = json.loads(sys.stdin.readline())
+
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return json.load(opener.open(request, timeout=60))
+
+
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": told["messages"]})
+text = answer["choices"][0]["message"]["content"] or ""
+assert "HF_TOKEN" not in os.environ
+post(os.environ["AGENT_REWARD_URL"], {"reward": len(text) % 5 / 5})
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("agents")
+    make_model("qwen3", root / "model", initializer_range=0.05)
+    prompts = [
+        {"prompt": [{"role": "user", "content": letter}], "answer": letter, "task": n}
+        for n, letter in enumerate("abcdefgh")
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (root / "agent_programs.py").write_text(PROGRAMS)
+    (root / "command.py").write_text(COMMAND)
+    for name in ("grpo", "ppo"):
+        config = {
+            "output_dir": "set below",
+            "model": {"path": str(root / "model")},
+            "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 160},
+            "optimizer": {"lr": 1e-3, "adam_eps": 1e-4},
+            "trainer": {"max_steps": 2},
+            "checkpoint": {"export_hf": False, "save_interval": 1},
+            name: {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+            "environment": {"name": "agent", "program": "agent_programs:two_turns", "num_workers": 1},
+            "parallel": {"timeout_seconds": 60},
+        }
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+def train(files, name, *arguments, processes=1, algorithm="grpo", check=True):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(files))
+        patch.setenv("HF_TOKEN", "secret")
+        out = f"output_dir={files / name}"
+        script = f"train_{algorithm}.py"
+        done = run(script, files / f"{algorithm}.yaml", out, *arguments, processes=processes, check=check)
+    return metrics_of(files / name) if check else done
+
+
+SAME = ("loss", "reward_mean", "rows_per_sample", "response_length_mean", "logprob_error")
+
+
+@pytest.fixture(scope="module")
+def whole(files):
+    return train(files, "whole")
+
+
+def test_sessions_become_rows(files, whole):
+    """The trainer's log-probabilities are the sampled ones, and a session has a row for its branch."""
+    for line in whole:
+        assert line["rows_per_sample"] == 2 and line["skipped_update"] == 0
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    samples = [json.loads(line) for line in (files / "whole" / "samples.jsonl").read_text().splitlines()]
+    assert samples[0]["error"] is None and [m["role"] for m in samples[0]["messages"]][:2] == ["user", "user"]
+
+
+LAYOUTS = {
+    "tp2": ["parallel.tensor_model_parallel_size=2"],
+    "dp2": [],
+    "pp2": ["parallel.pipeline_model_parallel_size=2"],
+    "cp2": ["parallel.context_parallel_size=2"],
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(x, marks=pytest.mark.long) for x in ("dp2", "pp2", "cp2"))])
+@pytest.mark.every_case
+def test_layouts_sample_the_same_sessions(layout, files, whole):
+    found = train(files, layout, *LAYOUTS[layout], processes=2)
+    for one, other in zip(whole, found, strict=True):
+        for name in SAME:
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+def test_failed_programs_are_failed_samples(files):
+    options = ("environment.program=agent_programs:failing", "environment.agent.session_seconds=4")
+    lines = train(files, "failing", *options, "environment.max_failed_fraction=1")
+    samples = [json.loads(line) for line in (files / "failing" / "samples.jsonl").read_text().splitlines()]
+    errors = " ".join(str(sample["error"]) for sample in samples)
+    found = ("ValueError: broken program", "must be a finite number", "gave no reward", "session_seconds=4")
+    assert sum(part in errors for part in found) >= 2 and len(lines) == 2
+    assert all(sample["reward"] is None for sample in samples if sample["error"])
+    assert "broken program" in (files / "failing" / "agent.log").read_text() or "broken" not in errors
+
+
+def test_commands_give_rewards_and_judges_judge_sessions(files):
+    (line, _) = train(files, "command", f"environment.program=[python3,{files / 'command.py'}]")
+    assert line["skipped_update"] == 0 and "rows_per_sample" not in line
+    judge = "environment.agent.judge={name: exact_match}"
+    lines = train(files, "judged", "environment.program=agent_programs:judged", judge, algorithm="ppo")
+    assert len(lines) == 2 and lines[0]["reward_mean"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["environment.program=agent_programs:missing"], "agent_programs has no function 'missing'"),
+        (["environment.program=no_such_module:run"], "cannot be imported: No module named 'no_such_module'"),
+        (["environment.program=[no-such-command]"], "the command 'no-such-command' does not exist"),
+        (["environment.program=agent_programs:dying"], "no sample could be judged"),
+    ],
+)
+def test_programs_that_cannot_run(options, part, files):
+    done = train(files, "wrong", *options, "environment.max_failed_steps=1", check=False)
+    assert done.returncode and part in done.stdout_text + done.stderr_text
+
+
+def test_a_run_resumes(files, whole):
+    shutil.copytree(files / "whole", files / "resumed")
+    shutil.rmtree(files / "resumed" / "checkpoints" / "iter_0000002")
+    (files / "resumed" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
+    lines = train(files, "resumed")
+    assert lines[-1]["reward_mean"] == pytest.approx(whole[-1]["reward_mean"])
+    assert lines[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.long
+def test_a_recording_of_sessions_is_replayed(files):
+    train(files, "recorded", "--record", files / "recording.jsonl")
+    lines = train(files, "replayed", "--replay", files / "recording.jsonl")
+    for one, other in zip(metrics_of(files / "recorded"), lines, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+        assert other["rows_per_sample"] == 2
