@@ -27,7 +27,7 @@ Program = Callable[["AgentSession"], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class AgentSession:
-    """What a program gets: the address of the policy, and the record.
+    """A session, for its program: the address of the policy, and the record.
 
     base_url: base URL of OpenAI's clients.
     anthropic_base_url: base URL of Anthropic's clients.
@@ -48,7 +48,7 @@ def load_program(name: str) -> Program:
     """Return the program `module:function`.
 
     Raises:
-        ValueError: there is no such program. The message is an end of the sentence "The program …".
+        ValueError: there is no such program. The message continues the sentence "The program …".
     """
     module, _, function = name.partition(":")
     try:

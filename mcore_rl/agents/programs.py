@@ -27,7 +27,7 @@ STREAM_LIMIT = 2**28
 
 
 class ProgramError(Exception):
-    """Raised if a program fails; the message is an end of the sentence "Its program …"."""
+    """Raised if a program fails; the message continues the sentence "Its program …"."""
 
 
 class Programs(Protocol):
@@ -143,7 +143,7 @@ class CommandPrograms:
             raise ProgramError(f"ended with {how}")
 
     def _end_children(self, process: asyncio.subprocess.Process) -> None:
-        """Kill what the process has started and left behind: the rest of its process group."""
+        """Kill all processes that the process has started: the rest of its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 

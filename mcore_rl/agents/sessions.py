@@ -27,7 +27,7 @@ RETRY_SECONDS = 5.0
 
 
 class Engine(Protocol):
-    """What answers the requests of sessions: a `StreamingGeneration` or a `ServedGeneration`."""
+    """Engine that answers the requests of sessions: a `StreamingGeneration` or a `ServedGeneration`."""
 
     max_sequence_length: int
 

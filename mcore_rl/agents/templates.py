@@ -1,4 +1,4 @@
-"""What the chat template writes for a request, and the tokens between two responses."""
+"""Text that the chat template writes for a request, and text between two responses."""
 
 from __future__ import annotations
 

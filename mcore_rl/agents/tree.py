@@ -1,4 +1,4 @@
-"""A session's tree of tokens: what the engine was given and what it sampled, each turn once.
+"""A session's tree of tokens: the engine's inputs and its samples, each turn once.
 
 The engine is given the tokens that the tree records, and the rows of the training batch are made of the same tokens. A
 row is therefore always what the model read and sampled, whichever turn a request continues. Matching only decides how

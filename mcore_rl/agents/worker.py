@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from mcore_rl.agents.messages import BadRequest
@@ -75,7 +76,7 @@ class AgentWorker(RolloutWorker):
     def close(self) -> None:
         if self.topology.leads_replica:
             closing = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-            closing.result(timeout=GRACE_SECONDS)
+            wait([closing], GRACE_SECONDS)
         super().close()
         if self.judge is not None:
             self.judge.close()
