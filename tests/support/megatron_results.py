@@ -1,9 +1,9 @@
 """Results of training with the Megatron-Core that Python finds first, as a file that other versions are compared with.
 
-    python tests/support/megatron_results.py MODELS OUTPUT [OTHER]
+    python tests/support/megatron_results.py MODELS OUTPUT [OTHER [--resume-only]]
 
 MODELS has small models of `FAMILIES`. OUTPUT is a new folder, for results.pt and checkpoints. OTHER is the OUTPUT of
-another version: its checkpoints are resumed.
+another version: its checkpoints are resumed. With --resume-only, no layouts are compared.
 """
 
 import sys
@@ -18,10 +18,17 @@ from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_cases, run_processes
 
 FAMILIES = ("qwen2", "qwen3_moe")
+ALGORITHMS = ("sft", "dpo", "grpo")
 LAYOUTS = {
-    "qwen2": [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(cp=2)],
-    "qwen3_moe": [ParallelLayout(), ParallelLayout(dp=2, ep=2)],
+    "qwen2": {
+        ParallelLayout(): ALGORITHMS,
+        ParallelLayout(tp=2, sp=True): ("sft", "dpo"),
+        ParallelLayout(pp=2): ("grpo",),
+        ParallelLayout(cp=2): ("dpo",),
+    },
+    "qwen3_moe": {ParallelLayout(): ("sft",), ParallelLayout(dp=2, ep=2): ("dpo", "grpo")},
 }
+"""Layouts of each family, with the algorithms that run in them."""
 RESUMED = {"qwen2": ParallelLayout(tp=2, sp=True), "qwen3_moe": ParallelLayout(dp=2, ep=2)}
 
 
@@ -50,10 +57,11 @@ CASES = {
 def outcomes(path, family):
     """Return the result of each algorithm under each layout, by "algorithm layout"."""
     found = {}
-    for layout in LAYOUTS[family]:
-        cases = [(compute_layout_result, layout.apply(config(path)), data(), STEPS) for config, data in CASES.values()]
+    for layout, names in LAYOUTS[family].items():
+        made = [CASES[name] for name in names]
+        cases = [(compute_layout_result, layout.apply(config(path)), data(), STEPS) for config, data in made]
         results = run_cases(cases, world_size=layout.world_size, timeout=240)
-        found |= {f"{family} {name} {layout}": ranks[0] for name, ranks in zip(CASES, results, strict=True)}
+        found |= {f"{family} {name} {layout}": ranks[0] for name, ranks in zip(names, results, strict=True)}
     return found
 
 
@@ -64,11 +72,11 @@ def steps(path, family, output, load):
     return run_processes(run_steps, config, output, load, 2, world_size=layout.world_size)[0]
 
 
-def main(models, output, other=None):
+def main(models, output, other=None, resume_only=None):
     results = {"version": version("megatron-core"), "outcomes": {}, "resumed": {}, "resumed other": {}}
     for family in FAMILIES:
         path = Path(models) / family
-        results["outcomes"] |= outcomes(path, family)
+        results["outcomes"] |= {} if resume_only else outcomes(path, family)
         *_, saved = steps(path, family, Path(output) / family, None)
         results["resumed"][family] = steps(path, family, Path(output) / f"{family}_resumed", saved)[:2]
         if other:
