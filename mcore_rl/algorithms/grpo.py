@@ -18,6 +18,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, token_identities
 from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import broadcast_in_replica, broadcast_object
@@ -445,8 +446,6 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         rows["sample_mask"] = torch.ones(len(share.indices))
         if (weights := all_rows.weights()) is not None:
             rows["sample_weights"] = share.select(weights)
-        if not share.indices:
-            rows.pop("routed_experts", None)  # the dummy rows that keep ranks in step are routed normally
         samples = [all_rows.rollout_of[row] for row in share.indices]
         return LocalBatch(rows, share), BatchShare(samples, len(rollouts), topology.data)
 
@@ -743,12 +742,12 @@ def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Ten
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of some rows of `batch`.
+    """Return the numbers of the tokens of some rows of `batch` (see `token_identities`).
 
     `asked` has the numbers of these rows in the global batch. `row_of` maps such a number to the row in `batch`.
     """
-    tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
-    return tokens
+    rows = [row_of[n] for n in asked]
+    return token_identities({name: batch[name][rows] for name in ("input_ids", ROUTED_EXPERTS) if name in batch})
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
@@ -786,7 +785,5 @@ def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
     own = [n for n, row in enumerate(data.share.indices) if row in place_of]
     share = BatchShare([place_of[data.share.indices[n]] for n in own], len(rows), data.share.replicas)
     part: LocalBatch[Any] = LocalBatch(data.select_indices(own).data, share)
-    if not own:
-        part.pop("routed_experts", None)
     _count_tokens(part)
     return part

@@ -224,6 +224,12 @@ class DistillationConfig(TrainingConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reads_rows(self) -> DistillationConfig:
+        if self.batch.share_prefixes:
+            raise ValueError("batch.share_prefixes: is not supported for distillation; leave batch.share_prefixes out")
+        return self
+
 
 class RewardAlgorithmConfig(Section):
     """Options of the Bradley–Terry loss."""

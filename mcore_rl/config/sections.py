@@ -354,9 +354,10 @@ class BatchConfig(Section):
     micro_batch_size: PositiveInt = 1
     """Rows (or pairs) per microbatch without packing."""
     share_prefixes: bool = False
-    """Store the common prefix of a pair or group, such as its prompt, only once in a pack."""
+    """Compute a common prefix of several sequences only once in a pack: the prompt of a pair or group, the first turns
+    of a conversation, a system prompt."""
     min_shared_tokens: PositiveInt = 32
-    """share_prefixes: minimum number of tokens in a common prefix that is stored only once."""
+    """share_prefixes: number of tokens that storing a prefix once must save, over all rows with this prefix."""
 
     @model_validator(mode="after")
     def _used(self) -> BatchConfig:
@@ -633,14 +634,6 @@ class TrainingConfig(Section):
     def rows_per_group(self) -> int:
         """Number of neighbouring rows of a batch that have a common prefix."""
         return self.rows_per_unit
-
-    @model_validator(mode="after")
-    def _shares(self) -> TrainingConfig:
-        if self.batch.share_prefixes and self.rows_per_group < 2:
-            raise ValueError(
-                "batch.share_prefixes: this algorithm has no rows with a common prompt; leave batch.share_prefixes out"
-            )
-        return self
 
     @property
     def samples_per_step(self) -> int:

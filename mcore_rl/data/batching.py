@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, PrefixForest, pieces_of, token_identities
 from mcore_rl.data.token_store import SequenceGroup, TokenStore
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
@@ -55,6 +56,12 @@ def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
     return sequences, total
 
 
+WHOLE_BATCH = 1 << 62
+"""`rows_per_group` if any rows of a batch may have common prefixes."""
+CAPACITY_STEPS = 8
+"""Number of capacities between a pack's and the longest row's that are tried for even work (`capacities`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Microbatch:
     """Rows that go through the model together. A microbatch is equal only to itself.
@@ -89,9 +96,9 @@ class MicrobatchPlanner:
             exchange shapes.
         attention_length: sequence length at which attention costs as much as all other operations.
         count_multiple: the number of microbatches on every rank is a multiple of this.
-        rows_per_group: number of neighbouring rows that may have a common prefix. A pack contains a shared
-            prefix once. 0: prefixes are never shared.
-        min_shared: minimum number of tokens in a shared prefix.
+        rows_per_group: number of neighbouring rows that may have a common prefix, or `WHOLE_BATCH`. A pack contains a
+            shared prefix once. 0: prefixes are never shared.
+        min_shared: number of tokens that an additional segment must save, over all rows that continue it.
     """
 
     packing: bool
@@ -107,7 +114,7 @@ class MicrobatchPlanner:
     rows_per_group: int = 0
     min_shared: int = 32
 
-    def plan(self, lengths: Sequence[int], input_ids: torch.Tensor | None = None) -> list[list[list[int]]]:
+    def plan(self, lengths: Sequence[int], identities: Tensor | None = None) -> list[list[list[int]]]:
         """Return the row numbers of each microbatch of each data-parallel rank, as plan[rank][microbatch].
 
         Every rank gets the same number of microbatches; an empty microbatch is a filler. Every rank gets an even share
@@ -116,32 +123,100 @@ class MicrobatchPlanner:
 
         Args:
             lengths: number of tokens of each row.
-            input_ids: [B, S] tokens, needed to find shared prefixes (`rows_per_group`).
+            identities: [B, S] numbers of the tokens (`token_identities`), needed to find shared prefixes.
 
         Raises:
             ValueError: the rows do not make whole units, or a unit is longer than a pack.
         """
-        units = self.unit_sizes(lengths, input_ids, range(len(lengths)))
+        units = self.unit_sizes(lengths, identities)
         shards = self._shards(units)
         return [[[row for unit in sorted(box) for row in units[unit].rows] for box in boxes] for boxes in shards]
 
-    def _units(
-        self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
-    ) -> list[PackUnit]:
+    def _units(self, lengths: Sequence[int], identities: Tensor | None, indices: Sequence[int]) -> list[PackUnit]:
         """Divide rows into units; the rows of a unit stay in one pack.
 
-        A unit is a pair or a single row. With shared prefixes, it consists of as many rows of a group as fit a pack.
+        A unit is a pair or a single row. With shared prefixes, it has rows with common prefixes that fit a pack.
 
         Args:
+            identities: [b, S] numbers of the tokens (see `token_identities`).
             indices: index of each row in the global batch. It determines the row's group.
         """
         step = self._whole_units(lengths)
-        if not self.rows_per_group or input_ids is None:
-            starts = range(0, len(lengths), step)
-            return [self._apart(list(range(start, start + step)), lengths) for start in starts]
-        indices = range(len(lengths)) if indices is None else indices
-        groups = groupby(range(len(lengths)), key=lambda row: indices[row] // self.rows_per_group)
-        return [unit for _, rows in groups for unit in self._sharing(list(rows), lengths, input_ids)]
+        if self.rows_per_group and identities is not None:
+            return self._unit_choices(self._groups(lengths, identities, indices), [self.tokens_per_pack])[0]
+        return [self._apart(list(range(start, start + step)), lengths) for start in range(0, len(lengths), step)]
+
+    def _even_units(self, lengths: Sequence[int], identities: Tensor | None) -> list[PackUnit]:
+        """Divide all rows of a global batch into units, with even work for the data-parallel ranks."""
+        indices = range(len(lengths))
+        if not self.rows_per_group or identities is None:
+            return self._units(lengths, identities, indices)
+        choices = self._unit_choices(self._groups(lengths, identities, indices), self.capacities(lengths))
+        return choices[self._most_even([list(map(self._size, units)) for units in choices])]
+
+    @property
+    def group_size(self) -> int:
+        """Number of neighbouring rows that may have common prefixes; they are whole units."""
+        return math.lcm(self.rows_per_group, self.rows_per_unit)
+
+    def _groups(self, lengths: Sequence[int], identities: Tensor, indices: Sequence[int]) -> list[RowGroup]:
+        self._whole_units(lengths)
+        groups = []
+        for _, members in groupby(range(len(lengths)), key=lambda row: indices[row] // self.group_size):
+            rows = list(members)
+            forest = PrefixForest(identities[rows], [lengths[row] for row in rows])
+            groups.append(RowGroup(rows, forest, forest.cheapest(range(len(rows)), self._segment_cost)))
+        return groups
+
+    def _unit_choices(self, groups: Sequence[RowGroup], capacities: Sequence[int]) -> list[list[PackUnit]]:
+        """Divide the rows of the groups into units of at most each of the `capacities`, which must be descending.
+
+        A pair or row that is longer than a capacity is a unit of its own. The units of each choice are ordered by their
+        first rows.
+        """
+        choices: list[list[PackUnit]] = []
+        for capacity in capacities:
+            if choices and all(unit.tree.padded_size(self.multiple) <= capacity for unit in choices[-1]):
+                choices.append(choices[-1])
+            else:
+                units = [unit for group in groups for unit in self._cut(group, capacity)]
+                choices.append(sorted(units, key=lambda unit: unit.rows[0]))
+        return choices
+
+    def _cut(self, group: RowGroup, capacity: int) -> Iterator[PackUnit]:
+        for piece in pieces_of(group.tree, self.multiple, capacity, self.rows_per_unit):
+            rows = [group.rows[row] for row in piece]
+            if len(piece) == 1:
+                yield PackUnit(rows, PrefixTree((group.forest.lengths[piece[0]],), (-1,), (0,)))
+                continue
+            tree = group.forest.cheapest(piece, self._segment_cost)
+            if tree.padded_size(self.multiple) > self.tokens_per_pack:
+                tree = group.forest.cheapest(piece, self._padded_tokens)
+            yield PackUnit(rows, tree)
+
+    def _segment_cost(self, before: int, length: int) -> float:
+        return self._work(before, length) + self.min_shared
+
+    def _padded_tokens(self, before: int, length: int) -> float:
+        """Return the number of padded tokens of a segment, and a little more: of two equal trees, take the simpler."""
+        return round_up(length, self.multiple) + 1e-6
+
+    def capacities(self, lengths: Sequence[int]) -> list[int]:
+        """Return the capacities of units that are tried, descending, to give all data-parallel ranks even work.
+
+        Smaller units repeat a prefix more often, but can be divided more evenly. The first capacity is that of a pack.
+        With the last one, each row (or pair) is a unit of its own.
+
+        Args:
+            lengths: number of tokens of each row of the global batch.
+        """
+        if not self.rows_per_group or self.dp_size == 1 or not lengths:
+            return [self.tokens_per_pack]
+        padded = [round_up(length, self.multiple) for length in lengths]
+        least = max(*padded, 1)
+        most = max(min(self.tokens_per_pack, sum(padded)), least)
+        steps = [int(most * (least / most) ** (step / CAPACITY_STEPS)) for step in range(CAPACITY_STEPS)]
+        return list(dict.fromkeys([self.tokens_per_pack, *steps, least, 0]))
 
     def _whole_units(self, lengths: Sequence[int]) -> int:
         """Return `rows_per_unit`; raise ValueError if it does not divide the number of rows."""
@@ -160,16 +235,6 @@ class MicrobatchPlanner:
     def _apart(self, rows: list[int], lengths: Sequence[int]) -> PackUnit:
         own = tuple(lengths[row] for row in rows)
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
-
-    def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return one unit with all `rows` if it fits a pack; otherwise, treat each half of the rows in the same way."""
-        # Segments are padded separately, so sharing must save more tokens than the additional padding.
-        min_shared = max(self.min_shared, self.multiple + 1)
-        tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
-        half = len(rows) // 2 // self.rows_per_unit * self.rows_per_unit
-        if tree.padded_size(self.multiple) <= self.tokens_per_pack or not half:
-            return [PackUnit(rows, tree)]
-        return [u for part in (rows[:half], rows[half:]) for u in self._sharing(part, lengths, input_ids)]
 
     def _assign(self, units: Sequence[PackUnit]) -> list[list[list[PackUnit]]]:
         shards = self._shards([self._size(unit) for unit in units])
@@ -202,22 +267,33 @@ class MicrobatchPlanner:
         """
         if isinstance(data, LocalBatch):
             return self._own_microbatches(data)
-        units = self._units(data["input_lengths"].tolist(), data["input_ids"])
+        units = self._even_units(data["input_lengths"].tolist(), self._identities(data))
         shards = self._assign(units)
         width = max(self._width(box) for boxes in shards for box in boxes)
         return self._microbatches(data, shards[dp_rank], units, width)
 
     def _own_microbatches(self, data: LocalBatch[Any]) -> list[Microbatch]:
-        if self not in data.plans:
+        key = self._plan_key(data)
+        if key not in data.plans:
             boxes, units, width = self.plan_of_replica(data)
             count, width = data.share.most_packs(self, len(boxes), width)
-            data.plans[self] = [*boxes, *[[]] * (count - len(boxes))], units, width
-        boxes, units, width = data.plans[self]
+            data.plans[key] = [*boxes, *[[]] * (count - len(boxes))], units, width
+        boxes, units, width = data.plans[key]
         if units:
             return self._microbatches(data, boxes, units, width)
         blank = _blank(data, self.rows_per_unit)
         units = [self._apart(list(range(self.rows_per_unit)), [1] * self.rows_per_unit)]
         return self._microbatches(blank, boxes, units, width)
+
+    def _plan_key(self, data: BatchedDataDict[Any]) -> tuple[MicrobatchPlanner, bool]:
+        """Return the key of a batch's plan.
+
+        A reference model scores the rows without recorded experts. Its packs may share more tokens than the policy's.
+        """
+        return self, bool(self.rows_per_group) and ROUTED_EXPERTS in data
+
+    def _identities(self, data: BatchedDataDict[Any]) -> Tensor | None:
+        return token_identities(data) if self.rows_per_group else None
 
     def plan_of_replica(self, data: LocalBatch[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
         """Plan this replica's packs, without regard to other replicas.
@@ -226,7 +302,7 @@ class MicrobatchPlanner:
             The units of each pack, all units, and the width of the widest pack. A unit consists of rows that stay
             together.
         """
-        units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
+        units = self._units(data["input_lengths"].tolist(), self._identities(data), data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
         return boxes, units, max(map(self._width, boxes), default=0)
 
@@ -275,20 +351,41 @@ class MicrobatchPlanner:
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
         return max(padded, default=0) * len(padded)
 
-    def unit_sizes(
-        self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
-    ) -> list[PackUnitSize]:
-        """Divide b rows of a global batch into units, and return the units' sizes. Each unit stays in one pack.
+    def unit_sizes(self, lengths: Sequence[int], identities: Tensor | None) -> list[PackUnitSize]:
+        """Divide all rows of a global batch into units, and return the units' sizes. Each unit stays in one pack.
+
+        Args:
+            lengths: [B] lengths of the rows.
+            identities: [B, S] numbers of the tokens (see `token_identities`); not read unless prefixes are shared.
+        """
+        rows = range(len(lengths))
+        return self.most_even(self.size_choices(lengths, identities, rows, self.capacities(lengths)))
+
+    def size_choices(
+        self, lengths: Sequence[int], identities: Tensor | None, indices: Sequence[int], capacities: Sequence[int]
+    ) -> list[list[PackUnitSize]]:
+        """Return, for each of the `capacities`, the sizes of the units of b rows of a global batch.
 
         Args:
             lengths: [b] lengths of the rows.
-            input_ids: [b, S] tokens of the rows; not read unless prefixes are shared.
+            identities: [b, S] numbers of the tokens; not read unless prefixes are shared.
             indices: [b] indices of the rows in the global batch.
         """
-        if not self.rows_per_group or input_ids is None:
-            return self._sizes_apart(lengths, indices)
-        sizes = map(self._size, self._units(lengths, input_ids, indices))
-        return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
+        if not self.rows_per_group or identities is None:
+            return [self._sizes_apart(lengths, indices)]
+        choices = self._unit_choices(self._groups(lengths, identities, indices), capacities)
+        sizes = [list(map(self._size, units)) for units in choices]
+        return [[replace(size, rows=[indices[row] for row in size.rows]) for size in of_choice] for of_choice in sizes]
+
+    def most_even(self, choices: Sequence[list[PackUnitSize]]) -> list[PackUnitSize]:
+        """Return the sizes with which the data-parallel rank with the most work has the least work."""
+        return choices[self._most_even(choices)]
+
+    def _most_even(self, choices: Sequence[Sequence[PackUnitSize]]) -> int:
+        if len(choices) == 1:
+            return 0
+        most = [max(self._work_of_ranks(units)) for units in choices]
+        return most.index(min(most))
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
         """Return the size of each unit if no prefixes are shared. This is fast, because no `PackUnit` is created."""
@@ -314,8 +411,11 @@ class MicrobatchPlanner:
 
     def relative_work(self, units: Sequence[PackUnitSize]) -> list[float]:
         """Return each data-parallel rank's work, divided by the mean over all ranks."""
-        work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
+        work = self._work_of_ranks(units)
         return [own * len(work) / sum(work) for own in work]
+
+    def _work_of_ranks(self, units: Sequence[PackUnitSize]) -> list[float]:
+        return [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
         """Divide a batch into the segments that the model computes: rows, or shared prefixes and continuations.
@@ -324,18 +424,35 @@ class MicrobatchPlanner:
             Two lists with one entry per segment: the segment's number of tokens, and the number of tokens that precede
             the segment in its row.
         """
-        if isinstance(data, LocalBatch) and self in data.plans:
-            _, units, _ = data.plans[self]
+        key = self._plan_key(data)
+        if isinstance(data, LocalBatch) and key in data.plans:
+            _, units, _ = data.plans[key]
+        elif isinstance(data, LocalBatch):
+            units = self._units(data["input_lengths"].tolist(), self._identities(data), data.share.indices)
         else:
-            units = self._units(data["input_lengths"].tolist(), data["input_ids"], batch_share(data).indices)
+            units = self._even_units(data["input_lengths"].tolist(), self._identities(data))
         return [n for unit in units for n in unit.tree.lengths], [n for unit in units for n in unit.tree.before]
 
 
 @dataclass(frozen=True)
 class PackUnit:
-    """Neighbouring rows of a global batch that go into one pack, and their shared prefixes."""
+    """Rows of a batch that go into one pack, and their shared prefixes."""
 
     rows: list[int]
+    tree: PrefixTree
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that may have common prefixes.
+
+    rows: indices of the rows in the batch.
+    forest: the common prefixes of these rows.
+    tree: the tree of these rows that costs least.
+    """
+
+    rows: list[int]
+    forest: PrefixForest
     tree: PrefixTree
 
 
@@ -356,7 +473,8 @@ class PackUnitSize:
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
     """Return a batch with the columns of `data` and with `rows` rows.
 
-    `data` itself has no rows. Each new row has one token; its values in all columns are 0, except its length, 1.
+    `data` itself has no rows. Each new row has one token. Its length is 1, its experts are unknown (−1), and its values
+    in all other columns are 0.
     """
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
@@ -365,6 +483,8 @@ def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
         else:
             blank[name] = [None] * rows if isinstance(value, list) else value
     blank["input_lengths"] = torch.ones(rows, dtype=torch.long)
+    if ROUTED_EXPERTS in blank:
+        blank[ROUTED_EXPERTS] -= 1
     return blank
 
 
@@ -397,7 +517,7 @@ def microbatch_planner(config: TrainingConfig, rows_per_unit: int, dp_size: int)
         multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
         count_multiple=parallel.microbatch_multiple,
-        rows_per_group=config.rows_per_group if config.batch.share_prefixes else 0,
+        rows_per_group=WHOLE_BATCH if config.batch.share_prefixes else 0,
         min_shared=config.batch.min_shared_tokens,
     )
 
@@ -411,26 +531,28 @@ def divide(
 ) -> list[list[int]]:
     """Divide a global batch among the replicas, with even work; return each replica's row numbers, ascending.
 
-    Collective over the replicas. With shared prefixes, each replica divides a part of the rows into units: neighbouring
-    rows that stay in one pack. Then the sizes of all units are gathered.
+    Collective over the replicas. With shared prefixes, each replica divides a part of the rows into units: rows with
+    common prefixes that stay in one pack. Then the sizes of all units are gathered.
 
     Args:
         lengths: lengths of all rows.
-        tokens_of: function of b row numbers; returns the tokens of these rows, [b, S], right-padded. Called only if
-            prefixes are shared.
+        tokens_of: function of b row numbers; returns the numbers of these rows' tokens, [b, S], right-padded (see
+            `token_identities`). Called only if prefixes are shared.
         known: numbers of the rows whose tokens this replica has; exactly one replica must have the tokens of each row.
-            None: every replica has all tokens.
+            Rows that different replicas have do not share prefixes. None: every replica has all tokens.
     """
     if not batching.rows_per_group:
-        return batching.divide(batching.unit_sizes(lengths, torch.empty(0), range(len(lengths))))
+        return batching.divide(batching.unit_sizes(lengths, None))
     if known is None and (replicas.size == 1 or platform.simulates()):  # no other replica contributes sizes
-        rows = range(len(lengths))
-        return batching.divide(batching.unit_sizes(lengths, tokens_of(rows), rows))
+        return batching.divide(batching.unit_sizes(lengths, tokens_of(range(len(lengths)))))
     if known is None:
-        size = batching.rows_per_group
+        size = batching.group_size
         known = [row for row in range(len(lengths)) if row // size % replicas.size == replicas.rank]
-    own = batching.unit_sizes([lengths[row] for row in known], tokens_of(known), known) if known else []
-    return batching.divide(sorted(_all_gather_units(own, replicas), key=lambda unit: unit.rows[0]))
+    capacities = batching.capacities(lengths)
+    own: list[list[PackUnitSize]] = [[] for _ in capacities]
+    if known:
+        own = batching.size_choices([lengths[row] for row in known], tokens_of(known), known, capacities)
+    return batching.divide(batching.most_even(_all_gather_units(own, replicas)))
 
 
 def assign_records(
@@ -464,18 +586,21 @@ def assign_records(
     return share, places_of(share.indices)
 
 
-def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
-    """Gather the sizes of the units of all replicas; `own` are the sizes of this replica's units.
+def _all_gather_units(own: Sequence[Sequence[PackUnitSize]], replicas: ParallelDimension) -> list[list[PackUnitSize]]:
+    """Gather unit sizes from all replicas, for each of several choices of units; `own` are this replica's sizes.
 
-    The rows of a unit must be neighbours in the global batch.
+    The units of a choice are ordered by their first rows.
     """
-    rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
+    numbered = [(choice, number, unit) for choice, units in enumerate(own) for number, unit in enumerate(units)]
+    rows = [[choice, number, unit.tokens, unit.cost, row] for choice, number, unit in numbered for row in unit.rows]
     (most,) = BatchShare((), 0, replicas).max(len(rows))
-    padded = torch.zeros(int(most), 4, dtype=torch.float64)
-    padded[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
-    everyone = all_gather(padded.to(platform.device()), replicas.group).flatten(0, 1).tolist()
-    return [
-        PackUnitSize(range(int(first), int(first + count)), int(tokens), cost)
-        for first, count, tokens, cost in everyone
-        if count
-    ]
+    padded = torch.full((int(most), 5), -1.0, dtype=torch.float64)
+    padded[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+    found: list[dict[tuple[int, float], PackUnitSize]] = [{} for _ in own]
+    for replica, sent in enumerate(all_gather(padded.to(platform.device()), replicas.group).tolist()):
+        for choice, number, tokens, cost, row in sent:
+            if row >= 0:
+                units = found[int(choice)]
+                rows_so_far = units[replica, number].rows if (replica, number) in units else ()
+                units[replica, number] = PackUnitSize([*rows_so_far, int(row)], int(tokens), cost)
+    return [sorted(units.values(), key=lambda unit: unit.rows[0]) for units in found]

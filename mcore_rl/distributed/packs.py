@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -136,6 +137,16 @@ class PackLayout:
     def position_ids(self) -> Int[Tensor, " tokens"]:
         """Position of each token in its row, [T]."""
         return self.offsets
+
+    @cached_property
+    def segment_of_token(self) -> Int[Tensor, " tokens"]:
+        """Index of the segment that contains each token, [T]; the number of entries of `lengths` for padding."""
+        return torch.where(self._is_token, self._segment_of, len(self.lengths))
+
+    @property
+    def passages(self) -> Int[Tensor, "2 passages"]:
+        """Pairs of a row and a segment that is part of the row. Only a shared segment is part of several rows."""
+        return torch.arange(len(self.lengths)).repeat(2, 1)
 
     def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
         """Return the pack positions of the tokens on context-parallel rank `cp_rank`, in the rank's order, [T / CP]."""
@@ -274,17 +285,6 @@ class PrefixTree:
     ends: tuple[int, ...]
 
     @classmethod
-    def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
-        """Build the tree of the rows `input_ids` [N, S]; segments of fewer than `min_shared` tokens are not shared.
-
-        Args:
-            lengths: number of tokens of each row without padding.
-        """
-        tree = _Growing(input_ids, list(lengths), min_shared)
-        tree.grow(list(range(len(lengths))), 0, -1)
-        return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))
-
-    @classmethod
     def forest(cls, trees: Sequence[PrefixTree]) -> PrefixTree:
         """Return one object with the segments and rows of all `trees`, one tree after the other."""
         lengths: list[int] = []
@@ -314,53 +314,6 @@ class PrefixTree:
         while (segment := self.parents[segment]) >= 0:
             chain.append(segment)
         return chain[::-1]
-
-
-class _Growing:
-    """Builds a `PrefixTree`, segment after segment."""
-
-    def __init__(self, input_ids: Tensor, lengths: list[int], min_shared: int) -> None:
-        self.input_ids, self.row_lengths, self.min_shared = input_ids, lengths, max(min_shared, 1)
-        self.sizes: list[int] = []
-        self.parents: list[int] = []
-        self.ends = [-1] * len(lengths)
-
-    def grow(self, rows: list[int], depth: int, parent: int) -> None:
-        """Add segments below segment `parent` for the tokens of `rows` from column `depth` on.
-
-        The tokens of all `rows` before that column are equal.
-        """
-        common = self._common(rows, depth)
-        ended = [row for row in rows if self.row_lengths[row] == common]
-        branches: dict[int, list[int]] = {}
-        for row in rows:
-            if self.row_lengths[row] > common:
-                branches.setdefault(int(self.input_ids[row, common]), []).append(row)
-        if len(rows) > 1 and branches and common - depth < self.min_shared:
-            for row in ended:
-                self._end([row], self._add(common - depth, parent) if common > depth or parent < 0 else parent)
-            for group in branches.values():
-                self.grow(group, depth, parent)
-            return
-        segment = self._add(common - depth, parent) if common > depth or parent < 0 else parent
-        self._end(ended, segment)
-        for group in branches.values():
-            self.grow(group, common, segment)
-
-    def _common(self, rows: list[int], depth: int) -> int:
-        """Return the number of leading tokens in which all `rows` are equal; it is at least `depth`."""
-        limit = min(self.row_lengths[row] for row in rows)
-        same = (self.input_ids[rows, depth:limit] == self.input_ids[rows[0], depth:limit]).all(0)
-        return depth + int(same.long().cumprod(0).sum())
-
-    def _add(self, size: int, parent: int) -> int:
-        self.sizes.append(size)
-        self.parents.append(parent)
-        return len(self.sizes) - 1
-
-    def _end(self, rows: list[int], segment: int) -> None:
-        for row in rows:
-            self.ends[row] = segment
 
 
 @dataclass(frozen=True)
@@ -400,6 +353,11 @@ class PrefixLayout(PackLayout):
         for row, end in enumerate(self.tree.ends):
             row_of[self.tree.path(end)] = row
         return row_of[self._segment_of], self.position_ids
+
+    @cached_property
+    def passages(self) -> Int[Tensor, "2 passages"]:
+        pairs = [(row, segment) for row, end in enumerate(self.tree.ends) for segment in self.tree.path(end)]
+        return torch.tensor(pairs, dtype=torch.long).view(-1, 2).T.contiguous()
 
     @cached_property
     def predictor(self) -> Int[Tensor, " tokens"]:
@@ -515,7 +473,8 @@ class LossPositions:
     def outputs(self) -> Int[Tensor, " n"]:
         """Return the index of each predicted token in the flattened rows [N·S].
 
-        Call it while all tensors are on the host.
+        If several rows share a token, the index is that of a row for which the loss counts the token. Call it while
+        all tensors are on the host.
         """
         return self._in_rows(self.tokens)
 
@@ -523,7 +482,9 @@ class LossPositions:
         # On the host, because a mask on the device would make the host wait.
         index, there = self.layout.token_table(self.index.shape[1] + 1)
         place = torch.zeros(self.layout.total, dtype=torch.long)  # index of each pack position in the rows
-        place[index[there]] = there.flatten().nonzero().flatten()
+        counted = F.pad(self.counted, (1, 0))
+        for rows in (there, counted):
+            place[index[rows]] = rows.flatten().nonzero().flatten()
         return place[positions]
 
     def spread(

@@ -29,7 +29,7 @@ from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, check_shared_prefixes, load_hf_config
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
@@ -75,8 +75,6 @@ def _checked(config: TrainingConfig) -> Any:
     hf = load_hf_config(model.path, model.trust_remote_code, model.head)
     check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
     check_positions(hf.to_dict(), config.data.max_sequence_length)
-    if config.batch.share_prefixes and config.rows_per_group:
-        check_shared_prefixes(hf)
     return hf
 
 

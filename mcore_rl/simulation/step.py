@@ -422,7 +422,7 @@ def measure_step(
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
     (on_host, host_bytes), updates = offloaded(config, models), updates_of(config)
     memory, peak_phase = memory_of(parameters, sum(map(optimizer_bytes, models.trained)), watch, on_host)
-    units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
+    units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"])
     work = policy.batching.relative_work(units)
     return RankReport(
         rank=torchrun.rank(),
@@ -571,11 +571,14 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     lengths, responses = torch.tensor(sequences.lengths), torch.tensor(sequences.responses)
     shape = (len(lengths), int(lengths.max()))
     places, rows = torch.arange(shape[1]), torch.arange(shape[0])[:, None]
-    is_response = places >= (lengths - responses)[:, None]
+    starts = (lengths - responses)[:, None]
+    is_response = places >= starts
     trained = (places < lengths[:, None]) & is_response
-    begins_with = torch.where(is_response, rows, 7 * (rows // config.rows_per_group))  # one prompt per group
+    # One prompt per group. Prompts and responses begin with digits of their numbers, so no others have common prefixes.
+    numbers = torch.where(is_response, rows, rows // config.rows_per_group)
+    digits = numbers // 50 ** torch.where(is_response, places - starts, places).clamp(max=5)
     data: dict[str, Any] = {
-        "input_ids": 1 + (places + begins_with) % 50,  # not the padding token, whose embedding is 0
+        "input_ids": 1 + (places + 7 * digits) % 50,  # not the padding token, whose embedding is 0
         "input_lengths": lengths,
         "token_mask": trained.float(),
         "sample_mask": torch.ones(shape[0]),

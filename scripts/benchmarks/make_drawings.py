@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
+from mcore_rl.data.prefix_plan import PrefixForest
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SIZE, GAP, LEFT, TOP = 18, 2, 120, 44
@@ -76,7 +77,7 @@ def shared_prefix() -> Drawing:
     prompt, responses = [1, 2, 3, 4, 5], ([11, 12, 13], [21, 22], [31, 32, 33])
     rows = [prompt + response for response in responses]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    tree = PrefixTree.of_rows(ids, [len(row) for row in rows], 2)
+    tree = PrefixForest(ids, [len(row) for row in rows]).cheapest(range(len(rows)), lambda before, length: length + 2)
     layout = PrefixLayout.of(tree, 1, 1)
     drawing = Drawing("One prompt, three responses: the keys that each token sees")
     segments = layout._segment_of.tolist()

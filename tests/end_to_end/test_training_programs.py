@@ -123,6 +123,24 @@ def test_sft_and_conversion(files):
     assert "exists already" in again.stderr_text
 
 
+@pytest.mark.long
+def test_conversations_that_begin_alike_are_trained_as_apart(files):
+    """SFT of conversations whose first turn is common, and trained in each of them: the numbers are the same."""
+    first = [{"role": "user", "content": "spell the words"}, {"role": "assistant", "content": "yes"}]
+    records = [
+        {"messages": [*first, {"role": "user", "content": "say"}, {"role": "assistant", "content": word(i, "good")}]}
+        for i in range(32)
+    ]
+    (files / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = (f"data.{part}={files / 'chats.jsonl'}" for part in ("train", "validation"))
+    common = (*data, "data.max_sequence_length=120", "checkpoint.export_hf=false")
+    shared = ("batch.share_prefixes=true", "batch.min_shared_tokens=4")
+    for name, options, processes in (("apart", (), 1), ("shared", shared, 2)):
+        run("train_sft.py", files / "sft.yaml", *common, *options, f"output_dir={files / name}", processes=processes)
+    apart, shared = metrics_of(files / "apart"), metrics_of(files / "shared")
+    assert_same_run(shared, apart)
+
+
 def test_a_mistake_is_one_line_and_comes_at_once(files):
     """All others are in test_wrong_inputs.py, without the start of a process."""
     started = time.monotonic()

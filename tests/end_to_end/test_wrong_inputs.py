@@ -114,6 +114,7 @@ KEYS = [
     ("sft", "batch.global_batch_size=2.5", "batch.global_batch_size: .*got 2.5"),
     ("sft", "batch.global_batch_size=many", "batch.global_batch_size: .*got 'many'"),
     ("sft", "batch.min_shared_tokens=8", "batch.min_shared_tokens: has no effect with share_prefixes=false"),
+    ("distill", "batch={share_prefixes: true}", "batch.share_prefixes: is not supported for distillation"),
     ("sft", "data.cache_dir={root}/a_file", "data.cache_dir: {root}/a_file cannot be written (Not a directory)"),
     ("sft", "data.columns={prompt: question}", "lacks the key question, which data.columns names; the record has "),
     ("sft", "data.max_samples=0", "data.max_samples: "),

@@ -117,7 +117,7 @@ def test_work_of_replicas_counts_squares():
     """Two replicas, two packs each: 400 and 100 tokens, and 300 and 200, whose squares are work as well."""
     batching = MicrobatchPlanner(True, 400, 1, 1, dp_size=2, attention_length=100.0)
     lengths = [400, 300, 200, 100]
-    units = batching.unit_sizes(lengths, None, range(4))
+    units = batching.unit_sizes(lengths, None)
     work = [n + n * n / 100 for n in lengths]
     most, least = work[0] + work[3], work[1] + work[2]
     assert sorted(batching.relative_work(units)) == pytest.approx([2 * x / sum(work) for x in (least, most)])

@@ -49,6 +49,11 @@ LONG_CASES = {
     "adapters and shared prefixes tp2 sp": ("qwen3", ParallelLayout(tp=2, sp=True, prefix=True), {"lora": LORA}),
     "shared prefixes one process": ("qwen3", ParallelLayout(prefix=True), {}),
     "shared prefixes cp2": ("qwen3", ParallelLayout(cp=2, prefix=True), {}),
+    "grouped experts, losses, shared prefixes, ep2": (
+        "qwen3_moe",
+        ParallelLayout(dp=2, ep=2, prefix=True),
+        {"model": {**GROUPED, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}},
+    ),
     "recomputed layers tp2 sp": ("qwen3", TP2, {"model": {"recompute_activations": True}}),
     "recomputed MLPs": ("qwen3", ONE, {"model": {"recompute_modules": ("mlp",)}}),
     "grouped experts one process": ("qwen3_moe", ONE, {"model": GROUPED}),

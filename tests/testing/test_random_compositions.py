@@ -86,7 +86,7 @@ def draw(seed, model_of):
             values["optimizer"] |= {"name": drawn.choice(["adamw", "adamw", "muon"])}
             values["batch"]["min_shared_tokens"] = drawn.choice([1, 4, 32])
             one = config_of(algorithm, values | {"batch": values["batch"] | {"share_prefixes": layout.prefix}})
-            if layout.prefix and (family in MIXTURES or not layout.packing):
+            if layout.prefix and not layout.packing:
                 continue
             layout.apply(one).parallel.data_parallel_size(layout.world_size)
             if not fitting([layout], one)[0]:

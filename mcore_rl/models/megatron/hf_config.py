@@ -108,14 +108,6 @@ def _are_different(path: Path, names: tuple[str, str], written_at: tuple[int, ..
     return not all(torch.equal(*(source.read(name, rows) for name in names)) for rows in blocks)
 
 
-def check_shared_prefixes(hf: Any) -> None:
-    """Raise UserError if the model does not support `batch.share_prefixes`."""
-    if isinstance(family_of(hf), Mixture):
-        raise UserError(
-            "batch.share_prefixes: is not supported for mixtures of experts; leave batch.share_prefixes out"
-        )
-
-
 def check_model_fits(
     hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
 ) -> None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
+from mcore_rl.data.prefix_plan import ROUTED_EXPERTS
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.packs import slice_context_parallel
@@ -36,64 +38,88 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.build import ModelShard
 
-ROUTED_EXPERTS = "routed_experts"
-"""Name of a batch entry [B, S, layers with experts, topk]: the experts of each input token; −1 if unknown."""
-
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The t tokens of a pack that this rank's routers see. The pack has N sequences.
+    """The t tokens of a pack that this rank's routers see. The pack has N rows and S segments.
 
-    sequence: [t], index of each token's sequence; N for padding. weight: [t], sample mask of each token's sequence; 0
-        for padding.
-    lengths: [N + 1], number of tokens in each sequence; the last entry, for padding, is 1.
+    Several rows may share a segment (see `PrefixLayout`). Its tokens go through the model once, but they count once for
+    each of these rows.
+
+    segment: [t], index of each token's segment; S for padding.
+    weight: [S + 1], sum of the sample masks of the rows that contain a segment; 0 for padding.
+    count: [S + 1], number of unmasked rows that contain a segment; 0 for padding.
+    passages: [2, pairs], pairs of a row and a segment that is part of the row.
+    row_weight: [N], sample mask of each row, divided by the square of the row's number of tokens.
     experts: [t, layers with experts, topk], the experts that sampling chose for the tokens, to be used again; −1 if
         unknown. None if the routers choose the experts.
     """
 
-    sequence: Tensor
+    segment: Tensor
     weight: Tensor
-    lengths: Tensor
+    count: Tensor
+    passages: Tensor
+    row_weight: Tensor
     experts: Tensor | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths) - 1
 
     @classmethod
     def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
-        """Return this rank's tokens of a microbatch, under context and sequence parallelism, in host memory."""
+        """Return this rank's tokens of a microbatch, under context and sequence parallelism, in host memory.
+
+        The rows that share a token have the same recorded experts for it (see `token_identities`).
+        """
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
-        place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
-        place = slice_context_parallel(place, layout, topology.context.rank)
-        if topology.sequence_parallel:
-            place = place.chunk(topology.tensor.size)[topology.tensor.rank]
-        sequence = torch.where(place < 0, rows, place // width)
-        mask = (
-            torch.cat((data["sample_mask"].float(), torch.zeros(1))) if "sample_mask" in data else torch.zeros(rows + 1)
-        )
+
+        def own(packed: Tensor) -> Tensor:
+            local = slice_context_parallel(packed, layout, topology.context.rank)
+            return local.chunk(topology.tensor.size)[topology.tensor.rank] if topology.sequence_parallel else local
+
+        mask = data["sample_mask"].float() if "sample_mask" in data else torch.zeros(rows)
+        passages = layout.passages
+        of_pairs = torch.stack((mask, (mask > 0).float()))[:, passages[0]]
+        weight, count = torch.zeros(2, len(layout.lengths) + 1).index_add(1, passages[1], of_pairs)
+        row_weight = mask / torch.tensor(layout.row_lengths, dtype=torch.float32).square()
         experts = None
         if ROUTED_EXPERTS in data:
+            place = own(layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1))
             earlier = data[ROUTED_EXPERTS].flatten(0, 1)[place.clamp(min=0)].long()
             experts = torch.where((place < 0)[:, None, None], -1, earlier)
-        return cls(sequence, mask[sequence], torch.tensor((*layout.lengths, 1), dtype=torch.float32), experts)
+        return cls(own(layout.segment_of_token), weight, count.long(), passages, row_weight, experts)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are not None, in the order of the constructor's arguments."""
-        return [self.sequence, self.weight, self.lengths, *([] if self.experts is None else [self.experts])]
+        always = [self.segment, self.weight, self.count, self.passages, self.row_weight]
+        return [*always, *([] if self.experts is None else [self.experts])]
+
+    def sum_over_rows(self, values: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Sum values [t, E] over the tokens of each row, on all ranks of `group`; return fp32 [N, E].
+
+        The all-reduce sends a sum for each segment, in which a shared token counts once.
+        """
+        of_segments = values.new_zeros(len(self.weight), values.shape[1], dtype=torch.float32)
+        of_segments = all_reduce(of_segments.index_add(0, self.segment, values.float()), group)
+        row, segment = self.passages
+        of_rows = of_segments.new_zeros(len(self.row_weight), values.shape[1])
+        return of_rows.index_add(0, row, of_segments[segment])
+
+    def sum_to_tokens(self, of_rows: Tensor) -> Tensor:
+        """Return, for each token, the sum of `of_rows` [N, E] over the rows that contain it: [t, E]; 0 for padding."""
+        row, segment = self.passages
+        of_segments = of_rows.new_zeros(len(self.weight), of_rows.shape[1])
+        return of_segments.index_add(0, segment, of_rows[row])[self.segment]
 
 
 @dataclass
 class RouterStatistics:
-    """Statistics of one router in a training step, on this rank.
+    """Statistics of one router in a training step, on this rank. A token counts once for each row that contains it.
 
     num_sequences, num_tokens: number of sequences of the global batch that are not masked, and of their tokens. Sums
         are divided by these numbers to get means over the global batch.
     tokens: [experts], number of this rank's unmasked tokens that were sent to each expert.
     entropy, balance, z: the contributions of this rank's tokens to the means over the global batch.
-    uncounted: number of experts chosen for padding and masked sequences; their tokens reach experts, but `tokens`
-        excludes them.
+    uncounted: number of choices that reach experts, less the sum of `tokens`. Choices for padding and masked sequences
+        make it larger; each further row that shares a token makes it smaller.
     received: number of tokens that reached this rank's experts; a token counts once for each expert.
     """
 
@@ -218,30 +244,30 @@ class Router(TopKRouter):
         Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean of Σ_e f_e·P_e over the sequences of the global batch.
         f_e is the fraction of the sequence's tokens that chose expert e, times experts / topk. P_e is the mean
         probability of expert e over the sequence's tokens. z-loss (arXiv:2202.08906, eq. 5): the mean of (log Σ_e exp
-        x_e)² over the tokens of the global batch, with the logits x_e.
+        x_e)² over the tokens of the global batch, with the logits x_e. A token that several sequences share counts in
+        each of them.
         """
-        weight = tokens.weight
+        weight = tokens.weight[tokens.segment]
         probabilities = logits.softmax(-1) if self.experts.score == "softmax" else _normalised(logits.sigmoid())
-        counted = chosen * (weight > 0)[:, None]
+        counted = chosen * tokens.count[tokens.segment][:, None]
         balance = logits.new_zeros(())
         if self.config.moe_aux_loss_coeff:
-            per_token = (probabilities * self._frequency(counted, tokens)).sum(-1) / tokens.lengths[tokens.sequence]
-            balance = (per_token * weight).sum() / load.num_sequences
+            balance = (probabilities * self._frequency(chosen, tokens)).sum() / load.num_sequences
         z = (logits.logsumexp(-1).square() * weight).sum() / load.num_tokens
         entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
         load.add(counted.sum(0), chosen.sum() - counted.sum(), (entropy * weight).sum() / load.num_tokens, balance, z)
         return self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z
 
     @torch.no_grad()
-    def _frequency(self, counted: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return, for each token, f_e (see `_auxiliary_loss`) of every expert e in the token's sequence, [T, experts].
+    def _frequency(self, chosen: Tensor, tokens: RoutedTokens) -> Tensor:
+        """Return, for each token, the factors of its probabilities in the sum of all sequences' losses, [T, experts].
 
-        The tokens of all context- and sequence-parallel ranks are counted.
+        The factor of expert e is the sum of f_e / L (see `_auxiliary_loss`) over the unmasked sequences that contain
+        the token; L is the sequence's number of tokens. The tokens of all context- and sequence-parallel ranks are
+        counted.
         """
-        count = self.experts.count
-        counts = counted.new_zeros(tokens.num_sequences + 1, count, dtype=torch.float32)
-        counts = all_reduce(counts.index_add(0, tokens.sequence, counted.float()), self.tp_cp_group)
-        return (counts * (count / self.experts.topk) / tokens.lengths[:, None])[tokens.sequence]
+        counts = tokens.sum_over_rows(chosen, self.tp_cp_group) * (self.experts.count / self.experts.topk)
+        return tokens.sum_to_tokens(counts * tokens.row_weight[:, None])
 
     def _choose(self, logits: Tensor) -> Tensor:
         """Return the experts with the highest scores, [T, topk].

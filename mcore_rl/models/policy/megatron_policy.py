@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.data.batching import Microbatch, global_valid_counts
+from mcore_rl.data.prefix_plan import ROUTED_EXPERTS
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import InternedObjects, all_gather, all_reduce, gather_objects
@@ -33,7 +34,7 @@ from mcore_rl.models.megatron.forward_step import LossHead
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, in_precision, write_hf_directory
 from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import export_adapters
-from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, StepRouterStatistics, reset_router_statistics
+from mcore_rl.models.megatron.moe import StepRouterStatistics, reset_router_statistics
 from mcore_rl.models.megatron.muon import Muon, mark_matrices
 from mcore_rl.models.megatron.optimizer import (
     AdamWInBfloat16,

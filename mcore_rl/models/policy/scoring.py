@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
+from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
 from mcore_rl.distributed.divergences import HiddenAndHead
@@ -33,7 +34,7 @@ from mcore_rl.models.megatron.forward_step import (
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_shared_prefixes, has_separate_head, load_hf_config
+from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
@@ -90,8 +91,6 @@ class ScoringModel:
     def _build(self, rows_per_unit: int) -> None:
         config = self.config
         batching = microbatch_planner(config, rows_per_unit, self.topology.data.size)
-        if batching.rows_per_group:
-            check_shared_prefixes(self.hf_config)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:
@@ -267,7 +266,7 @@ class ScoringModel:
 
         Args:
             lengths: number of tokens in each row.
-            tokens_of: function that returns the tokens of the given rows.
+            tokens_of: function that returns the numbers of the given rows' tokens (`token_identities`).
             known: indices of the rows whose tokens this replica has; None if every replica has all tokens.
 
         Returns:
@@ -280,7 +279,7 @@ class ScoringModel:
 
         Every rank passes all rows.
         """
-        return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
+        return self.divide(data["input_lengths"].tolist(), lambda rows: token_identities(data)[list(rows)])
 
     def own_rows(self, data: BatchedDataDict[Any]) -> LocalBatch[Any]:
         """Return this replica's rows of the global batch `data`. Every rank passes all rows. Collective."""
