@@ -29,6 +29,7 @@ hypothesis.settings.register_profile("thorough", derandomize=True, max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--composition", type=int, help="seed of the one random composition that is tried")
+    parser.addoption("--trees", type=int, help="how many trees tests/testing/test_random_trees.py tries in each layout")
     parser.addoption("--kills", type=int, default=2, help="how many ranks tests/end_to_end/test_faults.py kills")
 
 

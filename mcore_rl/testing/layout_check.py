@@ -38,6 +38,7 @@ from mcore_rl.losses.preference import build_dpo_loss
 from mcore_rl.testing.processes import CPU, Start, run_processes
 
 if TYPE_CHECKING:
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import TeacherModel
 
 ROUNDING = 1e-12
@@ -127,8 +128,6 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
     Every rank calls this function; rank 0 returns the result, and the other ranks return None. Every rank scores the
     whole batch, but trains only on the rows of its replica, as in a run.
     """
-    from mcore_rl.models.megatron.lora_layers import export_adapters
-    from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -143,9 +142,7 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
         add_earlier_logprobs(data, scores, config)
     own = policy.own_rows(data)
     policy.compute_gradients(own, loss_fn)
-    gather_gradients(policy.chunks)
-    export = export_adapters if policy.model.lora else export_hf_weights
-    gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
+    gradients = whole_gradients(policy)
     metrics = [policy.train(own, loss_fn) for _ in range(steps)]
     for of_step in metrics:
         of_step.pop("all_mb_metrics")
@@ -156,6 +153,17 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
         if model is not None:
             model.shutdown()
     return LayoutResult(metrics, scores, gradients, weights) if is_writer else None
+
+
+def whole_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """Return the current gradients of all parameters, or of all adapters, by their Hugging Face names. Collective."""
+    from mcore_rl.models.megatron.lora_layers import export_adapters
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+
+    gather_gradients(policy.chunks)
+    export = export_adapters if policy.model.lora else export_hf_weights
+    return {name: gradient.cpu() for name, gradient in export(policy.model, _main_grad)}
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
