@@ -363,7 +363,7 @@ class Kernels(TorchDispatchMode):
         if changed and self._is_state(changed[0]):
             is_added = bool(read) and read[0] is changed[0]
             if is_added or changed[0].dtype == torch.float32:  # weights in bfloat16 are overwritten by an update
-                moved = written + is_added * sizes[0]
+                moved = written + (sizes[0] if is_added else 0)
                 self.of_gradients[self._now()[0]] += moved // changed[0].element_size()
 
     def _add(self, size: int) -> None:
