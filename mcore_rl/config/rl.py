@@ -312,11 +312,6 @@ class RLConfig(TrainingConfig):
     def _fits_agents(self) -> Self:
         if self.environment.name != "agent":
             return self
-        if self.batch.share_prefixes:
-            raise ValueError(
-                "batch.share_prefixes: shares prompts within groups of equal size, but an agent's sessions have any "
-                "number of rows; set batch.share_prefixes=false"
-            )
         if self.rollouts.reads_score_norms:
             raise ValueError(
                 f"{self.algorithm}.advantage_estimator: optimal_token_baseline compares tokens at equal places of "

@@ -151,6 +151,14 @@ def test_layouts_sample_the_same_sessions(layout, files, whole):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+def test_shared_prefixes_change_nothing(files, whole):
+    """The rows of a prompt's sessions have common beginnings; a token that several rows share is computed once."""
+    found = train(files, "shared", "batch.share_prefixes=true", "batch.min_shared_tokens=1")
+    for one, other in zip(whole, found, strict=True):
+        for name in (*SAME, "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
 def test_failed_programs_are_failed_samples(files):
     options = ("environment.program=agent_programs:failing", "environment.agent.session_seconds=4")
     lines = train(files, "failing", *options, "environment.max_failed_fraction=1")
