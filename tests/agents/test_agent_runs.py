@@ -151,6 +151,7 @@ def test_layouts_sample_the_same_sessions(layout, files, whole):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.long
 def test_shared_prefixes_change_nothing(files, whole):
     """The rows of a prompt's sessions have common beginnings; a token that several rows share is computed once."""
     found = train(files, "shared", "batch.share_prefixes=true", "batch.min_shared_tokens=1")
@@ -159,6 +160,7 @@ def test_shared_prefixes_change_nothing(files, whole):
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.long
 def test_failed_programs_are_failed_samples(files):
     options = ("environment.program=agent_programs:failing", "environment.agent.session_seconds=4")
     lines = train(files, "failing", *options, "environment.max_failed_fraction=1")
@@ -192,6 +194,7 @@ def test_programs_that_cannot_run(options, part, files):
     assert done.returncode and part in done.stdout_text + done.stderr_text
 
 
+@pytest.mark.long
 def test_a_run_resumes(files, whole):
     shutil.copytree(files / "whole", files / "resumed")
     shutil.rmtree(files / "resumed" / "checkpoints" / "iter_0000002")

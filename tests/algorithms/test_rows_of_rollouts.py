@@ -197,9 +197,14 @@ CASES = {
 TIMES = ("seconds", "per_second", "mfu")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("grpo", 2), *(pytest.param(name, 1, marks=pytest.mark.long) for name in CASES if name != "grpo")],
+    [
+        pytest.param(name, 2 if name == "grpo" else 1, marks=getattr(pytest.mark, "long" if quick else "exhaustive"))
+        for name in CASES
+        for quick in [name in ("grpo", "ppo")]
+    ],
 )
 def test_a_row_for_each_response_changes_nothing(name, processes, files):
     """Rows are built from a recording: each response in a row of its own, behind the same tokens as before."""
