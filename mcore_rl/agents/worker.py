@@ -70,6 +70,8 @@ class AgentWorker(RolloutWorker):
 
     def prepare(self, weight_version: int) -> None:
         super().prepare(weight_version)
+        if self.topology.leads_replica:  # until now, late requests of ended sessions got status 410
+            self._loop.call_soon_threadsafe(self.sessions.forget)
         if self.served is not None:
             self.served.weight_version = weight_version
 
@@ -112,7 +114,6 @@ class AgentWorker(RolloutWorker):
             await self._judge_session(conversation)
         elif session.reward is None and session.error is None:
             rollout.error = None if session.reached in SCORED_LIMITS else "its program gave no reward"
-        self.sessions.forget()
         return rollout
 
     async def _run_program(self, session: Session) -> None:
