@@ -100,6 +100,9 @@ def _check_options(body: Mapping[str, Any]) -> None:
                 "unsupported_value",
             )
 
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise BadRequest("stream_options: must be an object", "stream_options")
+
 
 def _choices(body: Mapping[str, Any]) -> int:
     count = count_of(body, "n") or 1

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 THINK, END_THINK = "<think>", "</think>"
-IN_TAGS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+IN_TAGS = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]+)>((?:(?!<function=).)*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 
@@ -56,9 +56,19 @@ CallForm = Callable[[str, list[Call]], str]
 """Function that appends the tool calls of a text to a list and returns the rest of the text."""
 
 
-def _json_call(text: str, key: str = "arguments") -> Call | None:
+def _loaded(text: str) -> Any:
+    """Return the value of a JSON text; raise ValueError if it is none, or cannot be sent (NaN, half of a character)."""
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("too deep") from None
+    return value
+
+
+def _json_call(text: str, key: str = "arguments") -> Call | None:
+    try:
+        value = _loaded(text)
     except ValueError:
         return None
     arguments = value.get(key, {}) if isinstance(value, dict) else None
@@ -93,7 +103,7 @@ def qwen_tags(text: str, calls: list[Call]) -> str:
 
 def _value(text: str) -> Any:
     try:
-        value = json.loads(text)
+        value = _loaded(text)
     except ValueError:
         return text
     return text if isinstance(value, str) else value
@@ -111,7 +121,7 @@ def mistral(text: str, calls: list[Call]) -> str:
     if not found:
         return text
     try:
-        values = json.loads(after)
+        values = _loaded(after)
     except ValueError:
         return text
     made = [_json_call(json.dumps(value)) for value in values] if isinstance(values, list) else [None]

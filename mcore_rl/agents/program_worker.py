@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from mcore_rl.environments.judge_worker import end_with
 
@@ -62,11 +62,11 @@ def load_program(name: str) -> Program:
     return found
 
 
-async def serve(program: Program, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Run the sessions that standard input names, until it ends."""
+async def serve(program: Program, answer: Callable[[dict[str, Any]], None], commands: TextIO) -> None:
+    """Run the sessions that `commands` names, until it ends."""
     reader, tasks = asyncio.StreamReader(limit=2**28), dict[str, asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
     while line := await reader.readline():
         told = json.loads(line)
         if (ended := told.get("cancel")) is not None:
@@ -97,6 +97,8 @@ async def _run(program: Program, session: AgentSession, answer: Callable[[dict[s
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     end_with(int(sys.argv[1]))
+    commands = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a process that a program starts must not read the commands
     told = os.fdopen(os.dup(1), "w")  # programs that print must not write into the answers
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
@@ -110,14 +112,14 @@ def main() -> None:
         told.flush()
 
     try:
-        program = load_program(json.loads(sys.stdin.readline())["program"])
+        program = load_program(json.loads(commands.readline())["program"])
     except Exception as error:
         if not isinstance(error, ValueError):
             traceback.print_exception(error)
         answer({"id": None, "error": str(error) if isinstance(error, ValueError) else f"fails: {error!r}"})
         return
     answer({"id": None, "ready": True})
-    asyncio.run(serve(program, answer))
+    asyncio.run(serve(program, answer, commands))
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class CoroutinePrograms:
 
     def __init__(self, config: EnvironmentConfig, program: str, log: Path | None) -> None:
         self.config, self.program, self.log = config, program, log
-        self._workers = list[_Worker]()
+        self._workers, self._choosing = list[_Worker](), asyncio.Lock()
 
     async def start(self) -> None:
         for _ in range(self.config.num_workers):
@@ -189,11 +189,12 @@ class CoroutinePrograms:
         return worker
 
     async def run(self, session: AgentSession) -> Any:
-        place = min(range(len(self._workers)), key=lambda n: len(self._workers[n].answers))
-        if self._workers[place].is_gone:
-            self._workers[place] = await self._new_worker()
-        worker = self._workers[place]
-        future = worker.answers[session.id] = asyncio.get_running_loop().create_future()
+        async with self._choosing:  # sessions that start together must not each replace the same process
+            place = min(range(len(self._workers)), key=lambda n: len(self._workers[n].answers))
+            if self._workers[place].is_gone:
+                self._workers[place] = await self._new_worker()
+            worker = self._workers[place]
+            future = worker.answers[session.id] = asyncio.get_running_loop().create_future()
         worker.tell({"start": asdict(session)})
         try:
             told = await future

@@ -93,9 +93,12 @@ class Endpoint:
                 limit = f"{self.max_body_bytes} bytes (environment.agent.max_body_bytes)"
                 raise Refused(413, f"the body is larger than {limit}", "request_too_large")
         try:
-            return json.loads(body or b"null")
-        except ValueError:
-            raise BadRequest("the body must be JSON") from None
+            value = json.loads(body or b"null")
+            if b"\\ud" in body.lower():
+                json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            raise BadRequest("the body must be JSON of complete characters") from None
+        return value
 
     async def _object(self, request: Request) -> dict[str, Any]:
         body = await self._body(request)
@@ -133,8 +136,9 @@ class Endpoint:
             gone.cancel()
             if events is None:
                 working.cancel()
+        response = JSONResponse(whole(turns))
         self.sessions.delivered(call)
-        return JSONResponse(whole(turns))
+        return response
 
     def _streamed(
         self,
@@ -170,33 +174,41 @@ class Endpoint:
 
     async def chat(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked, tree = openai_api.chat_request(body), session.tree
+        asked, tree = _read(openai_api.chat_request, body), session.tree
         call = self._ask(request, session, body, asked)
         reply = openai_api.ChatReply(call, tree, body)
         return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
 
     async def completions(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked = openai_api.completion_request(body, len(self.sessions.template.tokenizer))
+        asked = _read(openai_api.completion_request, body, len(self.sessions.template.tokenizer))
         call = self._ask(request, session, body, asked)
         reply = openai_api.CompletionReply(call, session.tree, body)
         return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
 
     async def messages(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        call = self._ask(request, session, body, anthropic_api.request(body))
+        call = self._ask(request, session, body, _read(anthropic_api.request, body))
         reply = anthropic_api.Reply(call, session.tree, body)
         return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
 
     async def count_tokens(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked = anthropic_api.request({"max_tokens": 1, **body})
+        asked = _read(anthropic_api.request, {"max_tokens": 1, **body})
         return JSONResponse({"input_tokens": len(asked.prompt(session.tree).ids)})
 
     async def reward(self, request: Request) -> Response:
         session = self._session(request)
         session.give_reward(await self._body(request))
         return JSONResponse({"status": "ok"})
+
+
+def _read(convert: Callable[..., Asked], *arguments: Any) -> Asked:
+    """Convert a request; raise BadRequest also for values of types that `convert` does not expect."""
+    try:
+        return convert(*arguments)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise BadRequest(f"the request is malformed: {error}") from None
 
 
 def _api(request: Request) -> Any:

@@ -69,6 +69,7 @@ class Call:
     asked: list[Future[Response]] = field(default_factory=list)
     waiting: int = 0
     is_delivered: bool = False
+    is_given_up: bool = False
 
 
 @dataclass(eq=False)
@@ -138,11 +139,13 @@ class Session:
         asked = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
         self._asked[asked] += 1
         text = json.dumps([self.sample_id, seed, asked, self._asked[asked]])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+        # Engines serve lower ids first, so requests of earlier samples must have lower ids.
+        own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+        return (self.sample_id << 32) + own
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e300:
         raise BadRequest(f"{where}: must be a finite number, got {value!r}")
     return float(value)
 
@@ -228,8 +231,9 @@ class Sessions:
             )
         session.num_calls += 1
         call = Call(digest, prompt, limits.stop_strings, waiting=1)
+        root = tuple(prompt.parent.path[0].prompt.new_ids) if prompt.parent else ids  # all turns go to the same server
         call.asked = [
-            self.engine.submit(ids, session.sample_id_of(ids, seed), ids, session.greedy, limits) for _ in range(count)
+            self.engine.submit(ids, session.sample_id_of(ids, seed), root, session.greedy, limits) for _ in range(count)
         ]
         call.work = asyncio.ensure_future(self._respond(session, call))
         session.calls.append(call)
@@ -239,7 +243,8 @@ class Sessions:
         """Return the call that a request repeats: one whose connection was lost, or that the client says to repeat."""
         for call in reversed(session.calls):
             if call.digest == digest and (is_retry or (call.waiting == 0 and not call.is_delivered)):
-                return None if call.work.cancelled() else call
+                failed = call.work.done() and (call.work.cancelled() or call.work.exception() is not None)
+                return None if failed or call.is_given_up else call
         return None
 
     def _check_limits(self, session: Session) -> None:
@@ -261,9 +266,14 @@ class Sessions:
     async def _respond(self, session: Session, call: Call) -> list[Turn]:
         responses = await asyncio.gather(*map(asyncio.wrap_future, call.asked))
         turns = []
-        for response in responses:
-            session.num_tokens += len(response.token_ids)
-            turns.append(session.tree.add(call.prompt, response, lambda: f"call_{secrets.token_hex(8)}", call.stops))
+        try:
+            for response in responses:
+                session.num_tokens += len(response.token_ids)
+                turns.append(session.tree.add(call.prompt, response, lambda: secrets.token_hex(5)[:9], call.stops))
+        except Exception:
+            for turn in turns:
+                session.tree.discard(turn)
+            raise
         return turns
 
     async def turns(self, session: Session, call: Call) -> list[Turn]:
@@ -297,6 +307,7 @@ class Sessions:
     def _give_up(self, session: Session, call: Call) -> None:
         if call.waiting or call.is_delivered or session.is_over:
             return
+        call.is_given_up = True
         if not call.work.done():
             call.work.cancel()
             self._stop(call)

@@ -136,7 +136,7 @@ class SessionTree:
         best, length = None, 0
         for turn in self._delivered():
             whole = turn.prompt.text + self.template.text(self._without_end(turn))
-            if not turn.messages and prompt.startswith(whole) and len(whole) >= length:
+            if turn.prompt.text and not turn.messages and prompt.startswith(whole) and len(whole) >= length:
                 best, length = turn, len(whole)
         if best is None:
             return self._of_ids(self.template.ids(prompt), prompt, [], None, None)

@@ -11,6 +11,7 @@ from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.program_worker import AgentSession
 from mcore_rl.agents.programs import GRACE_SECONDS, ProgramError, programs_of
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
+from mcore_rl.agents.tree import Turn
 from mcore_rl.config import RLConfig
 from mcore_rl.distributed.collectives import settle
 from mcore_rl.distributed.topology import Topology
@@ -111,7 +112,7 @@ class AgentWorker(RolloutWorker):
                 self.sessions.finish(session)
         self._fill(rollout, session)
         if session.reward is None and session.error is None and self.judge is not None:
-            await self._judge_session(conversation)
+            await self._judge_session(conversation, session)
         elif session.reward is None and session.error is None:
             rollout.error = None if session.reached in SCORED_LIMITS else "its program gave no reward"
         return rollout
@@ -144,6 +145,8 @@ class AgentWorker(RolloutWorker):
                 session.error = f"its program {error}"
         except BadRequest as error:
             session.error = f"its program returned a wrong reward: {error}"
+        except Exception as error:
+            session.error = f"its program could not be run: {error!r}"
 
     def _told(self, session: Session) -> AgentSession:
         url = self._server.url
@@ -160,17 +163,27 @@ class AgentWorker(RolloutWorker):
             rollout.weight_versions = [pair for turn in turns for pair in turn.response.weight_versions]
             leaves = {id(turn.prompt.parent) for turn in turns}
             rollout.truncated = any(not turn.response.ended for turn in turns if id(turn) not in leaves)
-            rollout.message_log = turns[-1].messages or rollout.message_log
+            rollout.message_log = self._messages(session, turns[-1])
         rollout.turns = len(turns)
         rollout.reward, rollout.rewards, rollout.error = session.reward or 0.0, session.rewards, session.error
 
-    async def _judge_session(self, conversation: Conversation) -> None:
+    def _messages(self, session: Session, turn: Turn) -> list[dict[str, Any]]:
+        """Return the messages of a request and its response; a request without messages has a text."""
+        if turn.messages:
+            return turn.messages
+        prompt = turn.prompt.text or session.tree.template.text(turn.prompt.ids)
+        answer = session.tree.text_of(turn.response)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+    async def _judge_session(self, conversation: Conversation, session: Session) -> None:
         assert self.judge is not None
         rollout, prompt = conversation.rollout, conversation.prompt
         if not rollout.turns:
             rollout.error = "its program has made no request"
             return
-        sample = Sample(rollout.message_log, prompt.record, prompt.num_complete_messages, is_text=False)
+        last = [turn for turn in session.tree.turns if turn.is_delivered][-1]
+        asked = len(last.path[0].prompt.messages) or 1  # messages before the first response
+        sample = Sample(rollout.message_log, prompt.record, asked, is_text=False)
         step = await asyncio.wrap_future(self.judge.submit(sample))
         rollout.reward, rollout.rewards, rollout.error, rollout.answer = (
             step.reward,

@@ -565,7 +565,7 @@ def to_batch(
 
 def _experts_of(row: TokenRow, rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
     """Return the experts chosen for the row's tokens; all −1 if the rollout failed before any response."""
-    if experts is None or not rollout.error or rollout.turns:
+    if experts is None or rollout.turns:
         return row.routed_experts
     return torch.full((len(row.input_ids), *experts), -1, dtype=torch.int16)
 
@@ -613,14 +613,17 @@ class RowsOfRollouts:
     def weights(self) -> Float[Tensor, " rows"] | None:
         """Return the column `sample_weights`; None if each rollout has one row.
 
-        The weight of a row is its share of the rollout's tokens that carry loss; 0 in a rollout without such tokens.
+        The weight of a row is its share of the rollout's tokens that carry loss. Rows of a rollout without such tokens
+        have equal weights.
         """
         if len(self.rollout_of) == len(set(self.rollout_of)):
             return None
         counted = torch.tensor([size.counted for size in self.sizes], dtype=torch.float64)
         rollouts = torch.tensor(self.rollout_of)
         totals = torch.zeros(int(rollouts.max()) + 1, dtype=torch.float64).index_add_(0, rollouts, counted)
-        return (counted / totals[rollouts].clamp(min=1)).float()
+        rows = torch.zeros_like(totals).index_add_(0, rollouts, torch.ones_like(counted))
+        totals, rows = totals[rollouts], rows[rollouts]
+        return torch.where(totals > 0, counted / totals.clamp(min=1), 1 / rows).float()
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:

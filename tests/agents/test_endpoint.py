@@ -13,6 +13,7 @@ from chat_forms import FORMS, tokenizer_with
 from mcore_rl.agents import sessions as module
 from mcore_rl.agents.server import Endpoint, Server
 from mcore_rl.agents.sessions import SessionLimits, Sessions
+from mcore_rl.models.generation.interfaces import RequestError
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -179,6 +180,9 @@ def test_models_and_stop_strings(serve):
         ({"n": 1000}, "n: must be at most"),
         ({"stop": [1]}, "stop: must be a text"),
         ({"tools": "add"}, "tools: must be a list"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "malformed"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "complete characters"),
+        ({"stream_options": "x"}, "stream_options: must be an object"),
     ],
 )
 def test_what_would_change_the_samples_is_refused(changes, part, serve):
@@ -250,6 +254,39 @@ def test_a_retry_gets_the_response_that_was_lost(stream, serve, monkeypatch):
 
 async def finish(served):
     served.sessions.finish(served.session)
+
+
+def test_an_engine_error_is_not_repeated(serve):
+    served = serve([None, "better"])
+
+    async def ask_and_fail():
+        asking = asyncio.ensure_future(served.request("POST", "/v1/chat/completions", HELLO))
+        await asyncio.sleep(0.2)
+        served.session.calls[0].asked[0].set_exception(RequestError("no server is left"))
+        return await asking
+
+    status, _, body = served.run(ask_and_fail())
+    assert status == 500 and "no server is left" in body["error"]["message"]
+    assert served.post("/v1/chat/completions", HELLO, **{"x-stainless-retry-count": "1"})[0] == 200
+
+
+def test_responses_that_cannot_be_sent_as_they_are(serve):
+    """A tool call with half of a character, NaN, or a thousand brackets stays text."""
+    deep = "[" * 2000
+    calls = ['{"name": "add", "arguments": {"a": "\\ud83d"}}', '{"name": "add", "arguments": {"a": NaN}}', deep]
+    served = serve(
+        [f"<tool_call>{call}</tool_call>" for call in calls], limits=SessionLimits(9, None, 60.0), longest=9999
+    )
+    for call in calls:
+        status, _, body = served.post("/v1/chat/completions", {**HELLO, "tools": [TOOL]})
+        assert status == 200 and call[:9] in body["choices"][0]["message"]["content"]
+
+
+def test_a_text_does_not_continue_token_ids(serve):
+    served = serve(["H", "x"])
+    served.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 5})
+    served.post("/v1/completions", {"prompt": "Hello", "max_tokens": 5})
+    assert served.session.tree.turns[1].prompt.parent is None
 
 
 def test_a_client_that_does_not_come_back_is_left_out(serve, monkeypatch):

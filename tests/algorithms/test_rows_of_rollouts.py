@@ -118,12 +118,13 @@ def test_each_row_ends_in_the_reward_of_its_rollout():
             assert data["token_mask"][row, last] and not data["token_mask"][row, last + 1 :].any()
 
 
-def test_rows_without_tokens_that_carry_loss_have_no_weight():
+def test_rows_without_tokens_that_carry_loss():
+    """A rollout without such tokens counts as a sample, like one of a single row."""
     row = TokenRow([1, 2], [False, False], [0.0, 0.0])
     nothing = Rollout(0, 0, [1, 2], [False, False], [0.0, 0.0], further_rows=[row])
     some = Rollout(0, 1, [1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], further_rows=[row])
     rows = RowsOfRollouts.of([nothing.outcome, some.outcome])
-    assert rows.weights().tolist() == [0, 0, 1, 0] and list(rows.rollout_of) == [0, 0, 1, 1]
+    assert rows.weights().tolist() == [0.5, 0.5, 1, 0] and list(rows.rollout_of) == [0, 0, 1, 1]
     assert RowsOfRollouts.of([Rollout(0, 0, [1, 2], [False, True], [0.0, -1.0]).outcome]).weights() is None
 
 

@@ -71,6 +71,10 @@ class ServedBatch(ContinuousBatch):
         ended, self._over = self._over, []
         return ended
 
+    def close(self) -> None:
+        """Release the graphs. They refer to this object, and would keep the memory of its cache."""
+        self._forget_graphs()
+
     def response(self, sequence: RunningSequence) -> Response:
         """Return the response of a sequence that has ended."""
         parts = [(torch.stack(draws.tokens), torch.stack(draws.logprobs), column) for draws, column in sequence.places]
@@ -161,29 +165,35 @@ class ServedGeneration:
         params = self.generation.params
         if greedy:
             params = replace(params, temperature=0.0)
-        sequences = dict[int, RunningSequence]()
         decoder, self._is_open = self.generation.decoder, True
         with decoder.generating():
             batch = ServedBatch(self.generation, params)
-            while not all_ranks_true(work is None or work.done())[0]:
-                for command in self._commands(bool(batch.going or batch.queue), work):
-                    if command[0] < 0:
-                        batch.cancel(-1 - command[0])
-                    else:
-                        sequence = _sequence(command, params, self.generation.tokenizer)
-                        sequences[sequence.row] = sequence
-                        batch.add(sequence)
-                for ended in batch.advance(STEPS_BETWEEN_LOOKS):
-                    del sequences[ended.row]
-                    asked = self._asked.pop(ended.row, None)
-                    if asked is not None and asked.set_running_or_notify_cancel():
-                        response = batch.response(ended)
-                        response.weight_versions = [(self.weight_version, len(response.token_ids))]
-                        asked.set_result(response)
-                decoder.run_idle()
-        self._is_open = False
-        for number in list(self._asked):
-            self._fail(number)
+            try:
+                self._serve(batch, params, work)
+            finally:
+                batch.close()
+                self._is_open = False
+                for number in list(self._asked):
+                    self._fail(number)
+
+    def _serve(self, batch: ServedBatch, params: SamplingParams, work: Future[Any] | None) -> None:
+        sequences = dict[int, RunningSequence]()
+        while not all_ranks_true(work is None or work.done())[0]:
+            for command in self._commands(bool(batch.going or batch.queue), work):
+                if command[0] < 0:
+                    batch.cancel(-1 - command[0])
+                else:
+                    sequence = _sequence(command, params, self.generation.tokenizer)
+                    sequences[sequence.row] = sequence
+                    batch.add(sequence)
+            for ended in batch.advance(STEPS_BETWEEN_LOOKS):
+                del sequences[ended.row]
+                asked = self._asked.pop(ended.row, None)
+                if asked is not None and asked.set_running_or_notify_cancel():
+                    response = batch.response(ended)
+                    response.weight_versions = [(self.weight_version, len(response.token_ids))]
+                    asked.set_result(response)
+            self.generation.decoder.run_idle()
 
     def _fail(self, number: int) -> None:
         asked = self._asked.pop(number, None)
