@@ -564,8 +564,8 @@ def to_batch(
 
 
 def _experts_of(row: TokenRow, rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the experts chosen for the row's tokens; all −1 if the rollout failed before any response."""
-    if experts is None or rollout.turns:
+    """Return the experts chosen for the row's tokens; all −1 if the rollout has no response."""
+    if row.routed_experts is not None or experts is None or rollout.turns:
         return row.routed_experts
     return torch.full((len(row.input_ids), *experts), -1, dtype=torch.int16)
 
