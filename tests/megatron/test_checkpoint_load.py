@@ -5,6 +5,7 @@ import ctypes
 import gc
 import pickle
 import re
+from enum import Enum
 
 import pytest
 import torch
@@ -167,3 +168,36 @@ def test_index_with_a_path_of_another_python_is_read(tmp_path):
     for module in (b"pathlib", b"pathlib._local"):
         (tmp_path / ".metadata").write_bytes(re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", written))
         assert read_index(tmp_path).storage_meta.checkpoint_id == tmp_path
+
+
+class PicklerOfPython3112(pickle.Pickler):
+    """Pickles enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_index_with_enumerations_of_another_python_is_read(tmp_path):
+    """Attributes that are no members of enumerations are refused: they could be methods."""
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+    from mcore_rl.models.megatron.checkpoint.load import read_index
+
+    properties = TensorProperties(memory_format=torch.preserve_format)
+    written = Metadata({"weight": TensorStorageMetadata(properties, torch.Size([2]), [])})
+    with open(tmp_path / ".metadata", "wb") as file:
+        PicklerOfPython3112(file).dump(written)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_index(tmp_path).state_dict_metadata["weight"].properties.memory_format is torch.preserve_format
+    for harmful in ((type(tmp_path), "unlink"), (torch.Size, "__new__"), (tmp_path, "unlink")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(*harmful)))
+        with pytest.raises(UserError, match="which an index never contains"):
+            read_index(tmp_path)
+
+
+class Attribute:
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)

@@ -15,6 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,8 +79,17 @@ COMMON_FILE, COMMON_OBJECT = "common.pt", "common_state"
 """File or object of a checkpoint with the state that is the same on all ranks."""
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Return `getattr(kind, name)` if it is a member of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it names the attribute {name!r} of {kind!r}, which an index never contains")
+    return kind[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickles enumerations with it
+            return _enum_member
         module = "pathlib" if module == "pathlib._local" else module  # the name in Python 3.13
         if name in INDEX_CLASSES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
