@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from mcore_rl.environments.judge_worker import end_with
+from mcore_rl.environments.judge_worker import end_with, take_pipes
 
 Program = Callable[["AgentSession"], Awaitable[Any]]
 
@@ -97,10 +97,7 @@ async def _run(program: Program, session: AgentSession, answer: Callable[[dict[s
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     end_with(int(sys.argv[1]))
-    commands = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a process that a program starts must not read the commands
-    told = os.fdopen(os.dup(1), "w")  # programs that print must not write into the answers
-    os.dup2(2, 1)
+    commands, answers = take_pipes()
     sys.path.insert(0, os.getcwd())
 
     def answer(value: dict[str, Any]) -> None:
@@ -108,8 +105,8 @@ def main() -> None:
             line = json.dumps(value)
         except (TypeError, ValueError):
             line = json.dumps({"id": value["id"], "error": f"its reward {value['reward']!r} is not a number"})
-        told.write(line + "\n")
-        told.flush()
+        answers.write(line + "\n")
+        answers.flush()
 
     try:
         program = load_program(json.loads(commands.readline())["program"])

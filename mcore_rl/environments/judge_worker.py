@@ -7,12 +7,13 @@ Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} af
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import sys
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TextIO
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, reported, step_of
@@ -41,15 +42,27 @@ def end_with(parent: int) -> None:
     os.killpg(own, signal.SIGKILL)
 
 
+def take_pipes() -> tuple[TextIO, TextIO]:
+    """Return this process's standard input and output, for itself alone.
+
+    Code that this process runs, and the processes that it starts, then read an empty standard input, and print into
+    standard error.
+    """
+    pipes = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a process that is killed has printed its lines
+    return pipes
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     if len(sys.argv) > 1:
         end_with(int(sys.argv[1]))
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a process that a judge starts must not read the requests, nor wait for their end
-    os.close(nothing)
-    os.dup2(2, 1)  # output of a judge must not mix with the answers
+    requests, answers = take_pipes()
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
