@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import yaml
+from ports import free_port
 from programs import metrics_of, run
 from small_models import make_model
 
@@ -64,6 +65,9 @@ COMMAND = """
 import json, os, sys, urllib.request
 
 told = json.loads(sys.stdin.readline())
+if len(sys.argv) > 1:  # the address that is expected, and a directory that only one session at a time can make
+    assert os.environ["OPENAI_BASE_URL"].startswith(sys.argv[1]), os.environ["OPENAI_BASE_URL"]
+    os.mkdir(sys.argv[2])
 
 
 def post(url, body):
@@ -76,6 +80,8 @@ def post(url, body):
 answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": told["messages"]})
 text = answer["choices"][0]["message"]["content"] or ""
 assert "HF_TOKEN" not in os.environ
+if len(sys.argv) > 1:
+    os.rmdir(sys.argv[2])
 post(os.environ["AGENT_REWARD_URL"], {"reward": len(text) % 5 / 5})
 """
 
@@ -173,8 +179,14 @@ def test_failed_programs_are_failed_samples(files):
 
 
 def test_commands_give_rewards_and_judges_judge_sessions(files):
-    (line, _) = train(files, "command", f"environment.program=[python3,{files / 'command.py'}]")
+    port = free_port()
+    command = f"[python3,{files / 'command.py'},http://127.0.0.2:{port}/,{files / 'one_session'}]"
+    agent = ("host=127.0.0.2", f"port={port}", "max_sessions=1")
+    options = [f"environment.program={command}", *(f"environment.agent.{option}" for option in agent)]
+    (line, _) = train(files, "command", *options)
     assert line["skipped_update"] == 0 and "rows_per_sample" not in line
+    samples = [json.loads(line) for line in (files / "command" / "samples.jsonl").read_text().splitlines()]
+    assert samples and not any(sample["error"] for sample in samples)
     judge = "environment.agent.judge={name: exact_match}"
     lines = train(files, "judged", "environment.program=agent_programs:judged", judge, algorithm="ppo")
     assert len(lines) == 2 and lines[0]["reward_mean"] >= 0
