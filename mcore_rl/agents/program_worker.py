@@ -23,6 +23,8 @@ from typing import Any, TextIO
 from mcore_rl.environments.judge_worker import end_with, take_pipes
 
 Program = Callable[["AgentSession"], Awaitable[Any]]
+STREAM_LIMIT = 2**28
+"""Largest number of bytes of a line of JSON, in both directions."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def load_program(name: str) -> Program:
 
 async def serve(program: Program, answer: Callable[[dict[str, Any]], None], commands: TextIO) -> None:
     """Run the sessions that `commands` names, until it ends."""
-    reader, tasks = asyncio.StreamReader(limit=2**28), dict[str, asyncio.Task[None]]()
+    reader, tasks = asyncio.StreamReader(limit=STREAM_LIMIT), dict[str, asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
     while line := await reader.readline():

@@ -16,14 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.agents.program_worker import STREAM_LIMIT, AgentSession
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.judge_processes import judge_variables
 from mcore_rl.errors import UserError
 
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
-STREAM_LIMIT = 2**28
 
 
 class ProgramError(Exception):
@@ -92,10 +91,15 @@ def _open_log(log: Path | None) -> IO[bytes]:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and its process group, if it has not been waited for."""
+    """Kill a process and all processes that it has started, if it has not been waited for."""
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """Kill the process group of a process that still runs, or that has just ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class CommandPrograms:
@@ -135,17 +139,11 @@ class CommandPrograms:
             told = json.dumps({"record": session.record, "messages": session.messages}, default=str)
             await process.communicate(told.encode() + b"\n")
         finally:
-            _kill(process)
-            self._end_children(process)
+            _kill_group(process)
             self._running.discard(process)
         if process.returncode:
             how = f"the signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
             raise ProgramError(f"ended with {how}")
-
-    def _end_children(self, process: asyncio.subprocess.Process) -> None:
-        """Kill all processes that the process has started: the rest of its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         for process in list(self._running):

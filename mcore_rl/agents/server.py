@@ -70,8 +70,9 @@ class Endpoint:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                body = _api(request).error_body(*_error_of(error))
-                return JSONResponse(body, _error_of(error)[0], {"x-should-retry": "false"})
+                status, *told = _error_of(error)
+                body = _api(request).error_body(status, *told)
+                return JSONResponse(body, status, {"x-should-retry": "false"})
 
         return guarded
 

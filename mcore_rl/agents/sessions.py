@@ -15,30 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_rl.agents.messages import BadRequest, Message
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import History, SessionTree, Turn, TurnPrompt
-from mcore_rl.models.generation.interfaces import RequestLimits, Response
+from mcore_rl.models.generation.interfaces import RequestEngine, RequestLimits, Response
 
 RETRY_SECONDS = 5.0
 """Time in which a client whose connection was lost may repeat its request and get the same response."""
-
-
-class Engine(Protocol):
-    """Engine that answers the requests of sessions: a `StreamingGeneration` or a `ServedGeneration`."""
-
-    max_sequence_length: int
-
-    def submit(
-        self,
-        prompt: tuple[int, ...],
-        sample_id: int,
-        group: tuple[int, ...],
-        greedy: bool = False,
-        limits: RequestLimits = ...,
-    ) -> Future[Response]: ...
 
 
 class SessionEnded(Exception):
@@ -47,11 +32,10 @@ class SessionEnded(Exception):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Limits of a session: requests, sampled tokens, and seconds; None for no limit of tokens."""
+    """Limits of a session: requests, and sampled tokens; None for no limit of tokens."""
 
     calls: int
     tokens: int | None
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -157,32 +141,34 @@ class Sessions:
         history: see `SessionTree`.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, limits: SessionLimits, history: History = "template") -> None:
+    def __init__(
+        self, engine: RequestEngine, tokenizer: Any, limits: SessionLimits, history: History = "template"
+    ) -> None:
         self.engine, self.limits, self.history = engine, limits, history
         self.template = ChatTemplate(tokenizer)
         self._by_key = dict[str, Session]()
-        self._by_id = dict[str, Session]()
 
     def begin(
         self, sample_id: int, record: Mapping[str, Any], messages: Sequence[Message], greedy: bool = False
     ) -> Session:
         """Open a session."""
         session = Session(sample_id, record, list(messages), SessionTree(self.template, self.history), greedy)
-        self._by_key[session.key] = self._by_id[session.id] = session
+        self._by_key[session.key] = session
         return session
 
-    def close(self, session: Session) -> None:
-        """End a session and stop its requests. Its key stays known as that of an ended session."""
+    def finish(self, session: Session) -> None:
+        """End a session, stop its requests, and leave out the responses that did not reach its program.
+
+        Its key stays known as that of an ended session.
+        """
         session.end()
         for call in session.calls:
-            if not call.work.done():
-                call.work.cancel()
-                self._stop(call)
+            if not call.is_delivered:
+                self._stop_and_discard(session, call)
 
     def forget(self) -> None:
         """Forget all ended sessions; requests with their keys are then refused like those with wrong keys."""
-        for session in [session for session in self._by_id.values() if session.is_over]:
-            del self._by_id[session.id], self._by_key[session.key]
+        self._by_key = {key: session for key, session in self._by_key.items() if not session.is_over}
 
     def find(self, key: str, session_id: str | None) -> Session | None:
         """Return the session with this key; None if there is none, or if it is not the session `session_id`."""
@@ -308,24 +294,14 @@ class Sessions:
         if call.waiting or call.is_delivered or session.is_over:
             return
         call.is_given_up = True
+        self._stop_and_discard(session, call)
+
+    def _stop_and_discard(self, session: Session, call: Call) -> None:
+        """Stop a request that still runs; leave out the responses of one that is done."""
         if not call.work.done():
             call.work.cancel()
-            self._stop(call)
-        self._discard(session, call)
-
-    def _discard(self, session: Session, call: Call) -> None:
-        if call.work.done() and not call.work.cancelled() and call.work.exception() is None:
+            for asked in call.asked:
+                self.engine.cancel(asked)
+        elif not call.work.cancelled() and call.work.exception() is None:
             for turn in call.work.result():
                 session.tree.discard(turn)
-
-    def _stop(self, call: Call) -> None:
-        cancel = getattr(self.engine, "cancel", Future.cancel)
-        for asked in call.asked:
-            cancel(asked)
-
-    def finish(self, session: Session) -> None:
-        """End a session, and leave out the responses that did not reach its program."""
-        self.close(session)
-        for call in session.calls:
-            if not call.is_delivered:
-                self._discard(session, call)

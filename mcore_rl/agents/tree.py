@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,7 +38,6 @@ class TurnPrompt:
     text: what the template wrote up to the response; the client's text for requests without messages.
     messages: all messages, with the thoughts that the client has dropped; empty for requests without messages.
     in_thought: whether the response continues a thought that the template has begun.
-    rewritten: reason why the request does not continue the turn whose messages it repeats; None if it does.
     """
 
     parent: Turn | None
@@ -49,7 +48,6 @@ class TurnPrompt:
     tools: Any
     in_thought: bool
     form: CallForm | None
-    rewritten: str | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -112,18 +110,18 @@ class SessionTree:
             BadRequest: the chat template fails.
         """
         keys = (_tools_key(tools), *map(key_of, messages))
-        full, rewritten = list(messages), None
+        full, is_rewritten = list(messages), False
         for length in range(len(messages), 0, -1):
             for turn in self._candidates(keys[: length + 1], messages[:length]):
                 found = self._continued(turn, messages[length:], tools)
-                if isinstance(found, TurnPrompt):
+                if found is not None:
                     self.counts["extended"] += 1
                     return found
-                if rewritten is None:  # of the longest match: its messages have the thoughts that the client dropped
-                    rewritten, full = found, [*turn.messages, *messages[length:]]
+                if not is_rewritten:  # the longest match: its messages have the thoughts that the client dropped
+                    is_rewritten, full = True, [*turn.messages, *messages[length:]]
         text = self.template.render(full, tools)
-        self.counts["rewritten" if rewritten else "new"] += 1
-        return self._of_ids(self.template.ids(text), text, full, tools, rewritten)
+        self.counts["rewritten" if is_rewritten else "new"] += 1
+        return self._of_ids(self.template.ids(text), text, full, tools)
 
     def prompt_of_text(self, prompt: str | Sequence[int]) -> TurnPrompt:
         """Return the prompt of a request without messages: a text, or token ids.
@@ -132,23 +130,20 @@ class SessionTree:
         not have it either.
         """
         if not isinstance(prompt, str):
-            return self._of_ids(list(prompt), "", [], None, None)
+            return self._of_ids(list(prompt), "", [], None)
         best, length = None, 0
-        for turn in self._delivered():
+        for turn in self.delivered():
             whole = turn.prompt.text + self.template.text(self._without_end(turn))
             if turn.prompt.text and not turn.messages and prompt.startswith(whole) and len(whole) >= length:
                 best, length = turn, len(whole)
         if best is None:
-            return self._of_ids(self.template.ids(prompt), prompt, [], None, None)
+            return self._of_ids(self.template.ids(prompt), prompt, [], None)
         new = self.template.ids(prompt[length:])
         return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
 
     def _without_end(self, turn: Turn) -> list[int]:
         ids = turn.response.token_ids
         return ids[:-1] if ids and ids[-1] in self.template.ends else ids
-
-    def _delivered(self) -> Iterable[Turn]:
-        return (turn for turn in self.turns if turn.is_delivered)
 
     def _candidates(self, keys: tuple[str, ...], messages: Sequence[Message]) -> list[Turn]:
         """Return the turns whose messages are these, the likeliest first.
@@ -164,37 +159,31 @@ class SessionTree:
         calls = ids_of_calls(messages[-1])
         return sorted(found, key=lambda turn: (ids_of_calls(turn.messages[-1]) == calls, turn.number), reverse=True)
 
-    def _continued(self, turn: Turn, new: Sequence[Message], tools: Any) -> TurnPrompt | str:
-        """Return the prompt that continues a turn by new messages, or the reason why it cannot continue it."""
+    def _continued(self, turn: Turn, new: Sequence[Message], tools: Any) -> TurnPrompt | None:
+        """Return the prompt that continues a turn by new messages; None if the template writes the turn differently."""
         full, template = [*turn.messages, *new], self.template
         text = template.render(full, tools)
         after = template.after_response(full, len(turn.messages) - 1, tools)
-        if after is None:
-            return "the template does not write the response"
-        if self.history == "template" and (change := self._change(turn, text, after)):
-            return f"the template rewrites {change}"
+        if after is None or (self.history == "template" and not self._repeats(turn, text, after)):
+            return None
         ids, response = template.ids(after), turn.response.token_ids
         if response and ids and ids[0] == response[-1] and ids[0] in template.ends:
             ids = ids[1:]  # the response has sampled its end token
         in_thought = template.begins_thought(text)
         return TurnPrompt(turn, len(response), ids, text, full, tools, in_thought, template.call_form(tools))
 
-    def _change(self, turn: Turn, text: str, after: str) -> str | None:
-        """Return what the template changes in the text of a turn, in a longer conversation; None if nothing."""
-        if not text.startswith(turn.prompt.text):
-            return "the text before the response"
-        if not text.endswith(after) or len(turn.prompt.text) + len(after) > len(text):
-            return "the text after the response"
+    def _repeats(self, turn: Turn, text: str, after: str) -> bool:
+        """Return whether the text of a longer conversation has the text of a turn, with the response as it was."""
+        fits = len(turn.prompt.text) + len(after) <= len(text)
+        if not (text.startswith(turn.prompt.text) and text.endswith(after) and fits):
+            return False
         written = parse(text[len(turn.prompt.text) : len(text) - len(after)], turn.prompt.in_thought, turn.prompt.form)
         own = turn.messages[-1]
         shown = message_of(written)
         keeps_thought = (written.thought is None) == ("reasoning_content" not in own)  # also an empty thought
-        same = keeps_thought and key_of(shown) == key_of(own) and thought_of(shown) == thought_of(own)
-        return None if same else "the response"
+        return keeps_thought and key_of(shown) == key_of(own) and thought_of(shown) == thought_of(own)
 
-    def _of_ids(
-        self, ids: list[int], text: str, messages: list[Message], tools: Any, rewritten: str | None
-    ) -> TurnPrompt:
+    def _of_ids(self, ids: list[int], text: str, messages: list[Message], tools: Any) -> TurnPrompt:
         """Return the prompt with these tokens. If they begin with all tokens of a turn, the prompt continues it."""
         parent, length = None, 0
         equal = dict[Turn | None, tuple[int, int]]({None: (0, 0)})
@@ -210,7 +199,7 @@ class SessionTree:
                     parent, length = turn, whole
         kept = len(parent.response.token_ids) if parent else 0
         in_thought, form = self.template.begins_thought(text), self.template.call_form(tools)
-        return TurnPrompt(parent, kept, ids[length:], text, messages, tools, in_thought, form, rewritten)
+        return TurnPrompt(parent, kept, ids[length:], text, messages, tools, in_thought, form)
 
     # ------------------------------------------------------------ responses
 
@@ -244,6 +233,10 @@ class SessionTree:
             self._by_messages[_tools_key(prompt.tools), *map(key_of, messages)].append(turn)
         return turn
 
+    def delivered(self) -> list[Turn]:
+        """Return the turns whose responses have reached the program, in the order of the responses."""
+        return [turn for turn in self.turns if turn.is_delivered]
+
     def discard(self, turn: Turn) -> None:
         """Record that a response did not reach the program: no request continues it, and it is not trained on."""
         turn.is_delivered = False
@@ -258,7 +251,7 @@ class SessionTree:
 
         The rows have the order of these turns. A turn that several rows share carries loss in the first of them.
         """
-        delivered = list(self._delivered())
+        delivered = self.delivered()
         continued = {
             turn.prompt.parent
             for turn in delivered

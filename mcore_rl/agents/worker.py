@@ -18,15 +18,12 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgeProcesses
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import GenerationInterface, StreamingGeneration
+from mcore_rl.models.generation.interfaces import GenerationInterface, RequestEngine, StreamingGeneration
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration
 from mcore_rl.models.generation.served_generation import ServedGeneration
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.rollouts.worker import Conversation, PromptRequests, RolloutWorker
 from mcore_rl.run.directory import AGENT_LOG, JUDGE_LOG
-
-SCORED_LIMITS = ("calls", "tokens", "context")
-"""Limits that the policy is responsible for: a session that has reached one, and has no reward, has the reward 0."""
 
 
 class AgentWorker(RolloutWorker):
@@ -37,7 +34,7 @@ class AgentWorker(RolloutWorker):
             generate only while all ranks are in `run`.
 
     Raises:
-        UserError: a package is missing, or the program or the judge cannot be started. Raised on every rank.
+        UserError: the program or the judge cannot be started. Raised on every rank.
     """
 
     def __init__(self, config: RLConfig, generation: GenerationInterface, tokenizer: Any, topology: Topology) -> None:
@@ -46,7 +43,6 @@ class AgentWorker(RolloutWorker):
         judge = None
         if topology.leads_replica and of_session is not None:
             judge = JudgeProcesses(of_session, config.output_dir / JUDGE_LOG)
-        self.judge = judge
         super().__init__(generation, judge, tokenizer, 1, config.parallel.meeting_seconds, topology)
         self.served = ServedGeneration(generation) if isinstance(generation, MegatronGeneration) else None
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop) if topology.leads_replica else None
@@ -56,8 +52,9 @@ class AgentWorker(RolloutWorker):
         from mcore_rl.agents.server import Endpoint, Server
 
         agent, directory = self.agent, self.config.output_dir
-        limits = SessionLimits(agent.max_calls, agent.max_tokens, agent.session_seconds)
-        engine: Any = self.served or self.generation
+        limits = SessionLimits(agent.max_calls, agent.max_tokens)
+        engine = self.served or self.generation
+        assert isinstance(engine, RequestEngine), "every backend answers requests, or is served"
         self._slots = asyncio.Semaphore(agent.max_sessions)
         self.sessions = Sessions(engine, self.tokenizer, limits, agent.history)
         self.programs = programs_of(self.config.environment, directory / AGENT_LOG)
@@ -81,8 +78,8 @@ class AgentWorker(RolloutWorker):
             closing = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
             wait([closing], GRACE_SECONDS)
         super().close()
-        if self.judge is not None:
-            self.judge.close()
+        if self.environment is not None:
+            self.environment.close()
 
     async def _stop(self) -> None:
         await self.programs.close()
@@ -111,10 +108,11 @@ class AgentWorker(RolloutWorker):
             finally:
                 self.sessions.finish(session)
         self._fill(rollout, session)
-        if session.reward is None and session.error is None and self.judge is not None:
+        if session.reward is None and session.error is None and self.environment is not None:
             await self._judge_session(conversation, session)
         elif session.reward is None and session.error is None:
-            rollout.error = None if session.reached in SCORED_LIMITS else "its program gave no reward"
+            # The policy is responsible for a limit that it has reached: the reward is then 0.
+            rollout.error = None if session.reached is not None else "its program gave no reward"
         return rollout
 
     async def _run_program(self, session: Session) -> None:
@@ -141,7 +139,7 @@ class AgentWorker(RolloutWorker):
             if (reward := running.result()) is not None:
                 session.give_reward(reward)
         except ProgramError as error:
-            if session.reached not in SCORED_LIMITS:
+            if session.reached is None:
                 session.error = f"its program {error}"
         except BadRequest as error:
             session.error = f"its program returned a wrong reward: {error}"
@@ -154,7 +152,7 @@ class AgentWorker(RolloutWorker):
 
     def _fill(self, rollout: Rollout, session: Session) -> None:
         """Set the rows, the reward and the texts of a rollout."""
-        turns = [turn for turn in session.tree.turns if turn.is_delivered]
+        turns = session.tree.delivered()
         if rows := session.tree.rows():
             first, *rollout.further_rows = rows
             rollout.input_ids, rollout.token_mask, rollout.logprobs = first.input_ids, first.token_mask, first.logprobs
@@ -176,15 +174,14 @@ class AgentWorker(RolloutWorker):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     async def _judge_session(self, conversation: Conversation, session: Session) -> None:
-        assert self.judge is not None
         rollout, prompt = conversation.rollout, conversation.prompt
         if not rollout.turns:
             rollout.error = "its program has made no request"
             return
-        last = [turn for turn in session.tree.turns if turn.is_delivered][-1]
+        last = session.tree.delivered()[-1]
         asked = len(last.path[0].prompt.messages) or 1  # messages before the first response
         sample = Sample(rollout.message_log, prompt.record, asked, is_text=False)
-        step = await asyncio.wrap_future(self.judge.submit(sample))
+        step = await asyncio.wrap_future(self.environment.submit(sample))
         rollout.reward, rollout.rewards, rollout.error, rollout.answer = (
             step.reward,
             step.rewards,

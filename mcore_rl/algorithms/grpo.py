@@ -540,7 +540,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         means = None
         if rows is not None and of_rollouts is not None:
             mask = rows["token_mask"]
-            sums, counts = (of_rollouts.gather_sums(x.sum(1)) for x in (rows["advantages"] * mask, mask))
+            sums, counts = (of_rollouts.gather(x.sum(1)) for x in (rows["advantages"] * mask, mask))
             means = sums / counts.clamp(min=1)
         self.reporter.record_samples(step, self.collector.log_samples(step, rollouts, means))
 

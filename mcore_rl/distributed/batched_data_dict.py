@@ -440,14 +440,8 @@ class BatchShare:
         """Gather a value per row from all replicas; return [total] in the order of the global batch, fp64, on the host.
 
         Args:
-            own: the values of this replica's rows.
+            own: the values of this replica's rows. The values of rows with the same index are added.
         """
-        values = torch.zeros(self.total, dtype=torch.float64)
-        values[list(self.indices)] = own.double().cpu()
-        return reduced(values, self.replicas)
-
-    def gather_sums(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
-        """Gather values as `gather` does, but add the values of rows that have the same index."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values.index_add_(0, torch.tensor(list(self.indices), dtype=torch.long), own.double().cpu())
         return reduced(values, self.replicas)

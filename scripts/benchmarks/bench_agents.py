@@ -25,7 +25,7 @@ from bench_results import Row, finish
 from mcore_rl.agents.server import Endpoint, Server
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
 from mcore_rl.agents.templates import ChatTemplate
-from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.models.generation.interfaces import RequestEngine, Response
 
 TURNS, SESSIONS, TURNS_AT_ONCE, WORDS = 20, 256, 4, 40
 TEMPLATE = (
@@ -35,7 +35,7 @@ TEMPLATE = (
 )
 
 
-class InstantEngine:
+class InstantEngine(RequestEngine):
     """Answers every request at once with the same tokens."""
 
     max_sequence_length = 100_000
@@ -101,7 +101,7 @@ async def measure() -> tuple[float, float, float, int]:
     """Return the milliseconds of a request without and with rendering, the requests per second, and lost responses."""
     tokenizer, rendering = make_tokenizer(), Rendering()
     ids = [*tokenizer(text(), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    sessions = Sessions(InstantEngine(ids), tokenizer, SessionLimits(10**6, None, 3600.0))
+    sessions = Sessions(InstantEngine(ids), tokenizer, SessionLimits(10**6, None))
     server = Server(Endpoint(sessions), "127.0.0.1", 0)
     await server.start()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:

@@ -20,7 +20,7 @@ CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "Hello?"}]}
 
 
-LIMITS = SessionLimits(5, 100, 60.0)
+LIMITS = SessionLimits(5, 100)
 
 
 class Served:
@@ -209,10 +209,10 @@ def test_keys_bodies_and_unknown_routes(serve):
 
 
 def test_limits_of_calls_tokens_and_context(serve):
-    served = serve(["a b c d e f"] * 9, limits=SessionLimits(2, None, 60.0))
+    served = serve(["a b c d e f"] * 9, limits=SessionLimits(2, None))
     assert [served.post("/v1/chat/completions", HELLO)[0] for _ in range(3)] == [200, 200, 400]
     assert served.session.reached == "calls"
-    served = serve(["a b c d e f g h i j"] * 9, limits=SessionLimits(9, 3, 60.0))
+    served = serve(["a b c d e f g h i j"] * 9, limits=SessionLimits(9, 3))
     assert [served.post("/v1/chat/completions", HELLO)[0] for _ in range(2)] == [200, 400]
     assert served.session.reached == "tokens"
     served = serve([], longest=5)
@@ -274,9 +274,7 @@ def test_responses_that_cannot_be_sent_as_they_are(serve):
     """A tool call with half of a character, NaN, or a thousand brackets stays text."""
     deep = "[" * 2000
     calls = ['{"name": "add", "arguments": {"a": "\\ud83d"}}', '{"name": "add", "arguments": {"a": NaN}}', deep]
-    served = serve(
-        [f"<tool_call>{call}</tool_call>" for call in calls], limits=SessionLimits(9, None, 60.0), longest=9999
-    )
+    served = serve([f"<tool_call>{call}</tool_call>" for call in calls], limits=SessionLimits(9, None), longest=9999)
     for call in calls:
         status, _, body = served.post("/v1/chat/completions", {**HELLO, "tools": [TOOL]})
         assert status == 200 and call[:9] in body["choices"][0]["message"]["content"]
@@ -308,7 +306,7 @@ def test_the_same_question_again_is_a_new_sample(serve):
 
 
 def test_parallel_requests_and_choices(serve):
-    served = serve([f"answer {n}" for n in range(8)], limits=SessionLimits(50, None, 60.0))
+    served = serve([f"answer {n}" for n in range(8)], limits=SessionLimits(50, None))
 
     async def several():
         body = {**HELLO, "n": 2}

@@ -238,7 +238,7 @@ def test_plans_with_and_without_recorded_experts_are_kept_apart():
 
 
 def test_replica_without_rows_has_unknown_experts_in_its_filler():
-    """Its columns and plans are then those of the other replicas, and it makes the same collective calls."""
+    """The replica then has the same columns and plans as the others, and makes the same collective calls."""
     from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 
     columns = {"input_ids": torch.zeros(0, 5, dtype=torch.long), "input_lengths": torch.zeros(0, dtype=torch.long),

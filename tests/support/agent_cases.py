@@ -3,10 +3,10 @@
 from concurrent.futures import Future
 
 from mcore_rl.agents.parsing import hermes, llama_json, mistral, qwen_tags
-from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.models.generation.interfaces import RequestEngine, Response
 
 
-class ScriptedEngine:
+class ScriptedEngine(RequestEngine):
     """Answers requests at once, by a function from the prompt's tokens to a text.
 
     prompts: the tokens of each request.

@@ -121,10 +121,10 @@ class Response:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of one request, beside those of the run's sampling parameters.
+    """Limits of one request. The limits of the run's sampling parameters apply too.
 
     max_new_tokens: maximum number of tokens of the response; None for the run's limit.
-    stop_strings: texts that end the response, beside those of the run.
+    stop_strings: texts that end the response, in addition to the stop strings of the run.
     """
 
     max_new_tokens: int | None = None
@@ -134,8 +134,10 @@ class RequestLimits:
 NO_LIMITS = RequestLimits()
 
 
-class StreamingGeneration(GenerationInterface):
-    """A backend that returns responses one by one, on the first rank of each data-parallel replica."""
+class RequestEngine(ABC):
+    """Answers single requests, on the first rank of each data-parallel replica."""
+
+    max_sequence_length: int
 
     @abstractmethod
     def submit(
@@ -155,6 +157,14 @@ class StreamingGeneration(GenerationInterface):
                 served first.
             group: the first tokens of the prompt. Prompts with the same group may share these tokens' computation.
         """
+
+    def cancel(self, future: Future[Response]) -> None:
+        """Stop generating the response of a request, if it is not complete. The future is then cancelled."""
+        future.cancel()
+
+
+class StreamingGeneration(GenerationInterface, RequestEngine):
+    """A backend that also returns responses one by one."""
 
 
 def prompts_to_answer(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_ranks_true, broadcast_lists_in_replica
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import NO_LIMITS, RequestError, RequestLimits, Response
+from mcore_rl.models.generation.interfaces import NO_LIMITS, RequestEngine, RequestError, RequestLimits, Response
 from mcore_rl.models.generation.megatron_generation import (
     ContinuousBatch,
     MegatronGeneration,
@@ -99,7 +99,7 @@ class ServedBatch(ContinuousBatch):
         return draws
 
 
-class ServedGeneration:
+class ServedGeneration(RequestEngine):
     """Answers requests with a `MegatronGeneration`. `submit` and `cancel` may be called by any thread.
 
     weight_version: version of the weights, for responses.
@@ -131,7 +131,7 @@ class ServedGeneration:
         greedy: bool = False,
         limits: RequestLimits = NO_LIMITS,
     ) -> Future[Response]:
-        """Ask for a response; see `StreamingGeneration.submit`. Only on the first rank of a replica.
+        """Ask for a response; see `RequestEngine.submit`. Only on the first rank of a replica.
 
         `group` and `greedy` are not used: equal prompts are computed once, and `serve` decides for all requests.
         """
@@ -147,7 +147,6 @@ class ServedGeneration:
         return future
 
     def cancel(self, future: Future[Response]) -> None:
-        """Stop generating the response of a request, if it is not complete. The future is then cancelled."""
         if future.cancel():
             for number in [number for number, asked in list(self._asked.items()) if asked is future]:
                 self._asked.pop(number, None)
