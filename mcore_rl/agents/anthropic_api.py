@@ -12,7 +12,7 @@ from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill, s
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn
-from mcore_rl.models.generation.interfaces import RequestLimits
+from mcore_rl.models.generation.interfaces import RequestOptions
 
 ERRORS = {
     400: "invalid_request_error",
@@ -34,8 +34,8 @@ def request(body: dict[str, Any]) -> Asked:
     refuse_prefill(messages)
     if (longest := count_of(body, "max_tokens")) is None:
         raise BadRequest("max_tokens: is missing")
-    limits = RequestLimits(longest, stops_of(body.get("stop_sequences"), "stop_sequences"))
-    return Asked(lambda tree: tree.prompt(messages, tools), 1, limits)
+    options = RequestOptions(longest, stops_of(body.get("stop_sequences"), "stop_sequences"))
+    return Asked(lambda tree: tree.prompt(messages, tools), 1, options)
 
 
 def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

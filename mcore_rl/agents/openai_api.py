@@ -14,17 +14,18 @@ from mcore_rl.agents.messages import BadRequest, Message, from_openai
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
-from mcore_rl.models.generation.interfaces import RequestLimits
+from mcore_rl.models.generation.interfaces import RequestOptions
 
 MODEL = "policy"
 """Name of the model in `/v1/models`. Requests may name any model."""
 MOST_CHOICES = 128
+MOST_LIKELIEST = 20
+"""Maximum of `top_logprobs`, and of the `logprobs` of a completion request."""
 
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -48,7 +49,7 @@ class Asked:
 
     prompt: Callable[[SessionTree], TurnPrompt]
     count: int
-    limits: RequestLimits
+    options: RequestOptions
     seed: Any = None
 
 
@@ -65,8 +66,11 @@ def chat_request(body: dict[str, Any]) -> Asked:
     messages = from_openai(body.get("messages"))
     refuse_prefill(messages)
     longest = count_of(body, "max_completion_tokens") or count_of(body, "max_tokens")
-    limits = RequestLimits(longest, stops_of(body.get("stop"), "stop"))
-    return Asked(lambda tree: tree.prompt(messages, tools), _choices(body), limits, body.get("seed"))
+    count = count_of(body, "top_logprobs", most=MOST_LIKELIEST, least=0) or 0
+    if count and not body.get("logprobs"):
+        raise BadRequest("top_logprobs: requires logprobs=true", "top_logprobs", "invalid_value")
+    options = RequestOptions(longest, stops_of(body.get("stop"), "stop"), count)
+    return Asked(lambda tree: tree.prompt(messages, tools), _choices(body), options, body.get("seed"))
 
 
 def completion_request(body: dict[str, Any], vocabulary: int) -> Asked:
@@ -80,8 +84,9 @@ def completion_request(body: dict[str, Any], vocabulary: int) -> Asked:
         raise BadRequest("prompt: must be one text, or the token ids of one text", "prompt")
     if are_ids and not all(0 <= token < vocabulary for token in prompt):
         raise BadRequest(f"prompt: token ids must be from 0 to {vocabulary - 1}", "prompt")
-    limits = RequestLimits(count_of(body, "max_tokens") or 16, stops_of(body.get("stop"), "stop"))
-    return Asked(lambda tree: tree.prompt_of_text(prompt), _choices(body), limits, body.get("seed"))
+    count = count_of(body, "logprobs", most=MOST_LIKELIEST, least=0) or 0
+    options = RequestOptions(count_of(body, "max_tokens") or 16, stops_of(body.get("stop"), "stop"), count)
+    return Asked(lambda tree: tree.prompt_of_text(prompt), _choices(body), options, body.get("seed"))
 
 
 def refuse_prefill(messages: Sequence[Message]) -> None:
@@ -105,19 +110,17 @@ def _check_options(body: Mapping[str, Any]) -> None:
 
 
 def _choices(body: Mapping[str, Any]) -> int:
-    count = count_of(body, "n") or 1
-    if count > MOST_CHOICES:
-        raise BadRequest(f"n: must be at most {MOST_CHOICES}", "n", "invalid_value")
-    return count
+    return count_of(body, "n", most=MOST_CHOICES) or 1
 
 
-def count_of(body: Mapping[str, Any], name: str) -> int | None:
-    """Return a positive integer of a request; None if it is missing."""
+def count_of(body: Mapping[str, Any], name: str, most: int | None = None, least: int = 1) -> int | None:
+    """Return an integer of a request, at least `least` and at most `most`; None if it is missing."""
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or value < 1:
-        raise BadRequest(f"{name}: must be a positive integer, got {json.dumps(value)}", name, "invalid_value")
+    if type(value) is not int or not least <= value <= (value if most is None else most):
+        range_ = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise BadRequest(f"{name}: must be an integer {range_}, got {json.dumps(value)}", name, "invalid_value")
     return value
 
 
@@ -201,13 +204,17 @@ class ChatReply:
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
 
     def _logprobs(self, turn: Turn) -> dict[str, Any]:
-        pairs = zip(turn.response.token_ids, turn.response.logprobs, strict=True)
-        texts = ((self.tree.template.text([token]), logprob) for token, logprob in pairs)
+        sampled = zip(turn.response.token_ids, turn.response.logprobs, strict=True)
+        likeliest = turn.response.likeliest or [()] * len(turn.response.token_ids)
         content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in texts
+            {**self._of_token(*pair), "top_logprobs": [self._of_token(*other) for other in others]}
+            for pair, others in zip(sampled, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.tree.template.text([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def finish_of(turn: Turn) -> str:
@@ -267,10 +274,14 @@ class CompletionReply:
             logprobs = {
                 "tokens": tokens,
                 "token_logprobs": turn.response.logprobs,
-                "top_logprobs": None,
+                "top_logprobs": [self._texts(others) for others in turn.response.likeliest] or None,
                 "text_offset": ends[:-1],
             }
         text = self.tree.text_of(turn.response, self.call.stops)
         finish = "stop" if turn.response.ended else "length"
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})
+
+    def _texts(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the texts of tokens with their log-probabilities; of tokens with the same text, the likeliest."""
+        return {self.tree.template.text([token]): logprob for token, logprob in reversed(likeliest)}

@@ -111,7 +111,7 @@ class Endpoint:
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = openai_api.digest_of(request.url.path, body)
         return self.sessions.ask(
-            session, digest, is_retry, lambda: asked.prompt(session.tree), asked.count, asked.limits, asked.seed
+            session, digest, is_retry, lambda: asked.prompt(session.tree), asked.count, asked.options, asked.seed
         )
 
     async def _answered(

@@ -20,7 +20,7 @@ from typing import Any
 from mcore_rl.agents.messages import BadRequest, Message
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import History, SessionTree, Turn, TurnPrompt
-from mcore_rl.models.generation.interfaces import RequestEngine, RequestLimits, Response
+from mcore_rl.models.generation.interfaces import RequestEngine, RequestOptions, Response
 
 RETRY_SECONDS = 5.0
 """Time in which a client whose connection was lost may repeat its request and get the same response."""
@@ -185,7 +185,7 @@ class Sessions:
         is_retry: bool,
         make_prompt: Callable[[], TurnPrompt],
         count: int,
-        limits: RequestLimits,
+        options: RequestOptions,
         seed: Any = None,
     ) -> Call:
         """Return the call of a request: a new one, or that of the same request if a client repeats it.
@@ -216,10 +216,11 @@ class Sessions:
                 "context_length_exceeded",
             )
         session.num_calls += 1
-        call = Call(digest, prompt, limits.stop_strings, waiting=1)
+        call = Call(digest, prompt, options.stop_strings, waiting=1)
         root = tuple(prompt.parent.path[0].prompt.new_ids) if prompt.parent else ids  # all turns go to the same server
         call.asked = [
-            self.engine.submit(ids, session.sample_id_of(ids, seed), root, session.greedy, limits) for _ in range(count)
+            self.engine.submit(ids, session.sample_id_of(ids, seed), root, session.greedy, options)
+            for _ in range(count)
         ]
         call.work = asyncio.ensure_future(self._respond(session, call))
         session.calls.append(call)

@@ -4,13 +4,12 @@ import asyncio
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
-from test_endpoint import Served
+from agent_cases import Served
+from agent_runs import PYTHON
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
-PYTHON = Path(os.environ.get("AGENTS_PYTHON", ROOT / ".venv-agents" / "bin" / "python"))
 CALL = 'Let me add.<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 pytestmark = pytest.mark.agents

@@ -2,67 +2,17 @@
 
 import asyncio
 import json
-import threading
 from socket import IPPROTO_TCP
 
-import aiohttp
 import pytest
-from agent_cases import ScriptedEngine
-from chat_forms import FORMS, tokenizer_with
+from agent_cases import HELLO, Served
 
 from mcore_rl.agents import sessions as module
-from mcore_rl.agents.server import Endpoint, Server
-from mcore_rl.agents.sessions import SessionLimits, Sessions
+from mcore_rl.agents.sessions import SessionLimits
 from mcore_rl.models.generation.interfaces import RequestError
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-HELLO = {"model": "any", "messages": [{"role": "user", "content": "Hello?"}]}
-
-
-LIMITS = SessionLimits(5, 100)
-
-
-class Served:
-    """A running endpoint with one session, in an event loop of its own thread."""
-
-    def __init__(self, replies, limits=LIMITS, body_bytes=2**20, longest=400):
-        form = FORMS["qwen3"]
-        self.tokenizer = tokenizer_with(form.plain, form.eos)
-        end = self.tokenizer.convert_tokens_to_ids(form.eos)
-        self.replies = list(replies)
-        self.engine = ScriptedEngine(self.tokenizer, lambda _: self.replies.pop(0), end, longest)
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.sessions = Sessions(self.engine, self.tokenizer, limits)
-        self.server = Server(Endpoint(self.sessions, body_bytes), "127.0.0.1", 0)
-        self.run(self.server.start())
-        self.session = self.run(self.begin())
-
-    async def begin(self):
-        return self.sessions.begin(7, {"answer": "4"}, HELLO["messages"])
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=20)
-
-    def post(self, path, body, **headers):
-        """Return status, headers and body of a request."""
-        return self.run(self.request("POST", path, body, **headers))
-
-    async def request(self, method, path, body=None, key=None, timeout=10, **headers):
-        headers = {"Authorization": f"Bearer {key or self.session.key}", **headers}
-        limit = aiohttp.ClientTimeout(total=timeout)
-        async with (
-            aiohttp.ClientSession(timeout=limit) as client,
-            client.request(method, self.server.url + path, json=body, headers=headers) as answer,
-        ):
-            text = await answer.text()
-            is_json = answer.headers["content-type"].startswith("application/json")
-            return answer.status, answer.headers, json.loads(text) if is_json else text
-
-    def close(self):
-        self.run(self.server.stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 @pytest.fixture
@@ -80,7 +30,7 @@ def serve():
 
 def test_chat_completion(serve):
     served = serve([f"<think>\nHm.\n</think>\n\n{CALL}", "It is 4."])
-    body = {**HELLO, "tools": [TOOL], "logprobs": True, "return_token_ids": True, "seed": 3}
+    body = {**HELLO, "tools": [TOOL], "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "seed": 3}
     status, _, first = served.post("/v1/chat/completions", body)
     (choice,) = first["choices"]
     message = choice["message"]
@@ -89,6 +39,9 @@ def test_chat_completion(serve):
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 2}
     assert first["usage"]["completion_tokens"] == len(choice["token_ids"]) == len(choice["logprobs"]["content"])
     assert tuple(first["prompt_token_ids"]) == served.engine.prompts[0]
+    told = choice["logprobs"]["content"][0]
+    assert [other["logprob"] for other in told["top_logprobs"]] == [-0.5, -1.5] and told["logprob"] == -0.5
+    assert told["top_logprobs"][0] == {key: told[key] for key in ("token", "logprob", "bytes")}
 
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -176,8 +129,8 @@ def test_models_and_stop_strings(serve):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens: must be a positive integer"),
-        ({"n": 1000}, "n: must be at most"),
+        ({"max_tokens": 0}, "max_tokens: must be an integer of at least 1"),
+        ({"n": 1000}, "n: must be an integer from 1 to 128"),
         ({"stop": [1]}, "stop: must be a text"),
         ({"tools": "add"}, "tools: must be a list"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "malformed"),

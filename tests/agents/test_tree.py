@@ -12,6 +12,7 @@ from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.parsing import call_form_of
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import SessionTree
+from mcore_rl.models.generation.interfaces import RequestOptions
 
 TOOLS = [
     {
@@ -80,8 +81,8 @@ class Episode:
         except BadRequest:  # what the template cannot write
             return
         for _ in range(self.generator.choice([1, 1, 1, 2])):
-            limits = type("Limits", (), {"max_new_tokens": self.generator.choice([None, None, 4])})
-            response = self.engine.submit(tuple(prompt.ids), 0, limits=limits).result()
+            limits = RequestOptions(self.generator.choice([None, None, 4]))
+            response = self.engine.submit(tuple(prompt.ids), 0, options=limits).result()
             turn = self.tree.add(prompt, response, lambda: f"{self.generator.randrange(10**8):09d}")
             if self.generator.random() < 0.1:
                 self.tree.discard(turn)

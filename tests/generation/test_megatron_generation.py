@@ -241,7 +241,8 @@ def test_samples_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
     draws = 200_000
     u = uniforms(random_states(3, torch.arange(draws)), torch.full((draws,), 7))
-    tokens, logprobs, _ = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
+    draw = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
+    tokens, logprobs = draw.tokens, draw.logprobs
     counts = torch.bincount(tokens, minlength=5) / draws
     torch.testing.assert_close(counts, probabilities, atol=4e-3, rtol=0)
     torch.testing.assert_close(logprobs, probabilities.log()[tokens])
@@ -322,7 +323,7 @@ def test_the_threshold_of_a_nucleus_bit_for_bit(top_p):
 def sample_shards(logits, u, params):
     group = torch.distributed.group.WORLD
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group)
+    return sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group, 4)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +334,10 @@ def test_vocabulary_shards_give_the_same(params):
     logits = torch.randn(64, 120, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, 111:] = -torch.inf  # the vocabulary's padding
     u = uniforms(random_states(0, torch.arange(64)), torch.tensor(1))
-    tokens, logprobs, _ = sample(logits, u, params, None)
-    assert tokens.max() < 111
+    whole = sample(logits, u, params, None, 4)
+    assert whole.tokens.max() < 111 and whole.likeliest.shape == (64, 4, 2)
     for size in (2, 4):
-        for ours, ours_logprobs, _ in run_processes(sample_shards, logits, u, params, world_size=size):
-            assert torch.equal(ours, tokens)
-            torch.testing.assert_close(ours_logprobs, logprobs)
+        for ours in run_processes(sample_shards, logits, u, params, world_size=size):
+            assert torch.equal(ours.tokens, whole.tokens)
+            torch.testing.assert_close(ours.logprobs, whole.logprobs)
+            torch.testing.assert_close(ours.likeliest, whole.likeliest, atol=1e-6, rtol=0)

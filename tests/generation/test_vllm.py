@@ -415,6 +415,44 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
     assert_same_training(root / "replayed_by_vllm", root / "megatron")
 
 
+AGENT = """
+import aiohttp
+
+
+async def two_turns(session):
+    messages, headers = list(session.messages), {"Authorization": f"Bearer {session.api_key}"}
+    options = {"logprobs": True, "top_logprobs": 3, "max_tokens": 9, "stop": ["o"]}
+    said = ""
+    async with aiohttp.ClientSession() as client:
+        for _ in range(2):
+            url, body = f"{session.base_url}/chat/completions", {"messages": messages, **options}
+            async with client.post(url, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                (choice,) = (await answer.json())["choices"]
+            for token in choice["logprobs"]["content"]:
+                best = [other["logprob"] for other in token["top_logprobs"]]
+                assert len(best) == 3 and best == sorted(best, reverse=True) and token["logprob"] <= best[0] + 1e-6
+                assert token["logprob"] in best or token["logprob"] < best[-1]
+            said += choice["message"]["content"] or ""
+            answer = {"role": "assistant", "content": choice["message"]["content"] or ""}
+            messages += [answer, {"role": "user", "content": "more"}]
+    return sum(map(ord, said)) % 7 / 7
+"""
+
+
+def test_agents_ask_the_servers(root, urls):
+    """Sessions get tokens of the servers' with the trainer's log-probabilities, also ahead of training."""
+    (root / "asking.py").write_text(AGENT)
+    environment = "environment={name: agent, program: 'asking:two_turns', num_workers: 1}"
+    train(root, "agents", urls, environment, "parallel.tensor_model_parallel_size=2", processes=2)
+    for line in metrics_of(root / "agents"):
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE)
+        assert line["turns_mean"] == 2 and line["failed_fraction"] == 0 and line["response_length_max"] <= 18
+    stale = "loss.use_importance_sampling_correction=true", "grpo.max_staleness=1"
+    train(root, "agents_ahead", urls, environment, *stale)
+    assert [line["staleness_max"] for line in metrics_of(root / "agents_ahead")] == [0, 1, 1, 1]
+
+
 def test_rollouts_ahead_of_training(root, urls):
     """Each token has the log-probability that transformers computes with the weights of its version; staleness is
     bounded; prompts keep their order, and a resumed run continues with them."""

@@ -101,7 +101,8 @@ def sampled(logits, params):
     group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
     u = uniforms(random_states(0, torch.arange(len(logits))), torch.tensor(1))
-    return sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group)
+    draw = sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group)
+    return draw.tokens, draw.logprobs, draw.kept
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

@@ -35,7 +35,8 @@ def openai(url, key, stream):
                     pass
                 completion = events.get_final_completion()
         else:
-            completion = client.chat.completions.create(**options, logprobs=True, seed=3)
+            completion = client.chat.completions.create(**options, logprobs=True, top_logprobs=2, seed=3)
+            assert len(completion.choices[0].logprobs.content[0].top_logprobs) == 2
         message = completion.choices[0].message
         assert completion.usage.completion_tokens > 0
         messages.append(message)
@@ -45,7 +46,7 @@ def openai(url, key, stream):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(values["a"] + values["b"])})
     refused = []
     for wrong, options in (
-        (BadRequestError, {"top_logprobs": 2}),
+        (BadRequestError, {"top_logprobs": 21, "logprobs": True}),
         (BadRequestError, {"messages": []}),
     ):
         try:

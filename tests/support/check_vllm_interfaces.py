@@ -27,7 +27,7 @@ FIELDS = {
         "GenerateChoiceBase": (
             "finish_reason", "token_ids", "routed_experts", "sampling_mask", "weight_versions",
         ),
-        "GenerateLogProb": ("logprob",),
+        "GenerateLogProb": ("logprob", "token_id", "top_logprobs"),
     },
     "vllm/sampling_params.py": {
         "SamplingParams": (

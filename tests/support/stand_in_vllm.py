@@ -31,6 +31,13 @@ from mcore_rl.models.policy.refit_copy import HostCopy
 from mcore_rl.models.policy.refit_delta import RefusedUpdate
 
 
+def told_logprobs(token, scores, count):
+    """Return the entry of a token in a response's `logprobs`: the sampled token first, then `count` likeliest."""
+    likeliest = [token, *(other for other in scores.argsort(descending=True)[:count].tolist() if other != token)]
+    entries = [{"token_id": other, "logprob": max(float(scores[other]), -9999.0)} for other in likeliest]
+    return {**entries[0], "top_logprobs": entries}
+
+
 class Engine:
     """The model, the requests to it, and the responses from its weights."""
 
@@ -76,10 +83,10 @@ class Engine:
             with self.lock:
                 assert not self.asleep, "asked in its sleep"
                 drawn = self.draw(ids, sampling["temperature"], sampling["top_k"], generator, biases)
-                (token, logprob, mask), version = drawn, self.version
+                (token, scores, mask), version = drawn, self.version
             ids.append(token)
             masks.append(mask)
-            logprobs.append(logprob)
+            logprobs.append(told_logprobs(token, scores, sampling["logprobs"]))
             if spans and spans[-1]["version"] == version:
                 spans[-1]["end"] = index + 1
             else:
@@ -89,7 +96,7 @@ class Engine:
                 break
         choice = {
             "token_ids": ids[len(prompt) :], "finish_reason": reason, "weight_versions": spans,
-            "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+            "logprobs": {"content": logprobs},
         }  # fmt: skip
         if self.options.experts:
             choice["routed_experts"] = encode(told_experts(self.config, len(ids) - 1))
@@ -106,7 +113,7 @@ class Engine:
         scores = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept] / (temperature or 1.0))
         scores = scores.log_softmax(-1)
         token = int(torch.multinomial(scores.exp(), 1, generator=generator)) if temperature else int(scores.argmax())
-        return token, float(scores[token]), kept.tolist()
+        return token, scores, kept.tolist()
 
     # ------------------------------------------------------------ weights
 

@@ -109,6 +109,8 @@ class Response:
         an input of the model, such as the last. None if experts are not recorded.
     kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if these tokens are
         not returned.
+    likeliest: for each position, the likeliest tokens with their log-probabilities, the likeliest first, if the request
+        asks for them.
     """
 
     token_ids: list[int]
@@ -117,21 +119,24 @@ class Response:
     weight_versions: Sequence[tuple[int, int]] = ()
     routed_experts: torch.Tensor | None = None
     kept_tokens: KeptTokens | None = None
+    likeliest: Sequence[Sequence[tuple[int, float]]] = ()
 
 
 @dataclass(frozen=True)
-class RequestLimits:
-    """Limits of one request. The limits of the run's sampling parameters apply too.
+class RequestOptions:
+    """Options of one request. The limits of the run's sampling parameters apply too.
 
     max_new_tokens: maximum number of tokens of the response; None for the run's limit.
     stop_strings: texts that end the response, in addition to the stop strings of the run.
+    num_likeliest: number of the likeliest tokens at each position that are returned with the response.
     """
 
     max_new_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
+    num_likeliest: int = 0
 
 
-NO_LIMITS = RequestLimits()
+NO_OPTIONS = RequestOptions()
 
 
 class RequestEngine(ABC):
@@ -146,7 +151,7 @@ class RequestEngine(ABC):
         sample_id: int,
         group: tuple[int, ...],
         greedy: bool = False,
-        limits: RequestLimits = NO_LIMITS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Future[Response]:
         """Generate the response to one prompt in the background. Not collective.
 

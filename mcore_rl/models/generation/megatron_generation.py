@@ -7,6 +7,7 @@ pipeline-parallel ranks of a replica run the same steps. A replica runs up to `m
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
-from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
+from mcore_rl.models.generation.sampling import Draw, SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 
@@ -53,12 +54,15 @@ class SamplingBatch:
     experts: [n, layers, topk] int16, the experts of the step's input tokens; empty if experts are not recorded.
     kept: for each sequence, the tokens that the filters kept; only on the last stage, and only if kept tokens are
         returned.
+    likeliest: [n, m, 2] fp64 on the host, ids and log-probabilities of the likeliest tokens; m is what the sequences
+        ask for.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
     kept: list[list[KeptTokens]] = field(default_factory=list)
+    likeliest: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -90,6 +94,8 @@ class RunningSequence:
     """The last tokens of the response, as many as are needed to detect a stop string."""
     stop_strings: StopStrings | None = None
     """Stop strings of this sequence; None for those of the batch."""
+    num_likeliest: int = 0
+    """Number of the likeliest tokens at each position that are returned with the response."""
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
@@ -98,6 +104,14 @@ class RunningSequence:
         """Return the tokens that the filters kept at each position of the response."""
         of_steps = [step[column] for draws, column in self.places for step in draws.kept]
         return KeptTokens.concatenated(of_steps[: self.response_length])
+
+    def likeliest_tokens(self) -> list[list[tuple[int, float]]]:
+        """Return the likeliest tokens at each position of the response with their log-probabilities."""
+        of_steps = [step[column, : self.num_likeliest] for draws, column in self.places for step in draws.likeliest]
+        return [
+            [(int(token), logprob) for token, logprob in step.tolist() if logprob > -math.inf]
+            for step in of_steps[: self.response_length]
+        ]
 
     @property
     def response_length(self) -> int:
@@ -147,10 +161,6 @@ class _Look:
     tokens: platform.HostCopy | None
 
 
-# A decoding step returns the new state [3, n], the log-probabilities [n] of the sampled tokens, and the kept tokens.
-Drawn = tuple[Tensor, Tensor, Tensor | None]
-
-
 def coarse_size(size: int) -> int:
     """Round `size` up, so that only 8 different sizes remain between a power of two and the next.
 
@@ -168,11 +178,17 @@ class ReplayedStep:
 
     Args:
         next_of: function that computes the step. Its argument [3, rows] contains, for each sequence, the last token,
-            the token's position, and the seed of the random numbers. The function reads and writes `cache`.
+            the token's position, and the seed of the random numbers. The function reads and writes `cache`, and returns
+            the new state and what it has sampled.
         graphs: memory pool in which the graph is created.
     """
 
-    def __init__(self, next_of: Callable[[Tensor], Drawn], cache: SequenceCache, graphs: platform.GraphPool) -> None:
+    def __init__(
+        self,
+        next_of: Callable[[Tensor], tuple[Tensor, Draw]],
+        cache: SequenceCache,
+        graphs: platform.GraphPool,
+    ) -> None:
         self.cache, self.table, self.slots = cache, cache.table.clone(), cache.slots_of_rows.clone()
         state = self.state = self.table.new_zeros(3, len(self.table))
         self._run = graphs.recorded(lambda: next_of(state))
@@ -183,16 +199,19 @@ class ReplayedStep:
         self.slots.copy_(self.cache.slots_of_rows)
         self.cache.table, self.cache.slots_of_rows = self.table, self.slots
 
-    def __call__(self, state: Tensor) -> Drawn:
+    def __call__(self, state: Tensor) -> tuple[Tensor, Draw]:
         """Run the step for n sequences, the columns of `state` [3, n]; n may be less than the step's fixed size."""
         count = state.shape[1]
         self.state.copy_(F.pad(state, (0, len(self.table) - count)))
         try:
-            state, logprobs, kept = self._run()
+            state, draw = self._run()
         except RuntimeError as error:
             error.add_note("generation.cuda_graphs=false generates without CUDA graphs")
             raise
-        return state[:, :count].clone(), logprobs[:count].clone(), None if kept is None else kept[:count].clone()
+        parts = (draw.tokens, draw.logprobs, draw.kept, draw.likeliest)
+        tokens, logprobs, kept, likeliest = (None if part is None else part[:count].clone() for part in parts)
+        assert tokens is not None and logprobs is not None and likeliest is not None
+        return state[:, :count].clone(), Draw(tokens, logprobs, kept, likeliest)
 
 
 class ContinuousBatch:
@@ -233,6 +252,10 @@ class ContinuousBatch:
         """Whether the host reads every sampled token, because a sequence may have stop strings."""
         self.kept_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
         """Tables of kept tokens, [n, k] padded with −1, of the steps that the host has not read yet."""
+        self.likeliest_tables = deque[tuple[SamplingBatch, platform.HostCopy]]()
+        """Tables of the likeliest tokens, [n, m, 2], of the steps that the host has not read yet."""
+        self.num_likeliest = 0
+        """Number of the likeliest tokens that the next steps return for each running sequence."""
         self.steps_ahead = 0
         """Number of further steps for which the cache has room, as long as the same sequences run."""
         self.uses_graphs = uses_graphs
@@ -269,20 +292,20 @@ class ContinuousBatch:
             self._make_room()
         self.steps_ahead -= 1
         draws = self.history[-1]
-        self.state, logprobs, kept = (self.current_step or self._next)(self.state)
+        self.state, draw = (self.current_step or self._next)(self.state)
         if self.decoder.routers:
             draws.experts.append(self.decoder.routed.short())
-        self._add(self.going, self.state[0].clone(), logprobs, kept, draws)
+        self._add(self.going, draw, draws)
 
-    def _next(self, state: Int64[Tensor, "3 n"]) -> Drawn:
+    def _next(self, state: Int64[Tensor, "3 n"]) -> tuple[Tensor, Draw]:
         """Run each sequence's last token and sample its next token; only tensors on the device are used here.
 
         The rows of `state`: the last tokens, their positions, and the seeds of the random numbers.
         """
         tokens, positions, states = state.unbind()
         x = self.cache.step(tokens, positions)
-        tokens, logprobs, kept = self._sampled(x, positions + 1, states)
-        return torch.stack((tokens, positions + 1, states)), logprobs, kept
+        draw = self._sampled(x, positions + 1, states, self.num_likeliest)
+        return torch.stack((draw.tokens, positions + 1, states)), draw
 
     def _make_room(self) -> None:
         """Allocate blocks for the next steps, and arrange the cache for these steps.
@@ -311,7 +334,8 @@ class ContinuousBatch:
         lengths = [coarse_size(blocks_for(len(s) + self.steps_ahead - 1)) * BLOCK_SIZE for s in self.going]
         held += [[self.spare_block] * width] * unused
         self.cache.arrange(held, slots + [self.spare_slot] * unused, lengths + lengths[-1:] * unused, width)
-        sizes = self.cache.table.shape, tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
+        ranges = tuple((rows.stop, longest) for rows, longest in self.cache.ranges())
+        sizes = self.cache.table.shape, ranges, self.num_likeliest
         is_full = len(self.steps_by_size) == MAX_GRAPHS and sizes not in self.steps_by_size
         if self.addresses != (addresses := self.cache.addresses()) or is_full:
             self.addresses = addresses
@@ -326,19 +350,15 @@ class ContinuousBatch:
         self.steps_by_size.clear()
         self.current_step = None
 
-    def _add(
-        self,
-        sequences: Sequence[RunningSequence],
-        tokens: Int64[Tensor, " n"],
-        logprobs: Tensor,
-        kept: Tensor | None,
-        draws: SamplingBatch,
-    ) -> None:
-        """Add to `draws` the `tokens` that `sequences` sampled; then read the data of earlier steps (`_look`)."""
+    def _add(self, sequences: Sequence[RunningSequence], draw: Draw, draws: SamplingBatch) -> None:
+        """Add to `draws` what `sequences` sampled in a step; then read the data of earlier steps (`_look`)."""
+        tokens = draw.tokens
         draws.tokens.append(tokens)
-        draws.logprobs.append(logprobs)
-        if kept is not None:
-            self.kept_tables.append((draws, platform.HostCopy(kept)))
+        draws.logprobs.append(draw.logprobs)
+        if draw.kept is not None:
+            self.kept_tables.append((draws, platform.HostCopy(draw.kept)))
+        if draw.likeliest.shape[1]:
+            self.likeliest_tables.append((draws, platform.HostCopy(draw.likeliest)))
         for s in sequences:
             s.drawn += 1
         if self.params.stop_token_ids or self.has_stop_strings:
@@ -349,26 +369,33 @@ class ContinuousBatch:
         self._look(self.lag)
 
     def _sampled(
-        self, x: Float[Tensor, "n hidden"], positions: Int64[Tensor, " n"], states: Int64[Tensor, " n"]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sample tokens; return tokens [n], log-probabilities [n] fp32 and, only on the last stage, the kept tokens.
+        self,
+        x: Float[Tensor, "n hidden"],
+        positions: Int64[Tensor, " n"],
+        states: Int64[Tensor, " n"],
+        num_likeliest: int,
+    ) -> Draw:
+        """Sample a token for each sequence; the kept tokens are returned only on the last stage.
 
         Args:
             x: final hidden states of the sequences' last tokens.
             positions: positions of the sampled tokens.
             states: seeds of the sequences' random numbers.
+            num_likeliest: number of the likeliest tokens that are returned.
         """
-        topology, params, kept = self.decoder.topology, self.params, None
+        topology, params, draw = self.decoder.topology, self.params, None
         if topology.is_last_stage:
             uniform = None if params.greedy else uniforms(states, positions)
-            tokens, logprobs, kept = sample(self.decoder.logits(x), uniform, params, topology.tensor.group)
-        if topology.pipeline.size == 1:
-            return tokens, logprobs, kept
-        drawn = torch.empty(2, len(x), dtype=torch.float64, device=x.device)
-        if topology.is_last_stage:
-            drawn[0], drawn[1] = tokens, logprobs
-        torch.distributed.broadcast(drawn, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
-        return drawn[0].long(), drawn[1].float(), kept
+            logits = self.decoder.logits(x)
+            draw = sample(logits, uniform, params, topology.tensor.group, num_likeliest)
+            if topology.pipeline.size == 1:
+                return draw
+        numbers = torch.empty(len(x), 2 + 2 * num_likeliest, dtype=torch.float64, device=x.device)
+        if draw is not None:
+            numbers[:, 0], numbers[:, 1], numbers[:, 2:] = draw.tokens, draw.logprobs, draw.likeliest.flatten(1)
+        torch.distributed.broadcast(numbers, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
+        likeliest = numbers[:, 2:].reshape(len(x), num_likeliest, 2)
+        return Draw(numbers[:, 0].long(), numbers[:, 1].float(), draw.kept if draw else None, likeliest)
 
     def _look(self, lag: int) -> None:
         """Read the results of all steps except the last `lag`, and mark the sequences whose end these results show.
@@ -379,6 +406,9 @@ class ContinuousBatch:
             draws, table = self.kept_tables.popleft()
             of_step = KeptTokens.of_table(table.read())
             draws.kept.append(of_step.split([1] * len(of_step)))
+        while len(self.likeliest_tables) > lag:
+            draws, table = self.likeliest_tables.popleft()
+            draws.likeliest.append(table.read())
         while len(self.looks) > lag:
             look = self.looks.popleft()
             stopped = look.stopped.read().tolist()
@@ -398,9 +428,9 @@ class ContinuousBatch:
             states = random_states(self.params.seed, numbers[1])
             first = self._new_draws(new)
             x = torch.stack([s.prompt_state for s in new])
-            tokens, logprobs, kept = self._sampled(x, numbers[0], states)
-            self._add(new, tokens, logprobs, kept, first)
-            state = torch.stack((tokens, numbers[0], states))
+            draw = self._sampled(x, numbers[0], states, max(s.num_likeliest for s in new))
+            self._add(new, draw, first)
+            state = torch.stack((draw.tokens, numbers[0], states))
             self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
 
     def _begin(self) -> list[RunningSequence]:
@@ -471,6 +501,7 @@ class ContinuousBatch:
             state if in_order else state[:, platform.to_device(order)],
         )
         self.steps_ahead = 0
+        self.num_likeliest = max((s.num_likeliest for s in self.going), default=0)
         self._new_draws(self.going)
 
     def _new_draws(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:

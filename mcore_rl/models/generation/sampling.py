@@ -68,21 +68,39 @@ class SamplingParams:
         return 1.0 if self.greedy else self.temperature
 
 
+@dataclass(frozen=True)
+class Draw:
+    """One sampled token for each of n sequences, the same on all ranks of a tensor-parallel group.
+
+    tokens: [n] ids.
+    logprobs: [n] fp32, taken in the sampling distribution (after temperature and filters), or in the model's own
+        distribution for greedy sampling.
+    kept: [n, k] int32, the tokens that the filters kept, padded with −1; None for greedy sampling and without
+        `max_kept_tokens`.
+    likeliest: [n, m, 2] fp64, the ids and log-probabilities of the m likeliest tokens, the likeliest first; m may be 0.
+        Tokens that a filter excludes are replaced by the id −1 and the log-probability −inf.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    kept: Tensor | None
+    likeliest: Tensor
+
+
 def sample(
-    logits: Tensor, uniform: Tensor | None, params: SamplingParams, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits: Tensor,
+    uniform: Tensor | None,
+    params: SamplingParams,
+    group: ProcessGroup | None,
+    num_likeliest: int = 0,
+) -> Draw:
     """Sample one token per row; the host does not wait for the device.
 
     Args:
         logits: [n, Vp] fp32, this rank's columns of the vocabulary; −inf in the vocabulary's padding.
         uniform: [n] float64 in [0, 1); not needed for greedy sampling.
         group: the tensor-parallel group. Its ranks hold the vocabulary's columns in order.
-
-    Returns:
-        Token ids [n], their log-probabilities [n] fp32, and the kept tokens [n, k] int32, padded with −1; all are the
-        same on all ranks. Log-probabilities are taken in the sampling distribution (after temperature and filters), or
-        in the model's own distribution for greedy sampling. The kept tokens are None for greedy sampling and without
-        `max_kept_tokens`.
+        num_likeliest: number of the likeliest tokens that are returned for each row.
     """
     kept = None
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
@@ -98,7 +116,11 @@ def sample(
         tokens = _draw(logprobs, uniform, group)
     local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
     chosen = logprobs.gather(1, local[:, None])[:, 0]
-    return tokens, all_reduce(torch.where(owned, chosen, 0.0), group), kept
+    likeliest = logits.new_empty(len(logits), 0, 2, dtype=torch.float64)
+    if num_likeliest:
+        values, ids = vocab_parallel_topk(logprobs, min(num_likeliest, logits.shape[1] * group_size(group)), group)
+        likeliest = torch.stack((torch.where(values > -torch.inf, ids, -1).double(), values.double()), dim=-1)
+    return Draw(tokens, all_reduce(torch.where(owned, chosen, 0.0), group), kept, likeliest)
 
 
 def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:

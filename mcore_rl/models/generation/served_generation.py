@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_ranks_true, broadcast_lists_in_replica
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import NO_LIMITS, RequestEngine, RequestError, RequestLimits, Response
+from mcore_rl.models.generation.interfaces import NO_OPTIONS, RequestEngine, RequestError, RequestOptions, Response
 from mcore_rl.models.generation.megatron_generation import (
     ContinuousBatch,
     MegatronGeneration,
@@ -85,7 +85,8 @@ class ServedBatch(ContinuousBatch):
         if self.decoder.routers:  # the last token was not an input of the model
             experts = F.pad(sequence.experts(), (0, 0, 0, 0, 0, 1), value=-1)
         kept = sequence.kept_tokens() if self.params.keeps_mask else None
-        return Response(tokens, logprobs, sequence.ended_at is not None, routed_experts=experts, kept_tokens=kept)
+        ended, likeliest = sequence.ended_at is not None, sequence.likeliest_tokens()
+        return Response(tokens, logprobs, ended, routed_experts=experts, kept_tokens=kept, likeliest=likeliest)
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
         self._over += [s for s in sequences if s.is_over]
@@ -121,7 +122,6 @@ class ServedGeneration(RequestEngine):
         self._inbox: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._asked = dict[int, Future[Response]]()
-        self._is_open = False
 
     def submit(
         self,
@@ -129,20 +129,19 @@ class ServedGeneration(RequestEngine):
         sample_id: int,
         group: tuple[int, ...] = (),
         greedy: bool = False,
-        limits: RequestLimits = NO_LIMITS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Future[Response]:
         """Ask for a response; see `RequestEngine.submit`. Only on the first rank of a replica.
 
-        `group` and `greedy` are not used: equal prompts are computed once, and `serve` decides for all requests.
+        A request that is made before `serve` is called waits for it. `group` and `greedy` are not used: equal prompts
+        are computed once, and `serve` decides for all requests.
         """
         number, future = next(self._numbers), Future[Response]()
         asked = self.generation.params.max_new_tokens
-        limit = min(limits.max_new_tokens or asked, asked, self.max_sequence_length - len(prompt))
-        stops = [list(text.encode()) for text in limits.stop_strings]
-        lengths = [len(prompt), len(stops), *map(len, stops)]
+        limit = min(options.max_new_tokens or asked, asked, self.max_sequence_length - len(prompt))
+        stops = [list(text.encode()) for text in options.stop_strings]
+        lengths = [len(prompt), options.num_likeliest, len(stops), *map(len, stops)]
         self._asked[number] = future
-        if not self._is_open:
-            self._fail(number)
         self._inbox.put((number, [number, sample_id, limit, *lengths, *prompt, *itertools.chain(*stops)]))
         return future
 
@@ -164,16 +163,16 @@ class ServedGeneration(RequestEngine):
         params = self.generation.params
         if greedy:
             params = replace(params, temperature=0.0)
-        decoder, self._is_open = self.generation.decoder, True
-        with decoder.generating():
+        with self.generation.decoder.generating():
             batch = ServedBatch(self.generation, params)
             try:
                 self._serve(batch, params, work)
             finally:
                 batch.close()
-                self._is_open = False
                 for number in list(self._asked):
-                    self._fail(number)
+                    asked = self._asked.pop(number, None)
+                    if asked is not None and asked.set_running_or_notify_cancel():
+                        asked.set_exception(RequestError("the rollouts of the step have ended"))
 
     def _serve(self, batch: ServedBatch, params: SamplingParams, work: Future[Any] | None) -> None:
         sequences = dict[int, RunningSequence]()
@@ -193,11 +192,6 @@ class ServedGeneration(RequestEngine):
                     response.weight_versions = [(self.weight_version, len(response.token_ids))]
                     asked.set_result(response)
             self.generation.decoder.run_idle()
-
-    def _fail(self, number: int) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is not None and asked.set_running_or_notify_cancel():
-            asked.set_exception(RequestError("the rollouts of the step have ended"))
 
     def _commands(self, is_busy: bool, work: Future[Any] | None) -> Iterator[list[int]]:
         """Yield the new commands on every rank of the replica: requests, or −1 − number to cancel one."""
@@ -227,11 +221,12 @@ class ServedGeneration(RequestEngine):
 
 def _sequence(command: list[int], params: SamplingParams, tokenizer: Any) -> RunningSequence:
     """Return the sequence of a request (see `ServedGeneration.submit`)."""
-    number, sample_id, limit, size, count, *rest = command
+    number, sample_id, limit, size, num_likeliest, count, *rest = command
     lengths, rest = rest[:count], rest[count:]
     prompt, rest = rest[:size], rest[size:]
     texts = list(params.stop_strings)
     for length in lengths:
         texts.append(bytes(rest[:length]).decode())
         rest = rest[length:]
-    return RunningSequence(number, sample_id, tuple(prompt), limit, stop_strings=StopStrings(texts, tokenizer))
+    strings = StopStrings(texts, tokenizer)
+    return RunningSequence(number, sample_id, tuple(prompt), limit, stop_strings=strings, num_likeliest=num_likeliest)

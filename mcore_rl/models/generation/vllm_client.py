@@ -11,7 +11,7 @@ import json
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -136,6 +136,7 @@ class Request:
     seed: seed of the response's random numbers.
     priority: requests with a lower number are served first.
     group: leading tokens that the prompt has in common with the prompts of other requests.
+    num_likeliest: number of the likeliest tokens at each position that are returned with the response.
     """
 
     token_ids: tuple[int, ...]
@@ -143,6 +144,7 @@ class Request:
     seed: int
     priority: int
     group: tuple[int, ...]
+    num_likeliest: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,9 @@ class VLLMServer:
             )
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
+        if request.num_likeliest:
+            found = (token["top_logprobs"] for token in choice["logprobs"]["content"])
+            response.likeliest = [_likeliest(tokens, request.num_likeliest) for tokens in found]
         if self.experts is not None:
             num_tokens = len(request.token_ids) + len(response.token_ids)
             try:
@@ -258,6 +263,19 @@ class VLLMServer:
         return Answer(response, spans)
 
 
+def _likeliest(tokens: Sequence[Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
+    """Return the `count` likeliest tokens of a position; a server also lists the sampled token and excluded ones."""
+    pairs = [(_id_of(token), token["logprob"]) for token in tokens if token["logprob"] > LOWEST_LOGPROB]
+    return sorted(pairs, key=lambda pair: -pair[1])[:count]
+
+
+def _id_of(token: Mapping[str, Any]) -> int:
+    """Return the id of a token of a response's `logprobs`; older servers have it in the token's name."""
+    return int(token["token_id"]) if "token_id" in token else int(token["token"].removeprefix("token_id:"))
+
+
+LOWEST_LOGPROB = -9999.0
+"""vLLM's value for a log-probability of −∞."""
 EXCLUDING_BIAS = -100.0
 """Lowest bias that vLLM adds to a logit. It divides the probability of an id by e^100, about 10^43."""
 BIASED_IDS = 1024
@@ -276,7 +294,7 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
         "top_p": params.top_p,
         "min_p": params.min_p,
         "seed": request.seed,
-        "logprobs": 0,
+        "logprobs": request.num_likeliest,
         "ignore_eos": True,  # only the parameters below end a response
         "stop_token_ids": list(params.stop_token_ids),
         "detokenize": bool(params.stop_strings),

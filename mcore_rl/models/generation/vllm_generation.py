@@ -25,11 +25,11 @@ from mcore_rl.distributed.collectives import broadcast_result, settle
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
-    NO_LIMITS,
+    NO_OPTIONS,
     GenerationDatumSpec,
     GenerationOutputSpec,
     RequestError,
-    RequestLimits,
+    RequestOptions,
     Response,
     StreamingGeneration,
     output_of,
@@ -129,7 +129,7 @@ class VLLMGeneration(StreamingGeneration):
         sample_id: int,
         group: tuple[int, ...],
         greedy: bool = False,
-        limits: RequestLimits = NO_LIMITS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Future[Response]:
         """Start a request for one response and return the future response.
 
@@ -138,13 +138,13 @@ class VLLMGeneration(StreamingGeneration):
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
-        if limits.stop_strings:
-            params = replace(params, stop_strings=(*params.stop_strings, *limits.stop_strings))
-        asked = limits.max_new_tokens or params.max_new_tokens
+        if options.stop_strings:
+            params = replace(params, stop_strings=(*params.stop_strings, *options.stop_strings))
+        asked = options.max_new_tokens or params.max_new_tokens
         longest = min(asked, params.max_new_tokens, self.max_sequence_length - len(prompt))
         states = random_states(params.seed, torch.tensor([sample_id]))
         seed = int(uniforms(states, torch.tensor([len(prompt)])).item() * 2**53)
-        return self._pool.submit(Request(prompt, longest, seed, sample_id, group), params)
+        return self._pool.submit(Request(prompt, longest, seed, sample_id, group, options.num_likeliest), params)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -1,0 +1,73 @@
+"""Requests that arrive while the training model generates: their responses, and the likeliest tokens."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from generation_cases import LIMIT, config_of
+from generation_cases import model_path as model_path
+from small_models import and_long, make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.models.generation.interfaces import RequestOptions
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.testing.layout_check import ParallelLayout
+from mcore_rl.testing.processes import run_processes
+
+PROMPTS = [(7, 20, 33, 8), (9,), (40, 41, 42, 43, 44, 45), (7, 20, 33, 8)]
+ASKED = [RequestOptions(12, num_likeliest=3), RequestOptions(9), RequestOptions(5, num_likeliest=7), RequestOptions(1)]
+PARAMS = SamplingParams(30, temperature=0.7, seed=5)
+FILTERED = SamplingParams(30, temperature=0.7, top_k=4, seed=5)
+
+
+def serve(config, params):
+    """Return the responses to the prompts, on the first rank."""
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.served_generation import ServedGeneration
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    served = ServedGeneration(MegatronGeneration(policy.model, params, LIMIT, make_tokenizer(), 3, prefill_tokens=100))
+    work, leads = None, policy.topology.leads_replica
+
+    def ask():
+        pairs = enumerate(zip(PROMPTS, ASKED, strict=True))
+        asked = [served.submit(prompt, number, options=options) for number, (prompt, options) in pairs]
+        return [future.result(timeout=60) for future in asked]
+
+    early = served.submit(PROMPTS[0], 9, options=ASKED[0]) if leads else None  # before responses are generated
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(ask) if leads else None
+        served.serve(work)
+    assert early is None or len(early.result(timeout=0).token_ids) == ASKED[0].max_new_tokens
+    policy.shutdown()
+    return work.result() if work else None
+
+
+@pytest.mark.parametrize("params", [PARAMS, FILTERED], ids=["all", "top-k"])
+@pytest.mark.parametrize(
+    "layout",
+    and_long([ParallelLayout(), ParallelLayout(tp=2)], [ParallelLayout(pp=2), ParallelLayout(tp=2, pp=2)]),
+    ids=str,
+)
+def test_the_likeliest_tokens_are_those_of_transformers(layout, params, model_path):
+    path = model_path("llama")
+    responses = run_processes(serve, config_of(path, layout), params, world_size=layout.world_size)[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, options, response in zip(PROMPTS, ASKED, responses, strict=True):
+        ids = response.token_ids
+        assert len(ids) == options.max_new_tokens and len(response.likeliest) in (0, len(ids))
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+        logprobs = logits.log_softmax(-1)
+        sampled = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(response.logprobs), sampled, atol=1e-5, rtol=0)
+        if options.num_likeliest:
+            best = logprobs.topk(min(options.num_likeliest, params.top_k or 99))
+            found = torch.tensor([[logprob for _, logprob in step] for step in response.likeliest])
+            torch.testing.assert_close(found, best.values, atol=1e-5, rtol=0)
+            assert [[token for token, _ in step] for step in response.likeliest] == best.indices.tolist()
+        else:
+            assert not response.likeliest or not any(response.likeliest)
