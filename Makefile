@@ -187,10 +187,11 @@ test-te: install
 test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
-# Official clients of OpenAI and Anthropic, and LangChain, in an environment of their own.
+# Official clients of OpenAI and Anthropic, LangChain and verifiers, in an environment of their own.
 .venv-agents/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/pip install --quiet 'openai>=2' 'anthropic>=0.60' 'langchain-openai>=1'
+	.venv-agents/bin/pip install --quiet 'openai>=2' 'anthropic>=0.60' 'langchain-openai>=1' 'verifiers>=0.4,<0.5' uv
+	.venv-agents/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
 test-agents: install .venv-agents/installed
@@ -225,7 +226,7 @@ layouts: outputs/demo/model/config.json
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
 BENCHMARKS := start packing data prefix context_parallel logprobs delta_rule checkpoints generation requests async \
-	dpo grpo growth
+	agents sessions refit dpo grpo growth
 
 # All of them, also after one that misses a bound. Not here: bench_bf16.py and bench_simulator.py, which take longer and
 # measure no speed of this machine.

@@ -1,8 +1,11 @@
-"""Process that runs programs that are coroutine functions of Python.
+"""Process that runs programs that are coroutine functions of Python, or environments of the package `verifiers`.
 
 It reads lines of JSON from its standard input: first its configuration, then {"start": …} and {"cancel": ID}. It
-answers each session with a line {"id": ID, "reward": …} or {"id": ID, "error": TEXT}. Everything that programs print
-goes to standard error.
+answers each session with a line {"id": ID, "reward": …} or {"id": ID, "error": TEXT}. At the end of its input it
+cancels the running sessions. Everything that programs print goes to standard error.
+
+It needs only Python's standard library and the program's packages, so that it can run in another environment than the
+trainer (`environment.agent.python`).
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from mcore_rl.environments.judge_worker import end_with, take_pipes
+from mcore_rl.agents.verifiers_program import PREFIX, VerifiersProgram
+from mcore_rl.utils.parent_process import end_with, take_pipes
 
 Program = Callable[["AgentSession"], Awaitable[Any]]
 STREAM_LIMIT = 2**28
@@ -64,8 +69,22 @@ def load_program(name: str) -> Program:
     return found
 
 
+async def opened(told: Mapping[str, Any], stack: AsyncExitStack) -> Program:
+    """Return the program of a configuration; what it holds while it runs is released with `stack`.
+
+    Raises:
+        ValueError: see `load_program` and `VerifiersProgram`.
+    """
+    name = told["program"]
+    if not name.startswith(PREFIX):
+        return load_program(name)
+    program = VerifiersProgram(name.removeprefix(PREFIX), told["verifiers"])
+    await stack.enter_async_context(program.serving())
+    return program
+
+
 async def serve(program: Program, answer: Callable[[dict[str, Any]], None], commands: TextIO) -> None:
-    """Run the sessions that `commands` names, until it ends."""
+    """Run the sessions that `commands` names, until it ends; then cancel those that still run."""
     reader, tasks = asyncio.StreamReader(limit=STREAM_LIMIT), dict[str, asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
@@ -78,6 +97,10 @@ async def serve(program: Program, answer: Callable[[dict[str, Any]], None], comm
         session = AgentSession(**told["start"])
         task = tasks[session.id] = asyncio.ensure_future(_run(program, session, answer))
         task.add_done_callback(partial(_forget, tasks, session.id))
+    running = list(tasks.values())
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _forget(tasks: dict[str, asyncio.Task[None]], session_id: str, _: asyncio.Task[None]) -> None:
@@ -110,15 +133,19 @@ def main() -> None:
         answers.write(line + "\n")
         answers.flush()
 
-    try:
-        program = load_program(json.loads(commands.readline())["program"])
-    except Exception as error:
-        if not isinstance(error, ValueError):
-            traceback.print_exception(error)
-        answer({"id": None, "error": str(error) if isinstance(error, ValueError) else f"fails: {error!r}"})
-        return
-    answer({"id": None, "ready": True})
-    asyncio.run(serve(program, answer, commands))
+    asyncio.run(_work(json.loads(commands.readline()), answer, commands))
+
+
+async def _work(told: Mapping[str, Any], answer: Callable[[dict[str, Any]], None], commands: TextIO) -> None:
+    async with AsyncExitStack() as stack:
+        try:
+            program = await opened(told, stack)
+        except Exception as error:
+            if not isinstance(error, ValueError) or error.__cause__ is not None:
+                traceback.print_exception(error)
+            return answer({"id": None, "error": str(error) if isinstance(error, ValueError) else f"fails: {error!r}"})
+        answer({"id": None, "ready": True})
+        await serve(program, answer, commands)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ from mcore_rl.errors import UserError
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
 
+ENDED_AT_START = (
+    "ended when it was started; see agent.log. If environment.agent.python is set, that environment needs mcore_rl: "
+    "pip install --no-deps mcore_rl"
+)
+
 
 class ProgramError(Exception):
     """Raised if a program fails; the message continues the sentence "Its program …"."""
@@ -58,7 +63,8 @@ def programs_of(config: EnvironmentConfig, log: Path | None) -> Programs:
     """
     program = config.program
     assert program is not None, "checked by the configuration"
-    if isinstance(program, str) and ":" in program and " " not in program and "/" not in program.partition(":")[0]:
+    if config.runs_coroutines:
+        assert isinstance(program, str)
         return CoroutinePrograms(config, program, log)
     return CommandPrograms(config, shlex.split(program) if isinstance(program, str) else list(program), log)
 
@@ -156,6 +162,10 @@ class CoroutinePrograms:
 
     def __init__(self, config: EnvironmentConfig, program: str, log: Path | None) -> None:
         self.config, self.program, self.log = config, program, log
+        self.python = str(config.agent.python or sys.executable)
+        self.variables = judge_variables(config, os.environ)
+        if config.agent.python is not None:  # as in the activated environment, so that its programs are found
+            self.variables["PATH"] = os.pathsep.join([str(config.agent.python.parent), os.environ.get("PATH", "")])
         self._workers, self._choosing = list[_Worker](), asyncio.Lock()
 
     async def start(self) -> None:
@@ -164,17 +174,20 @@ class CoroutinePrograms:
 
     async def _new_worker(self) -> _Worker:
         with _open_log(self.log) as printed:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "mcore_rl.agents.program_worker", str(os.getpid())),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=printed,
-                start_new_session=True,
-                env=judge_variables(self.config, os.environ),
-                limit=STREAM_LIMIT,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(self.python, "-m", "mcore_rl.agents.program_worker", str(os.getpid())),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=printed,
+                    start_new_session=True,
+                    env=self.variables,
+                    limit=STREAM_LIMIT,
+                )
+            except OSError as error:
+                raise UserError(f"environment.agent.python: {self.python} cannot be started: {error}") from None
         worker = _Worker(process)
-        worker.tell({"program": self.program})
+        worker.tell({"program": self.program, "verifiers": self.config.agent.verifiers})
         try:
             told = await asyncio.wait_for(worker.read(), self.config.start_seconds)
         except TimeoutError:
@@ -205,9 +218,7 @@ class CoroutinePrograms:
         return told["reward"]
 
     async def close(self) -> None:
-        for worker in self._workers:
-            _kill(worker.process)
-            await worker.process.wait()
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
 
 class _Worker:
@@ -229,7 +240,7 @@ class _Worker:
     async def read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        return dict(json.loads(line)) if line else {"error": "ended when it was started; see the log"}
+        return dict(json.loads(line)) if line else {"error": ENDED_AT_START}
 
     def begin(self) -> None:
         self._reading = asyncio.ensure_future(self._read_answers())
@@ -246,6 +257,15 @@ class _Worker:
             if not future.done():
                 future.set_result({"error": "lost its process, which has ended"})
         self.answers.clear()
+
+    async def close(self) -> None:
+        """Let the process cancel its sessions and end; kill it if it does not."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), GRACE_SECONDS / 2)
+        _kill(self.process)
+        await self.process.wait()
 
     def kill_if_running(self, session_id: str) -> None:
         """Kill the process if the session's coroutine has not ended after it was cancelled."""

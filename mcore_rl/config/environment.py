@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -100,6 +100,11 @@ class AgentConfig(Section):
     """template: a request continues an earlier response only if the chat template writes this response as it was
     sampled; otherwise it begins a new row of tokens. keep: it continues the response always, also if the template
     would remove its thoughts."""
+    python: Directory | None = None
+    """Python interpreter of coroutine functions and of `verifiers`, for packages that do not fit into the run's
+    environment; there, mcore_rl needs none of its dependencies (`pip install --no-deps mcore_rl`). null: the run's."""
+    verifiers: dict[str, Any] = Field(default={})
+    """Programs `verifiers:TASKSET`: keys of verifiers' configuration `env`."""
     host: Name = "127.0.0.1"
     """Address that the endpoint listens on. Keys protect the sessions, but the connections are not encrypted."""
     port: Annotated[int, Field(ge=0, lt=2**16), BeforeValidator(refuse_bool)] = 0
@@ -116,7 +121,8 @@ class EnvironmentConfig(JudgeOptions):
     ] = "exact_match"
     """Kind of judge. agent: a program that calls the policy through HTTP and gives the reward (docs/agents.md)."""
     program: str | tuple[str, ...] | None = None
-    """agent: the program of each session: a coroutine function `module:function`, or a command."""
+    """agent: the program of each session: a coroutine function `module:function`, an environment `verifiers:TASKSET`,
+    or a command."""
     agent: AgentConfig = AgentConfig()
     """agent: limits and endpoint of the sessions."""
     rewards: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardConfig] = Field(default={})
@@ -183,6 +189,10 @@ class EnvironmentConfig(JudgeOptions):
             )
         if not is_agent and self.agent != AgentConfig():
             raise ValueError(f"agent: requires name=agent, not {name}")
+        if is_agent and not self.runs_coroutines and self.agent.python is not None:
+            raise ValueError("agent.python: has no effect on a command")
+        if self.agent.verifiers and not str(self.program).startswith("verifiers:"):
+            raise ValueError(f"agent.verifiers: requires program=verifiers:TASKSET, not {self.program}")
         if is_agent and self.max_turns > 1:
             raise ValueError("max_turns: has no effect on an agent's program; set agent.max_calls instead")
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
@@ -193,6 +203,12 @@ class EnvironmentConfig(JudgeOptions):
     def compares(self) -> bool:
         of_session = self.agent.judge is not None and self.agent.judge.compares
         return super().compares or of_session or any(reward.compares for reward in self.rewards.values())
+
+    @property
+    def runs_coroutines(self) -> bool:
+        """True if `program` is a coroutine function or an environment of verifiers, and not a command."""
+        program = self.program
+        return isinstance(program, str) and ":" in program and not re.search(r"\s|/.*:", program)
 
     @property
     def of_session(self) -> EnvironmentConfig | None:

@@ -7,55 +7,19 @@ Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} af
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import os
 import signal
 import sys
 from dataclasses import asdict, replace
-from typing import Any, TextIO
+from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, reported, step_of
 from mcore_rl.utils.console import printable
-from mcore_rl.utils.parent_process import signal_at_end_of
+from mcore_rl.utils.parent_process import end_with, take_pipes
 
 LARGEST = 3.4028234663852886e38
 """Largest float32. Rewards are trained on in this precision."""
-
-
-def end_with(parent: int) -> None:
-    """Ensure that this process ends when its parent dies, and that its process group ends when this process dies.
-
-    To end the group, a second process (the guard) waits until this process dies, and then kills the rest of the group.
-    """
-    own = os.getpid()
-    signal_at_end_of(parent)
-    if os.fork():
-        return
-    for number in (0, 1):  # the reader waits until no process has the pipe open
-        os.close(number)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    signal_at_end_of(own, signal.SIGTERM)
-    while os.getppid() == own:
-        signal.sigwait([signal.SIGTERM])
-    os.killpg(own, signal.SIGKILL)
-
-
-def take_pipes() -> tuple[TextIO, TextIO]:
-    """Return this process's standard input and output, for itself alone.
-
-    Code that this process runs, and the processes that it starts, then read an empty standard input, and print into
-    standard error.
-    """
-    pipes = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # a process that is killed has printed its lines
-    return pipes
 
 
 def main() -> None:
