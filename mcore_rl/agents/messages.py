@@ -175,6 +175,11 @@ def ids_of_calls(message: Message) -> list[str]:
 
 def text_of(message: Mapping[str, Any]) -> str:
     """Return a message as plain text for logs: its thought, its content and its tool calls."""
+    return "\n".join(f"({text})" if kind == "thought" else text for kind, text in parts_of(message))
+
+
+def parts_of(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs (kind, text) of a message: its thought, its content, and its tool calls ("call"); no empty texts."""
     thought, content = message.get("reasoning_content"), message.get("content")
     written = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
     calls = (
@@ -182,4 +187,5 @@ def text_of(message: Mapping[str, Any]) -> str:
         for call in message.get("tool_calls") or ()
         if isinstance(call, dict) and "function" in call
     )
-    return "\n".join(filter(None, (f"({thought})" if thought else "", written, *calls)))
+    parts = [("thought", str(thought or "")), ("content", written), *(("call", call) for call in calls)]
+    return [(kind, text) for kind, text in parts if text]

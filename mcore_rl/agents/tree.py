@@ -251,14 +251,53 @@ class SessionTree:
 
         The rows have the order of these turns. A turn that several rows share carries loss in the first of them.
         """
+        counted = dict.fromkeys(self.delivered(), 0)
+        return [_row(turn, counted) for turn in self._leaves()]
+
+    def _leaves(self) -> list[Turn]:
+        """Return the last turn of each row."""
         delivered = self.delivered()
         continued = {
             turn.prompt.parent
             for turn in delivered
             if turn.prompt.parent and turn.prompt.kept == len(turn.prompt.parent.response.token_ids)
         }
-        counted = dict.fromkeys(delivered, 0)
-        return [_row(turn, counted) for turn in delivered if turn not in continued]
+        return [turn for turn in delivered if turn not in continued]
+
+    def logged(self) -> list[dict[str, Any]]:
+        """Return the turns for samples.jsonl, in the order of the responses.
+
+        A turn has the index of its parent, the messages that follow the parent's, with the response as the last one,
+        the numbers of new prompt tokens and of sampled tokens, whether the response ended by itself, and the number of
+        the row in which it carries loss; null if it did not reach the program.
+        """
+        row_of = dict[Turn, int]()
+        for row, leaf in enumerate(self._leaves()):
+            for turn in leaf.path:
+                row_of.setdefault(turn, row)
+        return [self._logged(turn, row_of.get(turn) if turn.is_delivered else None) for turn in self.turns]
+
+    def _logged(self, turn: Turn, row: int | None) -> dict[str, Any]:
+        parent, messages = turn.prompt.parent, self.messages_of(turn)
+        if parent is not None:
+            before = self.messages_of(parent)
+            if messages[: len(before)] == before:
+                messages = messages[len(before) :]
+        return {
+            "parent": None if parent is None else parent.number,
+            "messages": messages,
+            "prompt_tokens": len(turn.prompt.new_ids),
+            "sampled_tokens": len(turn.response.token_ids),
+            "ended": turn.response.ended,
+            "row": row,
+        }
+
+    def messages_of(self, turn: Turn) -> list[Message]:
+        """Return the messages of a request and its response; for a request without messages, its text as a message."""
+        if turn.messages:
+            return turn.messages
+        prompt = turn.prompt.text or self.template.text(turn.prompt.ids)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": self.text_of(turn.response)}]
 
 
 def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:

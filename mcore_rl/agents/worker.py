@@ -11,7 +11,6 @@ from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.program_worker import AgentSession
 from mcore_rl.agents.programs import GRACE_SECONDS, ProgramError, programs_of
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
-from mcore_rl.agents.tree import Turn
 from mcore_rl.config import RLConfig
 from mcore_rl.distributed.collectives import settle
 from mcore_rl.distributed.topology import Topology
@@ -161,17 +160,9 @@ class AgentWorker(RolloutWorker):
             rollout.weight_versions = [pair for turn in turns for pair in turn.response.weight_versions]
             leaves = {id(turn.prompt.parent) for turn in turns}
             rollout.truncated = any(not turn.response.ended for turn in turns if id(turn) not in leaves)
-            rollout.message_log = self._messages(session, turns[-1])
-        rollout.turns = len(turns)
+            rollout.message_log = session.tree.messages_of(turns[-1])
+        rollout.turns, rollout.session = len(turns), session.tree.logged()
         rollout.reward, rollout.rewards, rollout.error = session.reward or 0.0, session.rewards, session.error
-
-    def _messages(self, session: Session, turn: Turn) -> list[dict[str, Any]]:
-        """Return the messages of a request and its response; a request without messages has a text."""
-        if turn.messages:
-            return turn.messages
-        prompt = turn.prompt.text or session.tree.template.text(turn.prompt.ids)
-        answer = session.tree.text_of(turn.response)
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     async def _judge_session(self, conversation: Conversation, session: Session) -> None:
         rollout, prompt = conversation.rollout, conversation.prompt

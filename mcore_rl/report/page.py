@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from mcore_rl.agents.messages import text_of
+from mcore_rl.agents.messages import parts_of, text_of
 from mcore_rl.report.runs import Run, Series
 from mcore_rl.run.directory import REPORT_MARK
 from mcore_rl.utils.console import size_text
@@ -163,10 +163,10 @@ def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class SampleRow:
-    """A row of the table of samples: a sample of each run, all of the same step and prompt.
+    """A row of the table of samples: samples of the same step and prompt.
 
     prompt: messages before the first response.
-    cells: the sample of each run, or None if the run has no such sample.
+    cells: the sample of each run, or None if the run has no such sample; in a report of one run, one or two samples.
     """
 
     step: int
@@ -177,39 +177,121 @@ class SampleRow:
 def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
     """Return the rows of the table of samples.
 
-    A row has the runs' samples of the same step and prompt. If a run has several samples of a step and prompt, its n-th
-    sample is in the same row as the other runs' n-th samples.
+    In a report of one run, a row has two samples of the same step and prompt. In a report of several runs, the n-th
+    samples of a step and prompt are in the same row.
     """
     rows: dict[tuple[int, str, int], SampleRow] = {}
     for column, run in enumerate(runs):
         seen = Counter[tuple[int, str]]()
         for sample in run.samples:
-            messages = [_message(message) for message in sample.get("messages") or []]
-            roles = [message["role"] for message in messages]
-            start = roles.index("assistant") if "assistant" in roles else len(roles)
-            key = (sample["step"], json.dumps(messages[:start]))
-            row = rows.setdefault((*key, seen[key]), SampleRow(sample["step"], messages[:start], [None] * len(runs)))
-            seen[key] += 1
-            row.cells[column] = {
-                "reward": _number(sample.get("reward")),
-                "facts": [
-                    f"{name.replace('_', ' ')} {text}"
-                    for name in ("advantage", "ground_truth")
-                    if (text := _fact(sample.get(name)))
-                ],
-                "parts": [f"{name} {_number(value)}" for name, value in (sample.get("rewards") or {}).items()],
-                "error": sample.get("error"),
-                "messages": messages[start:],
-            }
+            prompt, content = _of_sample(sample)
+            key = (sample["step"], json.dumps(prompt))
+            place, seen[key] = seen[key], seen[key] + 1
+            if len(runs) == 1:
+                row = rows.setdefault((*key, place // 2), SampleRow(sample["step"], prompt, []))
+                row.cells.append(content)
+            else:
+                row = rows.setdefault((*key, place), SampleRow(sample["step"], prompt, [None] * len(runs)))
+                row.cells[column] = content
     return sorted(rows.values(), key=lambda row: row.step)
+
+
+def _of_sample(sample: Mapping[str, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Return the messages of a sample before the first response, and the content of its cell."""
+    session = _session(sample.get("session"))
+    messages = [_message(message) for message in sample.get("messages") or []]
+    roles = [message["role"] for message in messages]
+    start = roles.index("assistant") if "assistant" in roles else len(roles)
+    prompt, shown = messages[:start], messages[start:]
+    if session:
+        first = session[0][0]
+        prompt, shown, first.context = first.context, [], []
+    facts = [
+        f"{name.replace('_', ' ')} {text}"
+        for name in ("advantage", "ground_truth")
+        if (text := _fact(sample.get(name)))
+    ]
+    content = {
+        "reward": _number(sample.get("reward")),
+        "facts": facts,
+        "parts": [f"{name} {_number(value)}" for name, value in (sample.get("rewards") or {}).items()],
+        "error": sample.get("error"),
+        "messages": shown,
+        "session": session,
+    }
+    return prompt, content
+
+
+@dataclass
+class TurnView:
+    """A request of an agent's session, and the response to it.
+
+    facts: numbers of tokens, and how the response ended and is trained on.
+    context: messages after those of the turn before; all messages if the turn begins a context of its own.
+    said: pairs (kind, text) of the response: its thought, its content and its tool calls.
+    is_trained: False for a response that did not reach the program.
+    branches: the contexts that continue this turn, if there are several.
+    """
+
+    facts: str
+    context: list[dict[str, str]]
+    said: list[tuple[str, str]]
+    is_trained: bool
+    branches: list[list[TurnView]] = field(default_factory=list)
+
+
+def _session(turns: Any) -> list[list[TurnView]]:
+    """Return the contexts of a session, each a list of turns of which each continues the one before."""
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        return []
+    children: dict[int | None, list[int]] = {}
+    for number, turn in enumerate(turns):
+        parent = turn.get("parent")
+        children.setdefault(parent if isinstance(parent, int) and parent < number else None, []).append(number)
+
+    def chain(number: int) -> list[TurnView]:
+        views = []
+        while True:
+            views.append(_turn(number, turns[number]))
+            following = children.get(number, [])
+            if len(following) != 1:
+                views[-1].branches = [chain(child) for child in following]
+                return views
+            (number,) = following
+
+    return [chain(root) for root in children.get(None, [])]
+
+
+def _is_turn(turn: Any) -> bool:
+    messages = turn.get("messages") if isinstance(turn, dict) else None
+    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
+
+
+def _turn(number: int, turn: Mapping[str, Any]) -> TurnView:
+    *context, reply = turn["messages"]
+    row = turn.get("row")
+    facts = [
+        f"turn {number + 1}",
+        f"{turn.get('prompt_tokens', 0):,} + {turn.get('sampled_tokens', 0):,} tokens",
+        "not delivered, not trained" if row is None else f"trained in row {row + 1}",
+        *(["cut off"] if not turn.get("ended", True) else []),
+    ]
+    said = [(kind, _shortened(text)) for kind, text in parts_of(reply)]
+    return TurnView(" · ".join(facts), [_message(message) for message in context], said, row is not None)
 
 
 def _message(message: Any) -> dict[str, str]:
     role = message.get("role", "") if isinstance(message, dict) else ""
-    text = text_of(message if isinstance(message, dict) else {"content": message})
-    if len(text) > MAX_CHARACTERS:
-        text = f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
-    return {"role": str(role), "text": text}
+    return {
+        "role": str(role),
+        "text": _shortened(text_of(message if isinstance(message, dict) else {"content": message})),
+    }
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
 
 
 def _fact(value: Any) -> str:

@@ -140,8 +140,8 @@ class RolloutCollector:
         """
         if self.recorded is not None:
             return []
-        count = min(self.config.rollouts.num_logged_samples, len(rollouts))
-        places = [i * len(rollouts) // count for i in range(count)]  # from as many prompts as possible
+        options = self.config.rollouts
+        places = logged_places(len(rollouts), options.num_generations_per_prompt, options.num_logged_samples)
         # These few samples are sent as Python objects with their texts; training data is sent as tensors.
         samples = gather_items_on_rank_zero(rollouts.own, places, self.policy.topology)
         if not self.policy.is_writer:
@@ -190,7 +190,22 @@ def _logged(rollout: Rollout, record: Mapping[str, Any]) -> dict[str, Any]:
         "weight_version": rollout.outcome.weight_version,
         **({"weight_versions": rollout.weight_versions} if len(rollout.weight_versions) > rollout.turns else {}),
         **({"rewards": rollout.rewards} if rollout.rewards else {}),
+        **({"session": rollout.session} if rollout.session else {}),
     }
+
+
+def logged_places(total: int, group: int, count: int) -> list[int]:
+    """Return the places of `count` of `total` samples: at least two of each chosen prompt, if it has two.
+
+    Args:
+        group: number of samples of each prompt; they follow each other.
+    """
+    count, prompts = min(count, total), total // group
+    if not count:
+        return []
+    of_prompt = max(min(2, group), -(-count // prompts))
+    chosen = -(-count // of_prompt)
+    return [n * prompts // chosen * group + sample for n in range(chosen) for sample in range(of_prompt)][:count]
 
 
 def staleness_metrics(outcomes: Sequence[RolloutSummary], version: int) -> dict[str, float]:

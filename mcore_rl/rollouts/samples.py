@@ -404,6 +404,8 @@ class Rollout:
     answer: str | None = None
     """Answer that the judge found in the last response."""
     further_rows: list[TokenRow] = field(default_factory=list)
+    session: list[dict[str, Any]] = field(default_factory=list)
+    """Turns of an agent's session, for samples.jsonl (`SessionTree.logged`)."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:

@@ -129,6 +129,46 @@ def test_samples_of_runs_side_by_side(tmp_path):
     assert [row.prompt[0]["text"] for row in rows] == ["2+2=", "2+2=", "3+3="]
 
 
+def turn(parent, row, *messages, **more):
+    return {"parent": parent, "messages": messages, "prompt_tokens": 9, "sampled_tokens": 4, "ended": True, "row": row,
+            **more}  # fmt: skip
+
+
+def session(answer="5"):
+    """A tool call, two answers to its result, and a second context, whose response did not arrive."""
+    asked, system = {"role": "user", "content": "2+3?"}, {"role": "system", "content": "Be short."}
+    function = {"name": "add", "arguments": {"a": 2}}
+    called = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{"function": function}]}
+    result = {"role": "tool", "content": "5"}
+    return [
+        turn(None, 0, system, asked, called),
+        turn(0, 0, result, {"role": "assistant", "content": answer}),
+        turn(0, 1, {"role": "tool", "content": "six"}, {"role": "assistant", "content": "6"}, ended=False),
+        turn(None, None, system, asked, {"role": "user", "content": "And?"}, {"role": "assistant", "content": HOSTILE}),
+    ]
+
+
+def test_sessions_are_trees(tmp_path):
+    """Two sessions of a prompt are side by side; each has its contexts, and turns with several continuations."""
+    samples = [sample(1, "6", session=session("5")), sample(1, "6", session=session("4")), sample(1, "7", prompt="?")]
+    run = write_run(tmp_path / "a", samples=samples)
+    first, other = sample_rows(read_runs([run]))
+    assert [message["text"] for message in first.prompt] == ["Be short.", "2+3?"] and len(first.cells) == 2
+    (root, second) = first.cells[0]["session"]
+    assert root[0].context == [] and root[0].said == [("thought", "Hm."), ("call", '→ add({"a": 2})')]
+    assert [branch[0].said[0][1] for branch in root[0].branches] == ["5", "6"]
+    assert root[0].facts == "turn 1 · 9 + 4 tokens · trained in row 1"
+    assert root[0].branches[1][0].facts == "turn 3 · 9 + 4 tokens · trained in row 2 · cut off"
+    assert len(second[0].context) == 3 and not second[0].is_trained and "not trained" in second[0].facts
+    assert len(other.cells) == 1 and not other.cells[0]["session"]
+    text = page(read_runs([run]))
+    assert (
+        text.count('class="branch"') == 4 and "window.hacked = 1</script>" not in text.split('id="samples"')[1][:9000]
+    )
+    for broken in ([{"messages": []}], "x", [1], [{"messages": [1], "parent": 7}]):
+        assert page(read_runs([write_run(tmp_path / "b", samples=[sample(1, "6", session=broken)])]))
+
+
 def test_text_of_samples_stays_text(tmp_path):
     written = page(read_runs([grpo(tmp_path / "<i>a", state="killed")]))
     plain = written[: written.rindex('<script type="application/json"')]
@@ -330,4 +370,28 @@ def test_in_a_browser(width, scheme, browser, tmp_path):
     assert shows(tab, other)
     assert not trouble
     assert all(url.startswith(("file:", "data:")) for url in asked)
+    tab.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [400, 1600])
+def test_sessions_in_a_browser(width, browser, tmp_path):
+    """Branches are indented, long contexts are folded, and the search finds texts in all of them."""
+    samples = [sample(1, "6", session=session("5")), sample(1, "6", session=session("4"), reward=0.0)]
+    output = write_report([write_run(tmp_path / "a", samples=samples)], tmp_path / "report.html")
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.goto(output.as_uri())
+    cells = tab.locator(".cell")
+    left, right = (cells.nth(n).bounding_box() for n in range(2))
+    assert (left["y"] == right["y"]) == (width > 700), "side by side where there is room"
+    turns = cells.nth(0).locator(".turn")
+    edges = [turns.nth(n).bounding_box()["x"] for n in range(4)]
+    assert edges[0] == edges[3] < edges[1] == edges[2]
+    assert not tab.get_by_text("And?").first.is_visible()
+    cells.nth(0).locator("summary").click()
+    assert tab.get_by_text("And?").first.is_visible()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("window.hacked") is None
+    tab.fill("#search", "six")
+    assert tab.locator(".row:visible").count() == 1
     tab.close()
