@@ -152,7 +152,7 @@ def test_replicas_divide_the_records_of_several_teachers(files):
 @pytest.mark.parametrize(
     ("students", "teachers"),
     and_long(
-        [("", "tensor_model_parallel_size: 2")], [("tensor_model_parallel_size=2", "pipeline_model_parallel_size: 2")]
+        [], [("", "tensor_model_parallel_size: 2"), ("tensor_model_parallel_size=2", "pipeline_model_parallel_size: 2")]
     ),
 )
 def test_a_run_with_teachers_in_their_own_layout_equals_one_with_the_students(students, teachers, files):

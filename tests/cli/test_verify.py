@@ -360,7 +360,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("end", ["limit", "other", "signal"])
+@pytest.mark.parametrize("end", [pytest.param("limit", marks=pytest.mark.long), "other", "signal"])
 def test_process_is_killed_with_descendants_in_other_sessions(end, tmp_path):
     signals, started = Signals.__new__(Signals), time.monotonic()
     signals.received = 0

@@ -156,6 +156,7 @@ def test_a_users_files_in_a_checkpoint_outlive_it(files, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints" / "iter_0000002").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.long
 def test_afresh_beside_a_run_only_when_told_to(files, out):
     afresh = (f"output_dir={out}", "checkpoint.resume=none", "trainer.max_steps=1")
     refused(files, out, "holds a run, which would be mixed with a new one; choose another output_dir, or", *afresh)
@@ -182,6 +183,7 @@ def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
     assert contents(tmp_path / "converted") == contents(tmp_path / "out" / "hf")
 
 
+@pytest.mark.long
 def test_what_never_comes_is_told(files, tmp_path):
     never = ("checkpoint.save_interval=7", "optimizer.warmup_steps=5", f"data.validation={files / 'other.jsonl'}")
     text = run(files, f"output_dir={tmp_path}", "checkpoint.export_hf=false", *never)

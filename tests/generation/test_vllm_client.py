@@ -252,6 +252,7 @@ def test_a_health_check_that_cannot_be_decoded_drops_the_server():
         assert len(dropped) == 1
 
 
+@pytest.mark.long
 def test_a_drop_told_slowly_does_not_delay_the_exit():
     program = """
 import time
