@@ -165,7 +165,8 @@ class CoroutinePrograms:
         self.python = str(config.agent.python or sys.executable)
         self.variables = judge_variables(config, os.environ)
         if config.agent.python is not None:  # as in the activated environment, so that its programs are found
-            self.variables["PATH"] = os.pathsep.join([str(config.agent.python.parent), os.environ.get("PATH", "")])
+            directory = str(config.agent.python.parent.absolute())
+            self.variables["PATH"] = os.pathsep.join([directory, os.environ.get("PATH", "")])
         self._workers, self._choosing = list[_Worker](), asyncio.Lock()
 
     async def start(self) -> None:

@@ -448,7 +448,8 @@ def test_agents_ask_the_servers(root, urls):
     for line in metrics_of(root / "agents"):
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE)
         assert line["turns_mean"] == 2 and line["failed_fraction"] == 0 and line["response_length_max"] <= 18
-    stale = "loss.use_importance_sampling_correction=true", "grpo.max_staleness=1"
+    corrected = "loss.use_importance_sampling_correction=true", "loss.truncated_importance_sampling_ratio=2"
+    stale = "grpo.max_staleness=1", *corrected
     train(root, "agents_ahead", urls, environment, *stale)
     assert [line["staleness_max"] for line in metrics_of(root / "agents_ahead")] == [0, 1, 1, 1]
 
