@@ -6,25 +6,31 @@ import torch
 import torch.distributed
 import torch.utils.checkpoint
 
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
 
 def checkpoint(function, *args, **kwargs):
-    """Recompute `function` in the backward pass, with the tracker's random states of the first pass."""
+    """Recompute `function` in the backward pass, with the FP8 recipe and the random states of the first pass."""
     if kwargs.pop("distribute_saved_activations", False):
         raise NotImplementedError("the stand-in does not distribute saved activations")
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("tp_group", None)
     states = tracker().get_states() if tracker else None
-    is_first = True
+    is_first, recipe = True, FP8GlobalStateManager.get_fp8_recipe()
+
+    def again(*inputs):
+        with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            return function(*inputs, **kwargs)
 
     def run(*inputs):
         nonlocal is_first
         if is_first or not tracker:
             is_first = False
-            return function(*inputs, **kwargs)
+            return again(*inputs)
         current = tracker().get_states()
         tracker().set_states(states)
         try:
-            return function(*inputs, **kwargs)
+            return again(*inputs)
         finally:
             tracker().set_states(current)
 

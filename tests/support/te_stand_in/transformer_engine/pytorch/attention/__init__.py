@@ -88,6 +88,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             inference_params=inference_params is not None,
             fp8_output=fp8_output,
         )
+        self.note_recipe()  # attention itself is never computed in FP8
         if (qkv_format or self.qkv_format) != "thd" or (attn_mask_type or self.attn_mask_type) != "padding_causal":
             raise NotImplementedError("the stand-in attends to packs (thd) with the mask padding_causal only")
         if cu_seqlens_q is None or cu_seqlens_kv is None or max_seqlen_q is None or max_seqlen_kv is None:

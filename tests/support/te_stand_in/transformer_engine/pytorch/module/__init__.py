@@ -5,9 +5,10 @@ import torch.nn.functional as F
 
 from transformer_engine import since
 from transformer_engine.pytorch.distributed import enter_column, leave_row
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, get_align_size_for_quantization, is_quantizable
 from transformer_engine.refusal import refuse
 
-from .base import Product, TransformerEngineBaseModule
+from .base import TransformerEngineBaseModule
 
 
 def normalize(x, weight, bias, eps, kind, zero_centered_gamma):
@@ -106,6 +107,7 @@ class Linear(TransformerEngineBaseModule):
         )
         self.set_sizes(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
         self.fuse_wgrad_accumulation, self.use_bias, self.return_bias = fuse_wgrad_accumulation, bias, return_bias
+        self.save_original_input = save_original_input  # of no effect on the numbers
         self.add_weight("weight", params_dtype, device, init_method, get_rng_state_tracker, rng_tracker_name)
         self.add_bias("bias", bias, params_dtype, device)
 
@@ -114,9 +116,12 @@ class Linear(TransformerEngineBaseModule):
         self.prepare_forward(inp)
         adds_bias = self.use_bias and not self.return_bias
         if self.parallel_mode == "column":
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+            if recipe is not None and self.sequence_parallel:
+                assert is_quantizable(recipe, inp), f"All-gather requires quantizable tensor, not {list(inp.shape)}"
             inp = enter_column(inp, self.tp_group, self.sequence_parallel)
         inside = self.bias if adds_bias and self.parallel_mode != "row" else None
-        out = Product.apply(inp, self.weight, inside, self.fuse_wgrad_accumulation)
+        out = self.product(inp, "weight", inside, is_first_microbatch)
         if self.parallel_mode == "row":
             out = leave_row(out, self.tp_group, self.sequence_parallel)
             out = out + self.bias if adds_bias else out
@@ -198,6 +203,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self.tp_size > 1:
             raise AssertionError("GroupedLinear has no communication between tensor-parallel ranks")
         self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         self.use_bias, self.return_bias = bias, return_bias
         for index in range(num_gemms):
             self.add_weight(
@@ -215,9 +221,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
         adds_bias = self.use_bias and not self.return_bias
         parts = [
-            Product.apply(
-                part, getattr(self, f"weight{index}"), bias if adds_bias else None, self.fuse_wgrad_accumulation
-            )
+            self.product(part, f"weight{index}", bias if adds_bias else None, is_first_microbatch)
             for index, (part, bias) in enumerate(zip(rows.split(m_splits), biases, strict=True))
         ]
         out = torch.cat(parts).view(*inp.shape[:-1], self.out_features)
@@ -261,3 +265,28 @@ if since(2, 14):
                 get_rng_state_tracker, rng_tracker_name, init_method, bias, return_bias, params_dtype, parallel_mode,
                 device, ub_overlap_rs, ub_overlap_ag, ub_name, delay_wgrad_compute, save_original_input,
             )  # fmt: skip
+
+
+class Fp8Padding(torch.nn.Module):
+    """Appends rows of zeros to each group of rows, up to a number of rows that FP8 can multiply."""
+
+    def __init__(self, num_gemms, align_size=None):
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def forward(self, inp, m_splits):
+        size = self.align_size or get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+        padded = [-(-rows // size) * size for rows in m_splits]
+        parts = [
+            F.pad(part, (0, 0, 0, rows - len(part))) for part, rows in zip(inp.split(m_splits), padded, strict=True)
+        ]
+        return torch.cat(parts), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """Removes the rows that `Fp8Padding` has appended."""
+
+    def forward(self, inp, m_splits):
+        size = self.align_size or get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+        parts = inp.split([-(-rows // size) * size for rows in m_splits])
+        return torch.cat([part[:rows] for part, rows in zip(parts, m_splits, strict=True)])

@@ -1,7 +1,11 @@
 """The base class of TE's modules: parameters and their marks, and a product that can add gradients to `main_grad`."""
 
+import pickle
+
 import torch
 import torch.nn.functional as F
+
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, check_dimensions, rounded
 
 _dummies = {}
 
@@ -18,23 +22,44 @@ def get_dummy_wgrad(shape, dtype, zero=False):
 
 
 class Product(torch.autograd.Function):
-    """x · weightᵀ (+ bias). With `fuse`, the weight's gradient is added to `main_grad`, as a fused kernel does."""
+    """x · weightᵀ (+ bias). With `fuse`, the weight's gradient is added to `main_grad`, as a fused kernel does.
+
+    With an FP8 recipe, the three products of forward and backward pass multiply values that were rounded to FP8, in
+    fp32. `rounded_weight` is the weight as the forward pass uses it, which may come from a cache.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, fuse):
-        ctx.weight, ctx.fuse = weight, fuse
-        ctx.save_for_backward(x if weight.requires_grad else None)
-        return F.linear(x, weight, bias)
+    def forward(ctx, x, weight, bias, fuse, recipe, rounded_weight):
+        ctx.weight, ctx.fuse, ctx.recipe, ctx.shape = weight, fuse, recipe, x.shape
+        if recipe is None:
+            ctx.save_for_backward(x if weight.requires_grad else None, None)
+            return F.linear(x, weight, bias)
+        check_dimensions(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rounded(rows, recipe, "input", 0) if weight.requires_grad else None, rounded_weight)
+        out = rounded(rows, recipe, "input", 1) @ rounded_weight.T
+        out = (out if bias is None else out + bias.float()).to(x.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x, rounded_weight), weight, recipe = ctx.saved_tensors, ctx.weight, ctx.recipe
         rows = grad.reshape(-1, grad.shape[-1])
         of_x = of_weight = of_bias = None
+        if recipe is not None:
+            check_dimensions(rows)
         if ctx.needs_input_grad[0]:
-            of_x = grad @ weight
+            if recipe is None:
+                of_x = grad @ weight
+            else:
+                by = rounded(weight, recipe, "weight", 0) if recipe.mxfp8() else rounded_weight
+                of_x = (rounded(rows, recipe, "gradient", 1) @ by).to(grad.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = rows.T @ x.reshape(-1, x.shape[-1])
+            if recipe is None:
+                of_weight = rows.T @ x.reshape(-1, x.shape[-1])
+            else:
+                assert len(rows) % 16 == 0, f"FP8 cannot sum over {len(rows)} rows"
+                of_weight = rounded(rows, recipe, "gradient", 0).T @ x
             if ctx.fuse:
                 weight.main_grad.add_(of_weight)
                 of_weight = None
@@ -42,23 +67,49 @@ class Product(torch.autograd.Function):
                     weight.grad_added_to_main_grad = True
                     is_zero = getattr(weight, "zero_out_wgrad", False)
                     of_weight = get_dummy_wgrad(list(weight.main_grad.shape), weight.dtype, zero=is_zero)
+            else:
+                of_weight = of_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """A module whose FP8 state is empty."""
+    """A module that multiplies in FP8 inside `fp8_autocast`, and may keep its weights in FP8 between products."""
 
     def __init__(self):
         super().__init__()
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
         self.tp_group, self.tp_size, self.sequence_parallel = None, 1, False
-        self.activation_dtype = None
+        self.activation_dtype, self._fp8_workspaces = None, {}
+
+    def product(self, x, name, bias, is_first_microbatch):
+        """Return x · weightᵀ (+ bias), where `name` is the weight's name.
+
+        In FP8, `is_first_microbatch` says whether to round the weight again or to use the last rounded one; None: round
+        it and keep nothing.
+        """
+        weight, recipe = getattr(self, name), FP8GlobalStateManager.get_fp8_recipe()
+        kept = None
+        if recipe is not None:
+            kept = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
+            if kept is None:
+                kept = rounded(weight.detach(), recipe, "weight", 1)
+                if is_first_microbatch is not None:
+                    self._fp8_workspaces[name] = kept
+        return Product.apply(x, weight, bias, self.fuse_wgrad_accumulation, recipe, kept)
+
+    def note_recipe(self):
+        """Note the recipe in force, which becomes part of checkpoints."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8 = recipe is not None
+        if self.fp8:
+            self.fp8_meta |= {"fp8_checkpoint": True, "recipe": recipe}
 
     def prepare_forward(self, inp):
         """Check an input, as TE does before each product."""
+        self.note_recipe()
         self.allow_different_data_and_param_types = False
         self.set_activation_dtype(inp)
 
@@ -77,11 +128,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
         pass
 
     def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)
+        """Return the recipe, pickled in a tensor, once the module has multiplied in FP8."""
+        if not self.fp8_meta["fp8_checkpoint"]:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(pickle.dumps({"recipe": self.fp8_meta["recipe"]})), dtype=torch.uint8)
 
     def set_extra_state(self, state):
         if torch.is_tensor(state) and state.numel():
-            raise NotImplementedError("FP8 is not implemented here, but the state has it")
+            raise NotImplementedError("the stand-in unpickles nothing, but the state holds a pickled recipe")
 
     def set_sizes(self, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel):
         """Set this rank's sizes of a linear layer."""
