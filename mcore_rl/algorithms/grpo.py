@@ -33,6 +33,7 @@ from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
 from mcore_rl.models.generation.vllm_client import BIASED_IDS
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
+from mcore_rl.models.generation.vllm_server import describe_fp8_sampling
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -240,8 +241,11 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     return exported
 
 
-FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""`generation.first_step_tolerance`, if it is not set. It covers rounding, also that of an engine's other kernels."""
+FIRST_STEP_TOLERANCE, ROUNDED_FIRST_STEP_TOLERANCE = 1e-3, 0.2
+"""`generation.first_step_tolerance`, if it is not set: in float32, and in bfloat16 or FP8.
+
+It covers rounding, also that of an engine's other kernels.
+"""
 
 SLOW_JUDGING = 0.25
 """Fraction of a step's time that judging may take. Above it, the console names the keys that shorten judging."""
@@ -588,7 +592,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """
         step, tolerance = self.config.first_update_step, self.config.generation.first_step_tolerance
         if tolerance is None:
-            tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
+            tolerance = FIRST_STEP_TOLERANCE if self.config.model.in_float32 else ROUNDED_FIRST_STEP_TOLERANCE
         same_tokens = self.has_sampling_mask or not self.config.rollouts.filters_tokens
         expected = {"logprob_error": 0.0} if same_tokens else {}
         if self.config.loss.kl_in_loss:
@@ -638,6 +642,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def print_run_description(self, done: int, steps: int) -> None:
         super().print_run_description(done, steps)
         self.steps_before = done
+        for line in describe_fp8_sampling(self.config):
+            self.say(line)
         if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
             self.say("one update per rollout: importance ratios are fixed at 1 (loss.force_on_policy_ratio)")
         if self.critic is not None:

@@ -314,8 +314,13 @@ def own_layout_key(config: TrainingConfig, key: str) -> str | None:
 
 
 def reference_config(config: DPOConfig) -> DPOConfig:
-    """Return the configuration of a reference model that has its own directory, `dpo.reference_model`."""
-    return _with_frozen(config, Path(config.dpo.reference_model or ""))
+    """Return the configuration of a reference model that has its own directory, `dpo.reference_model`.
+
+    It is computed in the policy's precision, also if that is FP8.
+    """
+    found = _with_frozen(config, Path(config.dpo.reference_model or ""))
+    precision = {"fp8": config.model.fp8, "transformer_impl": config.model.transformer_impl}
+    return found.model_copy(update={"model": found.model.model_copy(update=precision)})
 
 
 def teacher_configs(config: DistillationConfig) -> dict[str, DistillationConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -39,6 +40,10 @@ SERVER_LOGS = "vllm"
 """Directory of vLLM's logs in the output directory."""
 
 
+FP8_SCHEMES = ("fp8_per_block", "fp8_per_tensor", "fp8", "mxfp8")
+"""vLLM's online quantizations of bfloat16 weights to FP8; fp8 is the older name of fp8_per_tensor."""
+
+
 class VLLMConfig(Section):
     """vLLM's servers, which run in their own Python environment and processes (docs/rollouts.md)."""
 
@@ -60,7 +65,8 @@ class VLLMConfig(Section):
     python: Directory = Path(".venv-vllm/bin/python")
     """Python interpreter of the environment with vLLM (`make install-vllm`)."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
+    """Further arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]. With [--quantization,
+    fp8_per_block], it samples in FP8 (docs/fp8.md)."""
     weight_updates: Literal["whole", "delta"] = "whole"
     """whole: before each step, send all weights to the servers. delta: send what has changed since the last update;
     trainer and servers keep a copy of the weights in host memory for that. It saves network traffic, not time of
@@ -75,6 +81,13 @@ class VLLMConfig(Section):
         """URLs of the servers that are started with this configuration."""
         return tuple(f"http://{self.host}:{self.port + index}" for index in range(self.num_servers))
 
+    @property
+    def quantization(self) -> str | None:
+        """Scheme by which vLLM quantizes the weights that it receives (`--quantization`); None if it does not."""
+        words = [part for word in self.arguments for part in word.split("=", 1)]
+        following = [value for name, value in itertools.pairwise(words) if name in ("--quantization", "-q")]
+        return following[-1] if following else None
+
     @model_validator(mode="after")
     def _consistent(self) -> VLLMConfig:
         if len(set(self.urls)) < len(self.urls):
@@ -87,6 +100,11 @@ class VLLMConfig(Section):
         needed = self.num_servers * self.tensor_parallel_size
         if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
             raise ValueError(f"devices: must name {needed} different GPUs (num_servers x tensor_parallel_size)")
+        if self.quantization not in (None, *FP8_SCHEMES):
+            raise ValueError(
+                f"arguments: --quantization {self.quantization} cannot be applied to the bfloat16 weights that the "
+                f"trainer sends; use one of {', '.join(FP8_SCHEMES)}"
+            )
         return self
 
 
@@ -100,13 +118,13 @@ class GenerationConfig(Section):
     """End the run before an update whose `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
     first_step_tolerance: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] | None = None
     """End the run before its first update if `logprob_error`, `kl_penalty` or `probs_ratio` - 1 is larger, because the
-    weights of sampler, policy and reference are still the same. null: 0.001 in float32, 0.2 in bfloat16."""
+    weights of sampler, policy and reference are still the same. null: 0.001 in float32, 0.2 in bfloat16 and FP8."""
     offload: bool = False
     """During generation, keep the policy's tensors in host memory. megatron: all tensors except the weights. vllm: all
     tensors; the servers use the same GPUs, and sleep during scoring and training."""
     cuda_graphs: bool = True
     """megatron: on a GPU, replay the kernels of a decoding step as a CUDA graph. No effect for MoE
-    models, under tensor or pipeline parallelism, or in `deterministic` runs. For vLLM, see vllm.arguments."""
+    models, in FP8, under tensor or pipeline parallelism, or in `deterministic` runs. For vLLM, see vllm.arguments."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")
@@ -320,6 +338,21 @@ class RLConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
+    def _corrects_fp8(self) -> Self:
+        scheme = self.generation.vllm.quantization
+        if scheme is not None and not self.loss.use_importance_sampling_correction:
+            raise ValueError(
+                f"generation.vllm.arguments: with --quantization {scheme}, sampler and trainer compute different "
+                "probabilities; set loss.use_importance_sampling_correction=true and "
+                "loss.truncated_importance_sampling_ratio=2"
+            )
+        return self
+
+    @property
+    def sampler_has_blocks(self) -> bool:
+        return self.generation.vllm.quantization == "fp8_per_block"
+
+    @model_validator(mode="after")
     def _observes(self) -> Self:
         if self.loss.observation_nll_weight and self.environment.max_turns == 1:
             raise ValueError(
@@ -385,7 +418,7 @@ class RLConfig(TrainingConfig):
         """
         own = not replays and self.generation.backend == "megatron"
         same_tokens = not self.rollouts.filters_tokens or self.rollouts.sampled_at_most is not None
-        return own and self.model.dtype == "float32" and same_tokens
+        return own and self.model.in_float32 and same_tokens
 
     def is_on_policy(self, replays: bool = False) -> bool:
         """Return whether importance ratios are fixed at 1.

@@ -51,6 +51,69 @@ class LoRAConfig(Section):
     """A PEFT adapter directory to start from."""
 
 
+OWN_SCALES = {"mxfp8": "power_of_two", "tensorwise": "float32"}
+"""Form of the scales of those FP8 recipes that have only one form."""
+
+
+def _refuse_delayed(recipe: Any) -> Any:
+    if recipe == "delayed":
+        raise ValueError(
+            "delayed scaling is not supported, because its scales depend on earlier steps and would be part of "
+            "checkpoints; use blockwise, tensorwise or mxfp8"
+        )
+    return recipe
+
+
+class FP8Config(Section):
+    """FP8 for the matrix products of linear layers, by Transformer Engine, in training, evaluation and scoring; with
+    the megatron backend also in sampling. Weights, optimizer state, checkpoints and exports keep their precision.
+    Attention, norms, routers, embeddings, LM head and adapters are not computed in FP8. It applies to the policy, its
+    reference, and a critic of the same model (docs/fp8.md)."""
+
+    recipe: Annotated[Literal["blockwise", "tensorwise", "mxfp8"], BeforeValidator(_refuse_delayed)] = "blockwise"
+    """Which elements share a scale. blockwise: 1 x 128 of an activation or gradient, 128 x 128 of a weight; Hopper.
+    tensorwise: a whole tensor; results depend on packs and parallel layout. mxfp8: 32 elements; Blackwell."""
+    scales: Literal["auto", "power_of_two", "float32"] = "auto"
+    """blockwise: form of the scales. power_of_two: gradients hardly depend on the parallel layout. float32: the form of
+    vLLM on Hopper; with it, gradients depend on packs and layout. auto: float32 if vLLM samples in FP8 by blocks,
+    otherwise power_of_two. The scales of mxfp8 are powers of two, those of tensorwise float32."""
+    first_layers: Count = 0
+    """Number of layers at the start of the model that are not computed in FP8."""
+    last_layers: Count = 0
+    """Number of layers at the end of the model that are not computed in FP8."""
+
+    @model_validator(mode="after")
+    def _has_scales(self) -> FP8Config:
+        own = OWN_SCALES.get(self.recipe)
+        if own is not None and self.scales not in ("auto", own):
+            raise ValueError(f"scales: {self.recipe} always has scales in the form {own}; leave scales out")
+        return self
+
+    def with_scales(self, of_blocks: Literal["power_of_two", "float32"]) -> FP8Config:
+        """Return this section with `scales` replaced if it is auto; by `of_blocks` if the recipe is blockwise."""
+        if self.scales != "auto":
+            return self
+        return self.model_copy(update={"scales": OWN_SCALES.get(self.recipe, of_blocks)})
+
+    @property
+    def token_multiple(self) -> int:
+        """Each rank's tokens of a pack are padded to a multiple of this number.
+
+        The weight's gradient sums over the tokens in blocks of this size. Under sequence parallelism, Transformer
+        Engine before 2.14 gathers only whole blocks.
+        """
+        return {"blockwise": 128, "mxfp8": 32, "tensorwise": 16}[self.recipe]
+
+    @property
+    def size_multiple(self) -> int:
+        """Both sizes of a factor of a product must be multiples of this number: a block of MXFP8, or 16 bytes."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+    def in_fp8(self, layer: int, num_layers: int) -> bool:
+        """Return whether FP8 is used in layer number `layer` (from 0) of a model with `num_layers` layers."""
+        return self.first_layers <= layer < num_layers - self.last_layers
+
+
 class ModelConfig(Section):
     """The model: its directory, its precision, and which activations the backward pass recomputes."""
 
@@ -64,6 +127,8 @@ class ModelConfig(Section):
     """Implementation of the layers: transformer_engine, or local (PyTorch only). auto: transformer_engine if it is
     installed, there is a GPU, and the dtype is bfloat16. In float32, Transformer Engine's matrix products have only the
     precision of TF32 (about 3 digits). Both implementations use the same checkpoints."""
+    fp8: FP8Config | None = None
+    """Compute the matrix products of linear layers in FP8; requires Transformer Engine's layers."""
     head: Literal["lm", "reward"] = "lm"
     """reward: the model predicts one number per sequence, at its last token that is not padding, instead of logits."""
     trust_remote_code: bool = False
@@ -128,6 +193,28 @@ class ModelConfig(Section):
             takes_te = on_gpu and te_problem is None and not (in_float32 or simulates)
             choices["transformer_impl"] = "transformer_engine" if takes_te else "local"
         return self.model_copy(update=choices) if choices else self
+
+    def check_fp8(self, on_gpu: bool, te_problem: str | None) -> None:
+        """Raise UserError if this section, without `auto`, asks for FP8 with layers or a precision that lack it.
+
+        The arguments are those of `for_device`.
+        """
+        if self.fp8 is None:
+            return
+        if on_gpu and self.dtype == "float32":
+            raise UserError(
+                "model.fp8: requires model.dtype=bfloat16 on a GPU, because all other operations would be in float32; "
+                "set model.dtype=bfloat16, or leave model.fp8 out"
+            )
+        if self.transformer_impl == "local":
+            set_te = "set model.transformer_impl=transformer_engine"
+            remedy = set_te if te_problem is None else f"Transformer Engine {te_problem}; leave model.fp8 out"
+            raise UserError(f"model.fp8: requires Transformer Engine's layers; the local layers have no FP8; {remedy}")
+
+    @property
+    def in_float32(self) -> bool:
+        """True if no product rounds its factors to bfloat16 or FP8. Only then do all passes compute equal numbers."""
+        return self.dtype == "float32" and self.fp8 is None
 
     @property
     def begins_with_dropout(self) -> bool:
@@ -546,8 +633,17 @@ class TrainingConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
-        """Return a copy in which no value of `model` or `parallel` is `auto` any more; see `ModelConfig.for_device`."""
+        """Return a copy in which no value of `model` or `parallel` is `auto` any more; see `ModelConfig.for_device`.
+
+        Raises:
+            UserError: the model requires Transformer Engine or FP8, but the run cannot use it.
+        """
         model = self.model.for_device(on_gpu, te_problem, simulates)
+        if model.fp8 is not None:
+            of_blocks: Literal["power_of_two", "float32"] = "float32" if self.sampler_has_blocks else "power_of_two"
+            model = model.model_copy(update={"fp8": model.fp8.with_scales(of_blocks)})
+            if not simulates:
+                model.check_fp8(on_gpu, te_problem)
         return self.model_copy(update={"model": model, "parallel": self.parallel.for_device(on_gpu)})
 
     @model_validator(mode="after")
@@ -616,6 +712,11 @@ class TrainingConfig(Section):
         return False
 
     @property
+    def sampler_has_blocks(self) -> bool:
+        """True if an engine samples in FP8 with fp32 scales of blocks (`FP8Config.scales`)."""
+        return False
+
+    @property
     def max_answer_length(self) -> int | None:
         """Maximum number of tokens that the policy generates in a training sequence; None if it does not generate."""
         return None
@@ -657,6 +758,18 @@ class TrainingConfig(Section):
         """Return the largest possible number of tokens, with padding, of a record of `rows_per_unit` sequences."""
         multiple = self.parallel.sequence_multiple
         return rows_per_unit * -(-self.data.max_sequence_length // multiple) * multiple
+
+    @property
+    def pack_multiple(self) -> int:
+        """Multiple to which the length of a whole pack is padded, in tokens; 1 without FP8.
+
+        It makes the tokens of each rank that divides a pack a multiple of `FP8Config.token_multiple`.
+        """
+        fp8, parallel = self.model.fp8, self.parallel
+        if fp8 is None:
+            return 1
+        sequence_ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return fp8.token_multiple * parallel.context_parallel_size * sequence_ranks
 
     def pack_width(self, rows_per_unit: int) -> int:
         """Return the width of a pack in tokens: batch.tokens_per_pack or, if that is not set, `longest_record`.

@@ -92,6 +92,8 @@ class MicrobatchPlanner:
         rows_per_unit: number of rows that stay together in a microbatch: 2 for pairs.
         dp_size, cp_size: sizes of data and context parallelism.
         multiple: each sequence is padded to a multiple of this length (`ParallelConfig.sequence_multiple`).
+        pack_multiple: each microbatch is padded to a multiple of this number of tokens
+            (`TrainingConfig.pack_multiple`).
         one_width: pad all microbatches of a step to the same number of tokens, so that pipeline stages need not
             exchange shapes.
         attention_length: sequence length at which attention costs as much as all other operations.
@@ -108,6 +110,7 @@ class MicrobatchPlanner:
     dp_size: int = 1
     cp_size: int = 1
     multiple: int = 1
+    pack_multiple: int = 1
     one_width: bool = False
     attention_length: float = math.inf
     count_multiple: int = 1
@@ -334,12 +337,12 @@ class MicrobatchPlanner:
             selected["sample_mask"] = torch.zeros(len(rows))
         layout: PackLayout
         if self.packing and shared:
-            layout = PrefixLayout.of(tree, self.cp_size, self.multiple, common)
+            layout = PrefixLayout.of(tree, self.cp_size, self.multiple, common or self._width(units))
         elif self.packing:
-            layout = PackLayout.pack(tree.lengths, self.cp_size, self.multiple, common)
+            layout = PackLayout.pack(tree.lengths, self.cp_size, self.multiple, common or self._width(units))
         else:
             width = round_up(longest, self.multiple)
-            layout = PackLayout(tree.lengths, (width,) * len(rows), common or width * len(rows), self.cp_size)
+            layout = PackLayout(tree.lengths, (width,) * len(rows), common or self._width(units), self.cp_size)
         own = tuple(selected["input_lengths"].tolist())
         assert layout.row_lengths == own, "the layout has the rows in another order than the data"
         return Microbatch(rows, selected, layout, self.packing, counts)
@@ -347,9 +350,9 @@ class MicrobatchPlanner:
     def _width(self, units: list[PackUnit]) -> int:
         """Return the number of tokens, with padding, of a microbatch of these `units`; 0 without units."""
         if self.packing:
-            return sum(unit.tree.padded_size(self.multiple) for unit in units)
+            return round_up(sum(unit.tree.padded_size(self.multiple) for unit in units), self.pack_multiple)
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
-        return max(padded, default=0) * len(padded)
+        return round_up(max(padded, default=0) * len(padded), self.pack_multiple)
 
     def unit_sizes(self, lengths: Sequence[int], identities: Tensor | None) -> list[PackUnitSize]:
         """Divide all rows of a global batch into units, and return the units' sizes. Each unit stays in one pack.
@@ -515,6 +518,7 @@ def microbatch_planner(config: TrainingConfig, rows_per_unit: int, dp_size: int)
         dp_size=dp_size,
         cp_size=parallel.context_parallel_size,
         multiple=parallel.sequence_multiple,
+        pack_multiple=config.pack_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
         count_multiple=parallel.microbatch_multiple,
         rows_per_group=WHOLE_BATCH if config.batch.share_prefixes else 0,

@@ -141,7 +141,7 @@ class PackLayout:
     @cached_property
     def segment_of_token(self) -> Int[Tensor, " tokens"]:
         """Index of the segment that contains each token, [T]; the number of entries of `lengths` for padding."""
-        return torch.where(self._is_token, self._segment_of, len(self.lengths))
+        return torch.where(self.is_token, self._segment_of, len(self.lengths))
 
     @property
     def passages(self) -> Int[Tensor, "2 passages"]:
@@ -168,7 +168,7 @@ class PackLayout:
     @cached_property
     def predictor(self) -> Int[Tensor, " tokens"]:
         """For each token, the pack position whose hidden state predicts it, [T]; −1 for first tokens and padding."""
-        return torch.where(self._is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
+        return torch.where(self.is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
 
     def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
         """Return [N, width] pack positions of the tokens of all rows, and a mask of the tokens that exist.
@@ -216,14 +216,14 @@ class PackLayout:
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
         values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
-        return torch.where(platform.sent(self._is_token, rows.device), values, torch.as_tensor(fill, dtype=rows.dtype))
+        return torch.where(platform.sent(self.is_token, rows.device), values, torch.as_tensor(fill, dtype=rows.dtype))
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
         return self._segment_of.clamp(max=max(self.num_sequences - 1, 0)), self.offsets
 
     @cached_property
-    def _is_token(self) -> Tensor:
+    def is_token(self) -> Bool[Tensor, " tokens"]:
         """Whether each pack position holds a real token, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
         return self.offsets < lengths[self._segment_of]
@@ -361,7 +361,7 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def predictor(self) -> Int[Tensor, " tokens"]:
-        before = torch.where(self._is_token, torch.arange(self.total) - 1, -1)
+        before = torch.where(self.is_token, torch.arange(self.total) - 1, -1)
         starts = self.starts.tolist()
         for start, length, parent in zip(starts, self.lengths, self.tree.parents, strict=True):
             if length:

@@ -114,6 +114,36 @@ def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
+@cache
+def fp8_problem(recipe: str, scales: str) -> str | None:
+    """Return why this machine's GPU cannot compute with an FP8 recipe, and what to do; None if it can.
+
+    The limits are those of Transformer Engine. Without a GPU, the result is None.
+
+    Args:
+        scales: form of the scales, see `FP8Config`.
+    """
+    if not has_gpu():
+        return None
+    capability, cuda = torch.cuda.get_device_capability(), torch.version.cuda or "0.0"
+    found = f"this one has {_dotted(capability)}"
+    if capability < (8, 9):
+        return f"FP8 needs a GPU of compute capability 8.9 or higher, {found}; leave model.fp8 out"
+    if recipe == "mxfp8" and capability[0] != 10:
+        return f"mxfp8 needs a GPU of compute capability 10, {found}; set model.fp8.recipe=blockwise"
+    if recipe == "blockwise" and (capability < (9, 0) or _minor(cuda) < (12, 9)):
+        return (
+            f"blockwise needs a GPU of compute capability 9.0 or higher, and CUDA 12.9 or newer; {found}, and CUDA is "
+            f"{cuda}; set model.fp8.recipe=tensorwise"
+        )
+    if recipe == "blockwise" and scales == "float32" and capability[0] >= 10:
+        return (
+            f"with compute capability {_dotted(capability)}, Transformer Engine computes blockwise by MXFP8, whose "
+            "scales are powers of two; set model.fp8.scales=power_of_two"
+        )
+    return None
+
+
 def resolve(config: ConfigT) -> ConfigT:
     """Return `config` with each `auto` replaced by the value for this device.
 

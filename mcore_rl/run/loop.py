@@ -382,6 +382,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if policy.config.model.transformer_impl == "transformer_engine" and (warning := platform.te_warning()):
             self.say(f"warning: {warning}")
+        if fp8 := policy.describe_fp8():
+            self.say(f"FP8: {fp8}")
         if untrained := policy.describe_untrained():
             self.say(untrained)
         self.say(f"optimizer: {policy.describe_optimizer()}")

@@ -36,7 +36,7 @@ def test_the_page_is_as_written():
 
 
 def test_a_section_that_is_not():
-    with pytest.raises(UserError, match=r"--help los: no such section; sections are model, model.lora, "):
+    with pytest.raises(UserError, match=r"--help los: no such section; sections are model, model.fp8, model.lora, "):
         section_of(PROGRAMS["grpo"].config, "los")
     lines = list(as_text([section_of(PROGRAMS["grpo"].config, "grpo")]))
     assert "  num_prompts_per_step: integer = 16" in lines

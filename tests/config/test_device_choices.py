@@ -1,6 +1,7 @@
 """Tests of the values that depend on the device."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from programs import ROOT
 from small_models import make_config
 
-from mcore_rl.config import SFTConfig
+from mcore_rl.config import GRPOConfig, SFTConfig
 from mcore_rl.errors import UserError
 
 
@@ -196,3 +197,218 @@ def test_megatron_does_not_import_a_broken_transformer_engine_on_a_gpu(tmp_path)
         "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )
     assert printed(asked, tmp_path) == ["False"]
+
+
+FP8 = {"fp8": {"recipe": "blockwise"}}
+
+
+def test_fp8_has_the_form_of_scales_that_fits():
+    def scales(recipe, **changes):
+        config = config_of({"fp8": {"recipe": recipe, **changes}})
+        return config.for_device(on_gpu=True, te_problem=None, simulates=False).model.fp8.scales
+
+    assert scales("blockwise") == scales("mxfp8") == "power_of_two" and scales("tensorwise") == "float32"
+    assert scales("blockwise", scales="float32") == "float32"
+    assert config_of().for_device(on_gpu=True, te_problem=None, simulates=False).model.fp8 is None
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "message"),
+    [
+        (
+            {},
+            {"on_gpu": False},
+            "model.fp8: requires Transformer Engine's layers; .*; Transformer Engine is not instal",
+        ),
+        (
+            {},
+            {"on_gpu": True},
+            "the local layers have no FP8; Transformer Engine is not installed; leave model.fp8 out",
+        ),
+        (
+            {"transformer_impl": "local"},
+            {"on_gpu": True, "te_problem": None},
+            "the local layers have no FP8; set model.transformer_impl=transformer_engine",
+        ),
+        (
+            {"dtype": "float32"},
+            {"on_gpu": True, "te_problem": None},
+            "model.fp8: requires model.dtype=bfloat16 on a GPU",
+        ),
+        (
+            {"dtype": "float32", "transformer_impl": "transformer_engine"},
+            {"on_gpu": True, "te_problem": None},
+            "set model.dtype=bfloat16, or leave model.fp8 out",
+        ),
+    ],
+)
+def test_fp8_is_refused_without_its_layers(model, device, message):
+    config = config_of({**FP8, **model})
+    with pytest.raises(UserError, match=message):
+        config.for_device(**{"te_problem": "is not installed", "simulates": False, **device})
+    simulated = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
+    assert simulated.model.fp8.recipe == "blockwise" and simulated.model.transformer_impl == "local"
+
+
+@pytest.mark.parametrize(
+    ("fp8", "message"),
+    [
+        ({"recipe": "delayed"}, "delayed scaling is not supported, because its scales depend on earlier steps"),
+        ({"recipe": "e4m3"}, "'blockwise', 'tensorwise' or 'mxfp8'"),
+        ({"recipe": "mxfp8", "scales": "float32"}, "scales: mxfp8 always has scales in the form power_of_two"),
+        (
+            {"recipe": "tensorwise", "scales": "power_of_two"},
+            "scales: tensorwise always has scales in the form float32",
+        ),
+        ({"first_layers": -1}, "first_layers"),
+    ],
+)
+def test_fp8_sections_that_are_wrong(fp8, message):
+    with pytest.raises(ValueError, match=message):
+        config_of({"fp8": fp8})
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "fp8", "problem"),
+    [
+        (
+            (8, 0),
+            "13.0",
+            ("tensorwise", "float32"),
+            "FP8 needs a GPU of compute capability 8.9 or higher, this one has 8.0",
+        ),
+        ((8, 9), "13.0", ("tensorwise", "float32"), None),
+        ((8, 9), "13.0", ("blockwise", "float32"), "set model.fp8.recipe=tensorwise"),
+        ((9, 0), "12.8", ("blockwise", "power_of_two"), "CUDA 12.9 or newer; this one has 9.0, and CUDA is 12.8"),
+        ((9, 0), "12.9", ("blockwise", "float32"), None),
+        ((9, 0), "13.0", ("mxfp8", "power_of_two"), "mxfp8 needs a GPU of compute capability 10, this one has 9.0"),
+        ((10, 0), "13.0", ("mxfp8", "power_of_two"), None),
+        (
+            (10, 3),
+            "13.0",
+            ("blockwise", "float32"),
+            "computes blockwise by MXFP8, .*; set model.fp8.scales=power_of_two",
+        ),
+        ((10, 3), "13.0", ("blockwise", "power_of_two"), None),
+        ((12, 0), "13.0", ("mxfp8", "power_of_two"), "this one has 12.0"),
+    ],
+)
+def test_hardware_that_lacks_a_recipe(capability, cuda, fp8, problem, monkeypatch):
+    """The limits are those of Transformer Engine's sources."""
+    import torch
+
+    from mcore_rl import platform
+
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = platform.fp8_problem.__wrapped__(*fp8)
+    assert found is None if problem is None else re.search(problem, found), found
+
+
+def fits(family, fp8, parallel=None, **sizes):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    config = config_of({"dtype": "bfloat16", "transformer_impl": "local", "fp8": fp8}, parallel)
+    check_model_fits(make_config(family, **sizes), config.parallel, 64, config.model)
+
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def test_models_that_fp8_can_multiply():
+    fits("qwen3", {})
+    fits("qwen3", {}, TP2, **WIDE)
+    fits("qwen3_moe", {"recipe": "tensorwise"}, TP2, moe_intermediate_size=64)
+    fits("deep", {"first_layers": 3, "last_layers": 2}, {"pipeline_model_parallel_size": 2})
+    fits("qwen3", {"recipe": "mxfp8", "first_layers": 1}, intermediate_size=96)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "message"),
+    [
+        (
+            ("qwen3", {}, TP2),
+            {},
+            "64 columns on a process; blockwise under sequence parallelism requires a multiple of 128",
+        ),
+        (
+            ("qwen3_moe", {"recipe": "mxfp8"}),
+            {},
+            r"mlp.experts.0.\w+.weight has \d+ \w+ on a process; mxfp8 requires a multiple of 32",
+        ),
+        (
+            ("qwen3", {}),
+            {"intermediate_size": 88},
+            "mlp.down_proj.weight has 88 columns on a process; blockwise requires",
+        ),
+        (("qwen3", {}, TP2), {**WIDE, "intermediate_size": 528}, "mlp.down_proj.weight has 264 columns"),
+        (("qwen3", {"first_layers": 1, "last_layers": 1}), {}, "leave none of the model's 2 layers in FP8"),
+        (
+            ("deep", {"first_layers": 4}, {"pipeline_model_parallel_size": 2}),
+            {},
+            "model.fp8.first_layers=4: must be at most 3, the 6 layers divided by pipeline_model_parallel_size=2",
+        ),
+    ],
+)
+def test_models_that_fp8_cannot_multiply(arguments, sizes, message):
+    with pytest.raises(UserError, match=message):
+        fits(*arguments, **sizes)
+
+
+def grpo_config(arguments, loss=None, **model):
+    values = {
+        "output_dir": "out",
+        "model": {"path": "model", **model},
+        "data": {"train": "data.jsonl", "max_sequence_length": 512},
+        "loss": loss or {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
+        "generation": {"backend": "vllm", "vllm": {"arguments": arguments}},
+    }
+    return GRPOConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scheme", "scales"),
+    [
+        (["--quantization", "fp8_per_block"], "fp8_per_block", "float32"),
+        (["--quantization=fp8_per_block", "--enforce-eager"], "fp8_per_block", "float32"),
+        (["-q", "fp8"], "fp8", "power_of_two"),
+        (["--quantization", "awq", "--quantization", "mxfp8"], "mxfp8", "power_of_two"),
+        (["--max-model-len", "512"], None, "power_of_two"),
+        ([], None, "power_of_two"),
+    ],
+)
+def test_scales_follow_the_sampler(arguments, scheme, scales):
+    config = grpo_config(arguments, **FP8).for_device(on_gpu=True, te_problem=None, simulates=False)
+    assert config.generation.vllm.quantization == scheme
+    assert config.model.fp8.scales == scales
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loss", "message"),
+    [
+        (["--quantization", "awq"], None, "arguments: --quantization awq cannot be applied to the bfloat16 weights"),
+        (["--quantization", "fp8"], {"name": "clipped_pg"}, "set loss.use_importance_sampling_correction=true"),
+    ],
+)
+def test_sampling_in_fp8_is_refused_without_its_conditions(arguments, loss, message):
+    with pytest.raises(ValueError, match=message):
+        grpo_config(arguments, loss)
+
+
+def test_mismatch_of_sampler_and_trainer_is_told():
+    from mcore_rl.models.generation.vllm_server import describe_fp8_sampling
+
+    def told(arguments, loss=None, **fp8):
+        model = {"fp8": fp8} if fp8 else {}
+        config = grpo_config(arguments, loss, **model)
+        return " ".join(describe_fp8_sampling(config.for_device(on_gpu=True, te_problem=None, simulates=False)))
+
+    blocks = ["--quantization", "fp8_per_block"]
+    assert told([]) == ""
+    assert told(blocks) == told(blocks, recipe="blockwise")
+    assert "token_mult_prob_error" in told(blocks) and "warning" not in told(blocks)
+    assert "(blockwise, power_of_two)" in told(blocks, recipe="blockwise", scales="power_of_two")
+    assert "(tensorwise, float32)" in told(blocks, recipe="tensorwise")
+    assert "importance weights are not bounded" in told(blocks, {"use_importance_sampling_correction": True})

@@ -478,3 +478,16 @@ print({"torch", "transformers"} & set(sys.modules))
     for (_, _, message), line in zip(cases, told, strict=True):
         assert re.search(str(message), line), line
     assert imported == "set()"
+
+
+def test_packs_are_padded_as_a_whole():
+    """FP8 needs a multiple for all tokens of a rank, not for each sequence. Nothing is counted for the padding."""
+    data = BatchedDataDict(input_ids=torch.ones(3, 70, dtype=torch.long), input_lengths=torch.tensor([70, 25, 9]))
+    for packing, one_width in ((True, False), (True, True), (False, False)):
+        planner = MicrobatchPlanner(packing, 100, 1, 1, cp_size=2, multiple=4, pack_multiple=64, one_width=one_width)
+        layouts = [pack.layout for pack in planner.microbatches(data, 0)]
+        assert all(layout.total % 64 == 0 for layout in layouts)
+        assert sorted(n for layout in layouts for n in layout.lengths) == [9, 25, 70]
+        assert sum(int(layout.is_token.sum()) for layout in layouts) == 104
+        if packing:
+            assert all(layout.padded_lengths == tuple(-(-n // 4) * 4 for n in layout.lengths) for layout in layouts)

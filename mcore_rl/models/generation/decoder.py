@@ -470,7 +470,8 @@ class Decoder:
         # Read here, because `generating` replaces the modules that contain the sinks.
         self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = model.chunks[0].config.params_dtype
-        self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
+        self.sequence_ranks = self.topology.tensor.size if self.topology.sequence_parallel else 1
+        self.token_multiple = self.sequence_ranks * model.row_multiple
         self.in_lockstep = self.topology.expert.size > 1
         self.routers = routers_of(model) if record_experts else []
 
@@ -495,11 +496,12 @@ class Decoder:
     def can_replay(self) -> bool:
         """Whether a GPU can replay this model's steps as CUDA graphs: a step must not communicate or wait for the GPU.
 
-        In a mixture of experts, a step waits: the host reads how many tokens each expert gets.
+        In a mixture of experts, a step waits: the host reads how many tokens each expert gets. FP8 in a graph has not
+        been tried.
         """
         alone = self.topology.tensor.size == self.topology.pipeline.size == 1
         waits = isinstance(self.model.family, Mixture) or torch.are_deterministic_algorithms_enabled()
-        return platform.has_gpu() and alone and not waits
+        return platform.has_gpu() and alone and not waits and self.model.fp8 is None
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -514,6 +516,7 @@ class Decoder:
         ]
         for chunk in self.model.chunks:
             chunk.eval()
+            chunk.set_is_first_microbatch()  # the FP8 copies of the weights may be of the weights before an update
         try:
             for module in faster:
                 module.in_generation = True
@@ -559,7 +562,8 @@ class Decoder:
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the layers on `tokens` and return the final hidden states, as in `forward`.
 
-        The tokens are padded to a number that sequence parallelism can divide, and to at least one token.
+        The tokens are padded to a number that sequence parallelism can divide and FP8 can multiply, and to at least one
+        token.
         """
         count, multiple = len(tokens), self.token_multiple
         padding = max(-(-count // multiple), 1) * multiple - count
@@ -571,11 +575,14 @@ class Decoder:
             return F.pad(attend(layer, *(x[:count] for x in inputs)), (0, 0, 0, padding))
 
         self.attend = attend_real
+        pack = PackParams(qkv_format="thd", positions=positions)
+        if self.model.fp8 is not None:
+            pack.is_token = (torch.arange(len(tokens), device=tokens.device) < count).to(self.dtype)
         inputs = {
             "input_ids": tokens[None],
             "position_ids": positions[None],
             "attention_mask": None,
-            "packed_seq_params": PackParams(qkv_format="thd", positions=positions),
+            "packed_seq_params": pack,
         }
         for chunk in self.model.chunks:
             if not chunk.pre_process:
@@ -594,7 +601,7 @@ class Decoder:
 
     def _received(self, count: int) -> Tensor:
         pipeline, hidden = self.topology.pipeline, self.model.family.hidden_size
-        x = torch.empty(count // self.token_multiple, 1, hidden, dtype=self.dtype, device=platform.device())
+        x = torch.empty(count // self.sequence_ranks, 1, hidden, dtype=self.dtype, device=platform.device())
         torch.distributed.recv(x, group=pipeline.group, group_src=(pipeline.rank - 1) % pipeline.size)
         return x
 

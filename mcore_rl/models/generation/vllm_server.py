@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def server_command(config: RLConfig, port: int) -> list[str]:
             # On a processor with AMX, vLLM would choose kernels for latent attention that refuse float32.
             command += ["--attention-backend", "CPU_MLA"]
     return [*command, *vllm.arguments]
+
+
+def describe_fp8_sampling(config: RLConfig) -> Iterator[str]:
+    """Yield lines about sampling in FP8 by vLLM, with warnings of a large mismatch with the trainer."""
+    scheme, fp8 = config.generation.vllm.quantization, config.model.fp8
+    if scheme is None:
+        return
+    yield f"vLLM samples in FP8 ({scheme}); token_mult_prob_error shows how much its probabilities differ"
+    if config.loss.truncated_importance_sampling_ratio is None:
+        yield (
+            "warning: importance weights are not bounded, and FP8 makes some of them large; set "
+            "loss.truncated_importance_sampling_ratio=2"
+        )
+    if config.sampler_has_blocks and fp8 is not None and (fp8.recipe, fp8.scales) != ("blockwise", "float32"):
+        yield (
+            "warning: vLLM's FP8 has float32 scales of blocks, the trainer's has another form "
+            f"({fp8.recipe}, {fp8.scales}), so they differ more than without FP8 in training; set "
+            "model.fp8.recipe=blockwise model.fp8.scales=auto"
+        )
 
 
 class VLLMServerProcesses:

@@ -518,12 +518,15 @@ class PackParams(PackedSeqParams):
     cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
         attention. None if Transformer Engine's attention is not used, or if segments share a prefix.
     routed: the tokens that routers of experts see.
+    is_token: [T / CP], 1 for each of the rank's tokens and 0 for padding, in the model's precision. None if padding
+        need not be zero.
     """
 
     visible: AttentionPattern | None = None
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
     routed: Any = None  # RoutedTokens; `moe`, which defines it, imports this module
+    is_token: Tensor | None = None
 
 
 class PackedCausalAttention(MegatronModule):

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config.sections import FP8Config
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.megatron.attention import LayerModules, PackedCausalAttention
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.fp8 import set_scales
 from mcore_rl.models.megatron.hf_config import transformer_config
 from mcore_rl.models.megatron.layers import (
     ColumnLinear,
@@ -238,6 +240,8 @@ class ModelShard:
     """Adapters of the model. If there are adapters, only they are trained."""
     logits_bytes: float = 0.0
     """Memory for the logits of a microbatch: `model.logits_memory_gib` in bytes."""
+    fp8: FP8Config | None = None
+    """How products of linear layers are computed in FP8; None if they are not."""
 
     @property
     def vocab_size(self) -> int:
@@ -267,6 +271,13 @@ class ModelShard:
         return self.topology.expert.rank * self.experts_per_rank
 
     @property
+    def row_multiple(self) -> int:
+        """Multiple to which each rank's tokens must be padded in a pass without gradient; 1 without FP8."""
+        if self.fp8 is None:
+            return 1
+        return self.fp8.token_multiple if self.topology.sequence_parallel else self.fp8.size_multiple
+
+    @property
     def experts_per_rank(self) -> int:
         """Number of experts of a layer on each expert-parallel rank; 0 for a model without experts."""
         return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
@@ -282,6 +293,7 @@ def build_model(
     """
     memory = memory and not platform.simulates()
     family = family_of(hf)
+    model = platform.resolve(model)
     config = transformer_config(family, model, parallel)
     count = parallel.chunks_per_stage
     chunks = []
@@ -295,8 +307,9 @@ def build_model(
     # tensor-parallel ranks, which is wrong if each rank holds a different part of the weight.
     config.qk_layernorm = family.has_qk_norm
     stages = tuple(parallel.stages_of_layers(family.num_layers))
-    logits_memory = platform.resolve(model).logits_memory_gib
-    return ModelShard(chunks, family, topology, stages, logits_bytes=2**30 * float(logits_memory))
+    if (fp8 := model.fp8) is not None and not platform.simulates():
+        set_scales(fp8)
+    return ModelShard(chunks, family, topology, stages, logits_bytes=2**30 * float(model.logits_memory_gib), fp8=fp8)
 
 
 class _MaskedGradient(torch.autograd.Function):

@@ -115,15 +115,20 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
     routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []
-    uses_te = model.chunks[0].config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
+    config = model.chunks[0].config
+    uses_te = config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
     ends = [layout.cu_seqlens_padded] if uses_te else []
-    tensors = tokens, positions, *ends, *routed
+    masks = [slice_context_parallel(layout.is_token, layout, cp_rank).to(config.params_dtype)] if config.fp8 else []
+    tensors = tokens, positions, *masks, *ends, *routed
     # Transformer Engine's attention needs no index tensors; a layer that falls back to the local attention sends them.
     visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, *tensors, sends_index=not uses_te)
-    cu_seqlens, routed = (rest[0], rest[1:]) if uses_te else (None, rest)
-    params = PackParams(qkv_format="thd", visible=visible, positions=positions, cu_seqlens=cu_seqlens)
+    params = PackParams(qkv_format="thd", visible=visible, positions=positions)
+    if masks:
+        params.is_token = rest.pop(0)
+    if ends:
+        params.cu_seqlens = rest.pop(0)
     if routed:
-        params.routed = RoutedTokens(*routed)
+        params.routed = RoutedTokens(*rest)
     return {
         "input_ids": tokens[None],
         "position_ids": positions[None],

@@ -13,12 +13,15 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
+from mcore_rl.config.sections import FP8Config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
 from mcore_rl.models.megatron.families.base import LM_HEAD, REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.fp8 import fp8_fields
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, check_quantization
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
+from mcore_rl.models.megatron.weight_mapping import Mapping
 from mcore_rl.utils.model_directory import check_model_directory, missing_files
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -131,6 +134,8 @@ def check_model_fits(
         if model.moe_grouped_gemm is True and (problem := _grouped_gemm_problem(family, model, parallel)):
             raise UserError(f"model.moe_grouped_gemm: {problem}; leave model.moe_grouped_gemm out")
         _check_precision(model, parallel)
+        if model.fp8 is not None:
+            _check_fp8(family, model.fp8, parallel)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
         raise UserError(
@@ -299,6 +304,62 @@ def _cp_comm_type(family: Family, model: ModelConfig, parallel: ParallelConfig) 
     return chosen
 
 
+def _check_fp8(family: Family, fp8: FP8Config, parallel: ParallelConfig) -> None:
+    """Check that FP8 can be used for a model of this family, in this layout and on this device.
+
+    Raises:
+        UserError: the device does not support the recipe; `first_layers` or `last_layers` are too many; or a factor of
+            a product has a size that FP8 cannot divide into blocks.
+    """
+    if (problem := platform.fp8_problem(fp8.recipe, fp8.scales)) is not None:
+        raise UserError(f"model.fp8: {problem}")
+    layers, stages = family.num_layers, parallel.pipeline_model_parallel_size
+    if fp8.first_layers + fp8.last_layers >= layers:
+        raise UserError(
+            f"model.fp8: first_layers ({fp8.first_layers}) and last_layers ({fp8.last_layers}) leave none of the "
+            f"model's {layers} layers in FP8; leave model.fp8 out"
+        )
+    most = layers // stages  # Megatron's limit
+    for name, count in (("first_layers", fp8.first_layers), ("last_layers", fp8.last_layers)):
+        if count > most:
+            raise UserError(
+                f"model.fp8.{name}={count}: must be at most {most}, the {layers} layers divided by "
+                f"pipeline_model_parallel_size={stages}"
+            )
+    for mapping in family.table.values():
+        if _is_in_fp8(mapping, fp8, layers):
+            _check_sizes(mapping, fp8, parallel)
+
+
+def _is_in_fp8(mapping: Mapping, fp8: FP8Config, num_layers: int) -> bool:
+    """Return whether the parameter is the weight of a product in FP8.
+
+    These are the weights of Transformer Engine's linear layers, which tensor-parallel ranks divide. Routers and the
+    down projections of latent attention, which each rank has as a whole, are not computed in FP8.
+    """
+    section, _, rest = mapping.megatron.partition("decoder.layers.")
+    is_of_layer = not section and rest.endswith(".weight") and fp8.in_fp8(int(rest.partition(".")[0]), num_layers)
+    return is_of_layer and mapping.kind.partition_dim is not None
+
+
+def _check_sizes(mapping: Mapping, fp8: FP8Config, parallel: ParallelConfig) -> None:
+    """Raise UserError if a rank's shard of a weight has a number of rows or columns that FP8 cannot multiply."""
+    ranks = parallel.expert_tensor_size if mapping.is_expert else parallel.tensor_model_parallel_size
+    gathers = parallel.sequence_parallel and not mapping.is_expert
+    for dimension, size in enumerate(mapping.kind.shard_shape(mapping.parts, ranks)):
+        # Under sequence parallelism, ranks gather rows of this size in FP8: inputs of column-parallel layers, and
+        # gradients of the outputs of row-parallel layers.
+        whole_blocks = gathers and dimension != mapping.kind.partition_dim
+        multiple = fp8.token_multiple if whole_blocks else fp8.size_multiple
+        if size % multiple:
+            remedy = "parallel.sequence_parallel or model.fp8" if whole_blocks else "model.fp8"
+            raise UserError(
+                f"model.fp8: {mapping.parts[0].name} has {size} {('rows', 'columns')[dimension]} on a process; "
+                f"{fp8.recipe}{' under sequence parallelism' if whole_blocks else ''} requires a multiple of "
+                f"{multiple}; leave {remedy} out"
+            )
+
+
 def _adapts_experts(family: Family, lora: LoRAConfig | None) -> bool:
     return lora is not None and any(map(is_expert_target, lora_of(lora, family).target_modules))
 
@@ -357,6 +418,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         bias_dropout_fusion=platform.has_gpu(),
         masked_softmax_fusion=False,
         **_recomputation(model),
+        **fp8_fields(model),
     )
     # Set after the configuration's own checks, which accept only Transformer Engine's activations.
     config.use_te_activation_func = True

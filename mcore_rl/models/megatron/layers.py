@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.fp8 import keep_padding_zero
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -176,6 +177,8 @@ class PackLayer(TransformerLayer):
     def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rope = rope
+        if self.config.fp8:
+            keep_padding_zero(self)
 
     def forward(self, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any) -> Any:
         if self.rope is not None:

@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath, bias_of_first_rank
 from mcore_rl.models.megatron.parallel_state import process_groups
 
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -176,6 +176,11 @@ class PackMoELayer(MoELayer):
             self.router.pack = pack
             return forward(hidden_states, *args, **kwargs)
 
+        if self.config.fp8:
+            # Megatron's own function would recompute without FP8: the backward pass runs outside of FP8's context.
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(recompute, False, get_cuda_rng_tracker, process_groups().tp, hidden_states)
         return checkpoint(recompute, False, hidden_states)
 
 
@@ -221,6 +226,10 @@ class Router(TopKRouter):
         self.recorded = None if self.training else chosen
         spread = torch.zeros_like(logits).scatter(1, chosen, self._weights(logits, chosen))
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        if tokens is not None and self.config.fp8:
+            # Equal rows of padding would all choose the same experts.
+            routing_map = routing_map & (tokens.segment < len(tokens.weight) - 1)[:, None]
+            spread = spread * routing_map
         # A pass without gradient is an evaluation or the first pass of a recomputation. The second pass is counted.
         if self.load is not None and tokens is not None and self.training and torch.is_grad_enabled():
             spread = _AttachedLoss.apply(spread, self._auxiliary_loss(logits, routing_map, tokens, self.load))

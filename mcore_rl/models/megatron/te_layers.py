@@ -49,7 +49,22 @@ def te_config(config: TransformerConfig) -> TransformerConfig:
     return built
 
 
-class TELinearMixin:
+class StatelessMixin:
+    """A module of Transformer Engine whose part of a checkpoint is empty, also in FP8.
+
+    The FP8 recipes in use keep no state. Transformer Engine before 2.20 nevertheless writes a pickled recipe, and all
+    versions unpickle what a checkpoint contains, which could run code.
+    """
+
+    def get_extra_state(self) -> Tensor:
+        """Return an empty tensor."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore the state in a checkpoint."""
+
+
+class TELinearMixin(StatelessMixin):
     """A linear layer of Transformer Engine. It is built with `te_config` and may have adapters.
 
     adapter: the adapter, or a list of the experts' adapters. None or an empty list if there are no adapters.
@@ -99,6 +114,10 @@ class TENormedRowLinear(PostNormMixin, TERowLinear):
     """`TERowLinear`, followed by a norm."""
 
 
+class TEAttention(StatelessMixin, TEDotProductAttention):
+    """Transformer Engine's attention."""
+
+
 class TEPackedCausalAttention(PackedCausalAttention):
     """Computes attention by Transformer Engine, or by the local attention where Transformer Engine does not support it.
 
@@ -117,7 +136,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, window=window, sinks=sinks, **kwargs)
-        self.te_attention = TEDotProductAttention(config, layer_number, attn_mask_type, attention_type, **kwargs)
+        self.te_attention = TEAttention(config, layer_number, attn_mask_type, attention_type, **kwargs)
 
     def forward(
         self,
@@ -153,6 +172,13 @@ class TEGroupedLinearMixin(TELinearMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.adapter = torch.nn.ModuleList()
+
+    def _decode_extra_state(self, state: Any) -> None:
+        """Ignore the state in a checkpoint. Megatron's wrapper would unpickle it when it merges the experts' states."""
+
+    def _split_extra_state(self, state: Tensor) -> list[Tensor]:
+        """Return the empty state of each expert, for a checkpoint."""
+        return [state] * self.num_gemms  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, Any]:
         output, bias = super().forward(rows, counts)  # type: ignore[misc]

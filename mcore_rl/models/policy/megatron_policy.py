@@ -31,6 +31,7 @@ from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import LossHead
+from mcore_rl.models.megatron.fp8 import release_fp8_copies
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, in_precision, write_hf_directory
 from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import export_adapters
@@ -118,6 +119,7 @@ class TrainingMemory:
 
     def offload_all(self) -> int:
         """Offload the training state and move the weights to the host; return the number of bytes freed."""
+        release_fp8_copies(self.chunks)
         return self.offload_training_state() + self.weights.offload(self.parameters())
 
 

@@ -33,6 +33,7 @@ from mcore_rl.models.megatron.forward_step import (
     hidden_of_rows,
     run_microbatches,
 )
+from mcore_rl.models.megatron.fp8 import describe_fp8
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of
@@ -136,6 +137,11 @@ class ScoringModel:
         notes = heads if model.head == "lm" and has_separate_head(model.path, model.trust_remote_code) else []
         layout = [self.describe_layout()] if self.has_own_layout else []
         return ", ".join((str(model.path), size, layers, *mixers, *notes, *layout))
+
+    def describe_fp8(self) -> str | None:
+        """Describe in one line how products are computed in FP8; None if they are not."""
+        fp8 = self.model.fp8
+        return None if fp8 is None else describe_fp8(fp8, self.model.family.num_layers, self.config.pack_multiple)
 
     def describe_logits(self) -> str | None:
         """Describe in one line whether logits are kept for the backward pass; None for a reward model."""
