@@ -131,3 +131,7 @@ DTYPE = Choice(
     | {name: {"model.dtype": "float32"} for name in ("float32", "fp32", "torch.float32")}
     | {"auto": {"model.dtype": "auto"}}
 )
+FP8_RECIPE = Choice(
+    {name: {"model.fp8.recipe": name} for name in ("blockwise", "tensorwise", "mxfp8")}
+    | {"delayed": "delayed scaling does not exist here; choose a model.fp8.recipe"}
+)

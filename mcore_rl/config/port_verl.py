@@ -6,6 +6,7 @@ from typing import Any
 
 from mcore_rl.config.port_rules import (
     DTYPE,
+    FP8_RECIPE,
     SCHEDULE,
     Choice,
     Given,
@@ -136,6 +137,7 @@ def _server_options(value: Any, given: Given) -> Outcome:
         ("--max-model-len", given(f"{ROLLOUT}.max_model_len")),
         ("--max-num-seqs", given(f"{ROLLOUT}.max_num_seqs")),
         ("--max-num-batched-tokens", given(f"{ROLLOUT}.max_num_batched_tokens")),
+        ("--quantization", {"fp8": "fp8_per_block"}.get(given(f"{ROLLOUT}.quantization"))),
     ]
     words = [word for option, setting in options if setting is not None for word in (option, str(setting))]
     return {"generation.vllm.arguments": [*words, *["--enforce-eager"] * (given(f"{ROLLOUT}.enforce_eager") is True)]}
@@ -291,6 +293,9 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{_MEGATRON}.override_transformer_config.recompute_granularity"): Choice(
         {"full": {"model.recompute_activations": True}}
     ),
+    ("", f"{_MEGATRON}.override_transformer_config.fp8_recipe"): only_if(
+        f"{_MEGATRON}.override_transformer_config.fp8", bool, "fp8 is not set", FP8_RECIPE
+    ),
     ("", f"{ROLLOUT}.name"): Choice({"vllm": {"generation.backend": "vllm"}}),
     ("", f"{ROLLOUT}.top_k"): positive("grpo.top_k", "all tokens are candidates by default"),
     ("", f"{ROLLOUT}.prompt_length"): said("a part of data.max_sequence_length"),
@@ -306,6 +311,7 @@ VERL: dict[tuple[str, str], Rule] = {
             "max_num_seqs",
             "max_num_batched_tokens",
             "enforce_eager",
+            "quantization",
         )
     },
     **{
@@ -379,6 +385,13 @@ def _batch(value: Any, given: Given) -> Outcome:
 
 def _switched(switch: str, rule: Rule) -> Rule:
     return only_if(switch, lambda value: value is True, f"{switch} is not set", rule)
+
+
+def _server_options_of_nemo_rl(value: Any, given: Given) -> Outcome:
+    room, precision = (given(f"policy.generation.vllm_cfg.{name}") for name in ("gpu_memory_utilization", "precision"))
+    words = [] if room is None else ["--gpu-memory-utilization", str(room)]
+    words += ["--quantization", "fp8_per_block"] * (precision == "fp8")
+    return {"generation.vllm.arguments": words} if words else "the servers have the precision of model.dtype"
 
 
 def _asynchronous(value: Any, given: Given) -> Outcome:
@@ -484,12 +497,19 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         "the engine is not vLLM",
         servers,
     ),
-    ("", "policy.generation.vllm_cfg.gpu_memory_utilization"): only_if(
-        "policy.generation.backend",
-        lambda value: value == "vllm",
-        "the engine is not vLLM",
-        lambda value, given: {"generation.vllm.arguments": ["--gpu-memory-utilization", str(value)]},
+    **{
+        ("", f"policy.generation.vllm_cfg.{part}"): only_if(
+            "policy.generation.backend",
+            lambda value: value == "vllm",
+            "the engine is not vLLM",
+            _server_options_of_nemo_rl,
+        )
+        for part in ("gpu_memory_utilization", "precision")
+    },
+    ("", "policy.megatron_cfg.fp8_cfg.enabled"): true_for(
+        lambda value, given: FP8_RECIPE(given("policy.megatron_cfg.fp8_cfg.fp8_recipe", "delayed"), given)
     ),
+    ("", "policy.megatron_cfg.fp8_cfg.fp8_recipe"): _switched("policy.megatron_cfg.fp8_cfg.enabled", FP8_RECIPE),
     ("", "policy.generation.vllm_cfg.*"): said("options of vLLM's server are written in generation.vllm.arguments"),
     ("", "policy.generation.vllm_kwargs"): said("options of vLLM's server are written in generation.vllm.arguments"),
     ("", "grpo.async_grpo.enabled"): said("grpo.max_staleness turns it on"),
