@@ -41,9 +41,6 @@ def main() -> None:
     parser.add_argument(
         "--transformer-engine", action="store_true", help="estimate with Transformer Engine's products, not with copies"
     )
-    parser.add_argument(
-        "--products", choices=["fp8", "mxfp8"], default="", help="estimate with linear layers in this precision"
-    )
     parser.add_argument("--search", action="store_true", help="search layouts; ignore the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="number of ranks that wrote a checkpoint")
     parser.add_argument("--workers", type=count, default=1, help="number of processes to simulate with")
@@ -89,7 +86,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
     from mcore_rl.simulation.step import Implementation
 
     size = arguments.world_size
-    implementation = Implementation(arguments.transformer_engine, arguments.products)
+    implementation = Implementation(arguments.transformer_engine)
     assumed = Assumptions(implementation, arguments.expert_imbalance)
     if config.max_answer_length is not None:
         print(GENERATION)
@@ -116,10 +113,8 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
 
     if config.model.dtype not in gpu.flops_per_second:
         raise UserError(f"--hardware {arguments.hardware}: has no peak for model.dtype={config.model.dtype}")
-    if arguments.products and not (config.model.dtype == "bfloat16" and "float8" in gpu.flops_per_second):
-        raise UserError(
-            f"--products {arguments.products}: needs model.dtype=bfloat16, and hardware with a peak of float8"
-        )
+    if config.model.fp8 is not None and not (config.model.dtype == "bfloat16" and "float8" in gpu.flops_per_second):
+        raise UserError("model.fp8: is estimated for model.dtype=bfloat16 on hardware with a peak of float8 only")
     if arguments.transformer_engine and config.model.dtype != "bfloat16":
         raise UserError("--transformer-engine: is estimated for bfloat16 only; set model.dtype=bfloat16")
     factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size

@@ -119,7 +119,8 @@ def simulate(
             "and multiply the optimizer's part of the time by the number of minibatches"
         )
     calls = assumed.calls(config, world_size, ranks, sequences)
-    return [assumed.implementation.of(report) for report in _each(workers, simulate_rank, calls, say)]
+    implementation = assumed.implementation.with_fp8(config.model.fp8)
+    return [implementation.of(report) for report in _each(workers, simulate_rank, calls, say)]
 
 
 def simulate_loadings(
@@ -307,7 +308,8 @@ def search(
             jobs = [pool.submit(_apart, simulate_rank, *arguments) for arguments in calls]
             waiting.append((Candidate(text, overrides), layout, jobs))
         for done, (candidate, layout, jobs) in enumerate(waiting, start=1):
-            candidate = _simulated(candidate, layout, jobs, world_size, gpu, assumed.implementation)
+            implementation = assumed.implementation.with_fp8(config.model.fp8)
+            candidate = _simulated(candidate, layout, jobs, world_size, gpu, implementation)
             came_out = candidate.reason or f"{candidate.seconds:.3g} s"
             say(f"{done} of {len(waiting)} layouts: {candidate.text}: {came_out}")
             found.append(candidate)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.config.sections import FP8Config
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension
@@ -54,6 +55,7 @@ from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.megatron.build import ModelShard
     from mcore_rl.models.megatron.checkpoint.state import Region
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -217,6 +219,7 @@ class RankReport:
     operands: number of elements in those factors of matrix products that are not weights, by phase and part.
     launches: number of kernels that the host launches, by phase.
     linear_weights: number of weights in linear layers, without routers and LM heads.
+    part_in_fp8: fraction of this rank's layers that FP8 would compute (`model.fp8.first_layers`, `last_layers`).
     traffic, calls: number of bytes and of calls of every kind of transfer.
     overlapped: names of those collectives on weights and gradients that overlap with computation.
     host_bytes: bytes that move between host and device in both directions: optimizer states, a critic, a reference.
@@ -255,6 +258,7 @@ class RankReport:
     model_flops: float
     seconds: float
     is_mixture: bool
+    part_in_fp8: float = 1.0
 
     @property
     def parts(self) -> dict[tuple[str, str], int]:
@@ -277,12 +281,12 @@ class RankReport:
         return sum(self.memory.values())
 
 
-CASTS = {"fp8": (6.0, 2.0), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
-"""For each precision of products: the bytes that the cast of one element moves, and the bytes of its two copies.
+CASTS = {"tensorwise": (6.0, 2.0), "blockwise": (4 + 8 / 128, 2 + 8 / 128), "mxfp8": (4 + 2 / 32, 2 + 2 / 32)}
+"""For each recipe of `model.fp8`: the bytes that the cast of one element moves, and the bytes of its two copies.
 
 Products need a tensor in two forms: as it is, and transposed. A cast reads the tensor once (2 bytes) and writes both
-forms. FP8 with the current scale first reads the tensor once more to find its largest value. MXFP8 has a scale of one
-byte for 32 elements.
+forms. With one scale for the tensor, it first reads the tensor once more to find its largest value. Blocks have an fp32
+scale for 128 elements, MXFP8 a scale of one byte for 32 elements.
 """
 LINEAR = ("projections", "MLP", "experts")
 """Parts of the model whose products an FP8 run computes in FP8. Router and LM head keep the model's precision."""
@@ -296,9 +300,9 @@ class Implementation:
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
         to their sums, and read the weights of experts without copying them.
-    products: precision of the products of linear layers: "fp8" (with the current scale), "mxfp8", or "" for the model's
-        precision. The FP8 copies of weights are made in each update and kept. Activations that are kept for the
-        backward pass stay in the model's precision.
+    products: FP8 recipe of the products of linear layers (see `CASTS`), or "" for the model's precision. The FP8 copies
+        of weights are made in each update and kept. Activations that are kept for the backward pass stay in the model's
+        precision.
     gradients: precision of gradients in memory and between ranks: "bfloat16", or "" for that of the report. It serves
         to compare published runs; a run of this package has `parallel.grad_reduce_in_fp32`.
     moments: precision of the optimizer's moments: "bfloat16", or "" for float32.
@@ -308,6 +312,10 @@ class Implementation:
     products: str = ""
     gradients: str = ""
     moments: str = ""
+
+    def with_fp8(self, fp8: FP8Config | None) -> Implementation:
+        """Return the implementation with the FP8 of a configuration, which has Transformer Engine's layers."""
+        return self if fp8 is None else replace(self, transformer_engine=True, products=fp8.recipe)
 
     def of(self, report: RankReport) -> RankReport:
         """Return `report` converted to these kernels and precisions. It must describe the package's own layers."""
@@ -339,16 +347,17 @@ def _without_copies(report: RankReport) -> RankReport:
 
 
 def _with_casts(report: RankReport, moved_by_cast: float, copies: float) -> RankReport:
-    shapes, moved = Counter[Product](), Counter(report.kernel_bytes)
+    shapes, moved, part_in_fp8 = Counter[Product](), Counter(report.kernel_bytes), report.part_in_fp8
     for kind, operations in report.shapes.items():
-        in_fp8 = kind.part in LINEAR and kind.dtype == "bfloat16"
-        shapes[kind._replace(dtype="float8") if in_fp8 else kind] += operations
+        in_fp8 = round(operations * part_in_fp8) if kind.part in LINEAR and kind.dtype == "bfloat16" else 0
+        shapes.update({kind._replace(dtype="float8"): in_fp8, kind: operations - in_fp8})
     for (phase, part), elements in report.operands.items():
         if part in LINEAR:  # in training, a factor is cast once for two products
-            moved[phase, part] += int(elements * moved_by_cast / (1 if phase == SCORING else 2))
-    moved[UPDATE, OTHER] += int(report.linear_weights * moved_by_cast * report.updates)
-    memory = {**report.memory, "weights": report.memory["weights"] + int(report.linear_weights * copies)}
-    return replace(report, shapes=dict(shapes), kernel_bytes=dict(moved), memory=memory)
+            moved[phase, part] += int(elements * part_in_fp8 * moved_by_cast / (1 if phase == SCORING else 2))
+    weights = report.linear_weights * part_in_fp8
+    moved[UPDATE, OTHER] += int(weights * moved_by_cast * report.updates)
+    memory = {**report.memory, "weights": report.memory["weights"] + int(weights * copies)}
+    return replace(report, shapes=dict(+shapes), kernel_bytes=dict(moved), memory=memory)
 
 
 def _with_half_gradients(report: RankReport) -> RankReport:
@@ -450,7 +459,16 @@ def measure_step(
         model_flops=updates * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
+        part_in_fp8=part_in_fp8(policy.model),
     )
+
+
+def part_in_fp8(model: ModelShard) -> float:
+    """Return the fraction of this rank's layers that FP8 computes; 1 without `model.fp8`, or without layers."""
+    layers = model.layer_numbers()
+    if model.fp8 is None or not layers:
+        return 1.0
+    return sum(model.fp8.in_fp8(layer, model.family.num_layers) for layer in layers) / len(layers)
 
 
 def linear_weights(chunks: Sequence[Any]) -> int:

@@ -106,7 +106,7 @@ class Published:
         tp, pp, chunks, ep = self.layout
         sizes = {"TP": tp, "PP": pp, "VP": chunks, "CP": self.context, "EP": ep}
         layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        of = self.implementation.products.upper()
+        of = {"tensorwise": "FP8", "mxfp8": "MXFP8", "": ""}[self.implementation.products]
         return " ".join(filter(None, (f"{self.model}, {self.gpus} {self.hardware.upper()}", layout, of)))
 
 
@@ -143,7 +143,7 @@ ROWS = [
     ),
     Published(
         "Llama-3-70B", 64, (4, 8, 5, 1), 128, 8192, SUMMARY, seconds=128 * 8192 / (64 * 1602),
-        implementation=Implementation(True, products="fp8", gradients="bfloat16"),
+        implementation=Implementation(True, products="tensorwise", gradients="bfloat16"),
     ),
     *(
         Published(

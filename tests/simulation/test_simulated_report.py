@@ -15,6 +15,7 @@ from small_models import and_long, make_config, make_model
 from mcore_rl.cli.dry_run import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.config.sections import FP8Config
 from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
@@ -316,13 +317,19 @@ def test_precisions_of_an_estimate():
     assert report.kernel_bytes == {("training", "other"): 1000 - 150 - 200}
 
 
-@pytest.mark.parametrize(("products", "cast", "copies"), [("fp8", 6, 2), ("mxfp8", 4 + 1 / 16, 2 + 1 / 16)])
-def test_products_in_fp8(products, cast, copies):
+@pytest.mark.parametrize(
+    ("recipe", "cast", "copies"),
+    [("tensorwise", 6, 2), ("blockwise", 4 + 1 / 16, 2 + 1 / 16), ("mxfp8", 4 + 1 / 16, 2 + 1 / 16)],
+)
+def test_products_in_fp8(recipe, cast, copies):
     """Only linear layers are in FP8. Their factors are cast, in training once for two products, and their weights in
-    each update."""
+    each update. FP8 has Transformer Engine's layers."""
     operands = {("training", "MLP"): 3200, ("training", "LM head"): 999, ("scoring", "MLP"): 320}
     plain = dataclasses.replace(REPORT, memory=HALF, operands=operands, linear_weights=64, updates=2)
-    report = Implementation(products=products).of(plain)
+    implementation = Implementation().with_fp8(FP8Config(recipe=recipe))
+    assert implementation == Implementation(transformer_engine=True, products=recipe)
+    assert Implementation().with_fp8(None) == Implementation()
+    report = implementation.of(plain)
     assert report.memory == {**HALF, "weights": 200 + 64 * copies}
     in_fp8 = MLP._replace(dtype="float8")
     assert report.shapes == {in_fp8: 2000, HEAD: 1000, in_fp8._replace(phase="scoring"): 1000}
@@ -330,6 +337,9 @@ def test_products_in_fp8(products, cast, copies):
         ("training", "MLP"): 1600 * cast, ("scoring", "MLP"): 320 * cast, ("update", "other"): 2 * 64 * cast,
     }  # fmt: skip
     assert report.parts == REPORT.parts
+    half = implementation.of(dataclasses.replace(plain, part_in_fp8=0.5))
+    assert half.memory == {**HALF, "weights": 200 + 32 * copies} and half.parts == REPORT.parts
+    assert half.shapes[in_fp8] == half.shapes[MLP] == 1000
 
 
 def test_a_replica_without_rows_gives_no_estimate():

@@ -449,7 +449,7 @@ WRONG = and_long(
             ["--lengths", "99", "--expert-imbalance", "2"],
             "error: --expert-imbalance 2: must be at least 1 and at most parallel.expert_mod",
         ),
-        (["--lengths", "99", "--products", "fp8"], "error: --products fp8: needs model.dtype=bfloat16"),
+        (["--lengths", "99", "model.fp8.recipe=blockwise"], "error: model.fp8: is estimated for model.dtype=bfloat16"),
         (["--lengths", "99", "--transformer-engine"], "error: --transformer-engine: is estimated for bfloat16 only"),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
