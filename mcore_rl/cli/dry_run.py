@@ -40,7 +40,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: a check fails.
     """
-    config, world_size = platform.resolve(given), torchrun.world_size()
+    config, world_size = platform.resolve(_for_this_machine(given)), torchrun.world_size()
     on_gpu = given.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
     if has_only_config(config.model.path):
         if torchrun.rank() == 0:
@@ -65,6 +65,18 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
         written.append(f"models that were missing to the hub's cache ({hub})")
     told = f"it wrote {' and '.join(written)}, and nothing else" if written else "nothing was written"
     print(f"this was a dry run: {told}")
+
+
+def _for_this_machine(given: TrainingConfig) -> TrainingConfig:
+    """Return the configuration without FP8 if this machine lacks Transformer Engine.
+
+    Raises:
+        UserError: a GPU with Transformer Engine would refuse the configuration's FP8 too.
+    """
+    if given.model.fp8 is None or platform.te_problem() is None:
+        return given
+    given.for_device(on_gpu=True, te_problem=None, simulates=False)
+    return given.model_copy(update={"model": given.model.model_copy(update={"fp8": None})})
 
 
 def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:
@@ -105,7 +117,7 @@ def describe_run(
     of_step = counted(len(sequences.lengths), "sequence")
     yield f"{counted(steps, 'step')}, of {of_step}; the first has {counted(tokens, 'token')}"
     if config.batch.packing:
-        yield from packs(config, sequences, world_size)
+        yield from packs(on_gpu, sequences, world_size)
     yield from records(inputs.tokenizer, of_records)
     yield from memory(on_gpu, sequences, world_size)
 

@@ -1,5 +1,6 @@
 """Tests of the `mcore-rl` command: one line and the ranks' exit status, for every end of a run."""
 
+import importlib.util
 import json
 import os
 import re
@@ -293,6 +294,24 @@ def test_dry_run_checks_the_model_in_the_precision_of_a_gpu(config, tmp_path):
     done = forked("train", "sft", str(config), "--dry-run", *options)
     assert done.returncode == 2, done.stdout
     assert "in bfloat16 the model's width of an expert (36) must be a multiple of 8" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
+def test_dry_run_estimates_fp8_without_transformer_engine(config, tmp_path):
+    """A run needs its layers; the plan for a GPU does not."""
+    fp8 = "model.fp8.recipe=blockwise", f"output_dir={tmp_path / 'out'}"
+    done = forked("train", "sft", str(config), "--dry-run", *fp8)
+    assert done.returncode == 0 and "memory of rank 0 at the peak of a step, on a GPU: " in done.stdout, done.stderr
+    for options, told in (
+        (
+            (),
+            "model.fp8: requires Transformer Engine's layers; the local layers have no FP8; Transformer Engine is not",
+        ),
+        (("--dry-run", "model.dtype=float32"), "model.fp8: requires model.dtype=bfloat16 on a GPU"),
+        (("--dry-run", "model.fp8.first_layers=9"), "leave none of the model's"),
+    ):
+        refused = forked("train", "sft", str(config), *options, *fp8)
+        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
 
 
 @pytest.mark.long
