@@ -26,12 +26,19 @@ FUNCTIONS |= {"fused_topk_with_score_function", "fused_compute_score_for_moe_aux
 METHODS = {
     **dict.fromkeys(("Linear", "LayerNormLinear", "GroupedLinear"), ("__init__", "forward")),
     **dict.fromkeys(("LayerNorm", "RMSNorm", "FusedSGD"), ("__init__",)),
+    **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), ("__init__", "forward")),
     "TransformerEngineBaseModule": ("set_activation_dtype",),
     "DotProductAttention": ("__init__", "forward", "set_context_parallel_group"),
     "FusedAdam": ("__init__", "step", "state_dict"),
     "CudaRNGStatesTracker": ("__init__", "reset", "get_states", "set_states", "add", "fork"),
 }
 
+
+NAMES = {
+    "common/recipe/__init__.py": ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "power_2_scale"),
+    "pytorch/module/base.py": ("_fp8_workspaces", "get_extra_state", "set_extra_state"),
+}
+"""Names that this package itself reads or replaces for FP8, by file."""
 
 VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.13.0", "2.14.1", "2.17.1", "2.20.2")
 
@@ -80,6 +87,9 @@ def differences(version, directory, equal):
     real = Path(directory) / version
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(real)
+    for file, names in NAMES.items():
+        text = (real / "transformer_engine" / file).read_text()
+        yield from (f"{version}: {file} lacks {name}" for name in names if name not in text)
     theirs = signatures(real)
     for name, own in signatures(STAND_IN, tuple(map(int, version.split(".")[:2]))).items():
         if name not in theirs:

@@ -62,6 +62,7 @@ class Float8BlockScaling(Recipe):
 
     use_f32_scales: bool = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
     fp8_quant_fwd_inp = QParams(power_2_scale=not use_f32_scales)
     fp8_quant_fwd_weight = QParams(power_2_scale=not use_f32_scales)
     fp8_quant_bwd_grad = QParams(power_2_scale=not use_f32_scales)
@@ -72,3 +73,4 @@ class MXFP8BlockScaling(Recipe):
     """A scale, which is a power of two, for 32 elements along the dimension that a product sums over."""
 
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
