@@ -188,7 +188,7 @@ test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
 # Official clients of OpenAI and Anthropic, LangChain and verifiers, in an environment of their own.
-.venv-agents/installed: pyproject.toml
+.venv-agents/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/pip install --quiet 'openai>=2' 'anthropic>=0.60' 'langchain-openai>=1' 'verifiers>=0.4,<0.5' uv
 	.venv-agents/bin/pip install --quiet --no-deps --editable .

@@ -14,7 +14,7 @@ from mcore_rl.agents.messages import BadRequest, Message, from_openai
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
-from mcore_rl.models.generation.interfaces import RequestOptions
+from mcore_rl.models.generation.interfaces import RequestOptions, Response
 
 MODEL = "policy"
 """Name of the model in `/v1/models`. Requests may name any model."""
@@ -67,6 +67,8 @@ def chat_request(body: dict[str, Any]) -> Asked:
     refuse_prefill(messages)
     longest = count_of(body, "max_completion_tokens") or count_of(body, "max_tokens")
     count = count_of(body, "top_logprobs", most=MOST_LIKELIEST, least=0) or 0
+    if body.get("logprobs") not in (None, False, True):
+        raise BadRequest("logprobs: must be true or false", "logprobs", "invalid_value")
     if count and not body.get("logprobs"):
         raise BadRequest("top_logprobs: requires logprobs=true", "top_logprobs", "invalid_value")
     options = RequestOptions(longest, stops_of(body.get("stop"), "stop"), count)
@@ -274,7 +276,7 @@ class CompletionReply:
             logprobs = {
                 "tokens": tokens,
                 "token_logprobs": turn.response.logprobs,
-                "top_logprobs": [self._texts(others) for others in turn.response.likeliest] or None,
+                "top_logprobs": self._top_logprobs(turn.response),
                 "text_offset": ends[:-1],
             }
         text = self.tree.text_of(turn.response, self.call.stops)
@@ -282,6 +284,16 @@ class CompletionReply:
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})
 
-    def _texts(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return the texts of tokens with their log-probabilities; of tokens with the same text, the likeliest."""
-        return {self.tree.template.text([token]): logprob for token, logprob in reversed(likeliest)}
+    def _top_logprobs(self, response: Response) -> list[dict[str, float]] | None:
+        """Return the likeliest tokens of each position, and the sampled one, by their texts; None if not asked.
+
+        Of tokens with the same text, it has the likeliest.
+        """
+        if not response.likeliest:
+            return None
+        sampled = zip(response.token_ids, response.logprobs, response.likeliest, strict=True)
+        text = self.tree.template.text
+        return [
+            {text([token]): logprob, **{text([other]): value for other, value in reversed(likeliest)}}
+            for token, logprob, likeliest in sampled
+        ]

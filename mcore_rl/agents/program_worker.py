@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from mcore_rl.agents.verifiers_program import PREFIX, VerifiersProgram
-from mcore_rl.utils.parent_process import end_with, take_pipes
+from mcore_rl.utils.parent_process import take_pipes
 
 Program = Callable[["AgentSession"], Awaitable[Any]]
 STREAM_LIMIT = 2**28
@@ -120,8 +120,8 @@ async def _run(program: Program, session: AgentSession, answer: Callable[[dict[s
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
-    end_with(int(sys.argv[1]))
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the end of the input ends this process
+        signal.signal(ignored, signal.SIG_IGN)
     commands, answers = take_pipes()
     sys.path.insert(0, os.getcwd())
 

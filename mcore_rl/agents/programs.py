@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +21,10 @@ from mcore_rl.agents.program_worker import STREAM_LIMIT, AgentSession
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.judge_processes import judge_variables
 from mcore_rl.errors import UserError
+from mcore_rl.utils.process_groups import GroupKeeper
 
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
-
-ENDED_AT_START = (
-    "ended when it was started; see agent.log. If environment.agent.python is set, that environment needs mcore_rl: "
-    "pip install --no-deps mcore_rl"
-)
 
 
 class ProgramError(Exception):
@@ -93,7 +90,15 @@ def check_program(config: EnvironmentConfig) -> None:
 
 
 def _open_log(log: Path | None) -> IO[bytes]:
-    return open(log or os.devnull, "ab")
+    """Open the log for appending; without a log, a file that vanishes when it is closed."""
+    return tempfile.TemporaryFile() if log is None else open(log, "ab+")
+
+
+def _last_line(log: IO[bytes], start: int) -> str:
+    """Return the last line that was printed into a log after position `start`."""
+    log.seek(start)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
@@ -117,7 +122,7 @@ class CommandPrograms:
 
     def __init__(self, config: EnvironmentConfig, command: Sequence[str], log: Path | None) -> None:
         self.config, self.command, self.log = config, list(command), log
-        self._running = set[asyncio.subprocess.Process]()
+        self._running, self._keeper = set[asyncio.subprocess.Process](), GroupKeeper()
 
     async def start(self) -> None:
         if shutil.which(self.command[0]) is None:
@@ -141,11 +146,13 @@ class CommandPrograms:
                 env=judge_variables(self.config, os.environ) | address,
             )
         self._running.add(process)
+        self._keeper.add(process.pid)
         try:
             told = json.dumps({"record": session.record, "messages": session.messages}, default=str)
             await process.communicate(told.encode() + b"\n")
         finally:
             _kill_group(process)
+            self._keeper.remove(process.pid)
             self._running.discard(process)
         if process.returncode:
             how = f"the signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
@@ -155,6 +162,7 @@ class CommandPrograms:
         for process in list(self._running):
             _kill(process)
             await process.wait()
+        self._keeper.close()
 
 
 class CoroutinePrograms:
@@ -167,7 +175,7 @@ class CoroutinePrograms:
         if config.agent.python is not None:  # as in the activated environment, so that its programs are found
             directory = str(config.agent.python.parent.absolute())
             self.variables["PATH"] = os.pathsep.join([directory, os.environ.get("PATH", "")])
-        self._workers, self._choosing = list[_Worker](), asyncio.Lock()
+        self._workers, self._choosing, self._keeper = list[_Worker](), asyncio.Lock(), GroupKeeper()
 
     async def start(self) -> None:
         for _ in range(self.config.num_workers):
@@ -175,9 +183,10 @@ class CoroutinePrograms:
 
     async def _new_worker(self) -> _Worker:
         with _open_log(self.log) as printed:
+            start = printed.seek(0, os.SEEK_END)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(self.python, "-m", "mcore_rl.agents.program_worker", str(os.getpid())),
+                    *(self.python, "-m", "mcore_rl.agents.program_worker"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=printed,
@@ -187,23 +196,36 @@ class CoroutinePrograms:
                 )
             except OSError as error:
                 raise UserError(f"environment.agent.python: {self.python} cannot be started: {error}") from None
-        worker = _Worker(process)
-        worker.tell({"program": self.program, "verifiers": self.config.agent.verifiers})
+            self._keeper.add(process.pid)
+            worker = _Worker(process)
+            worker.tell({"program": self.program, "verifiers": self.config.agent.verifiers})
+            problem = await self._problem_of(worker, printed, start)
+        if problem is not None:
+            await self._end(worker)
+            raise UserError(f"environment.program: {self.program} {problem}")
+        worker.begin()
+        return worker
+
+    async def _problem_of(self, worker: _Worker, printed: IO[bytes], start: int) -> str | None:
+        """Wait until a process is ready; return why it is not, in words that continue "The program …"."""
         try:
             told = await asyncio.wait_for(worker.read(), self.config.start_seconds)
         except TimeoutError:
-            told = {"error": f"was not ready within environment.start_seconds={self.config.start_seconds:g}"}
-        if "error" in told:
-            _kill(process)
-            await process.wait()
-            raise UserError(f"environment.program: {self.program} {told['error']}")
-        worker.begin()
-        return worker
+            return f"was not ready within environment.start_seconds={self.config.start_seconds:g}"
+        if told is None:
+            needed = f"; {self.python} needs mcore_rl: pip install --no-deps mcore_rl" * bool(self.config.agent.python)
+            return f"ended when it was started: {_last_line(printed, start)}{needed}"
+        return str(told["error"]) if "error" in told else None
+
+    async def _end(self, worker: _Worker) -> None:
+        await worker.close()
+        self._keeper.remove(worker.process.pid)
 
     async def run(self, session: AgentSession) -> Any:
         async with self._choosing:  # sessions that start together must not each replace the same process
             place = min(range(len(self._workers)), key=lambda n: len(self._workers[n].answers))
             if self._workers[place].is_gone:
+                self._keeper.remove(self._workers[place].process.pid)
                 self._workers[place] = await self._new_worker()
             worker = self._workers[place]
             future = worker.answers[session.id] = asyncio.get_running_loop().create_future()
@@ -219,7 +241,8 @@ class CoroutinePrograms:
         return told["reward"]
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+        await asyncio.gather(*map(self._end, self._workers))
+        self._keeper.close()
 
 
 class _Worker:
@@ -238,10 +261,11 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
 
-    async def read(self) -> dict[str, Any]:
+    async def read(self) -> dict[str, Any] | None:
+        """Return what the process tells when it is ready, or why it is not; None if it has ended."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        return dict(json.loads(line)) if line else {"error": ENDED_AT_START}
+        return dict(json.loads(line)) if line else None
 
     def begin(self) -> None:
         self._reading = asyncio.ensure_future(self._read_answers())
@@ -253,6 +277,7 @@ class _Worker:
             if (future := self.answers.pop(told["id"], None)) is not None and not future.done():
                 future.set_result(told)
         self.is_gone = True
+        _kill_group(self.process)  # what it has started
         await self.process.wait()
         for future in self.answers.values():
             if not future.done():

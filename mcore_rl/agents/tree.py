@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class Turn:
     """A response, and the prompt that it answers.
 
     messages: the prompt's messages and the response; empty for requests without messages.
+    stops: the stop strings of the request.
     is_delivered: False if the response did not reach the program.
     """
 
@@ -71,6 +72,7 @@ class Turn:
     prompt: TurnPrompt
     response: Response
     messages: list[Message]
+    stops: Sequence[str] = ()
     is_delivered: bool = True
 
     @property
@@ -227,7 +229,7 @@ class SessionTree:
         if prompt.messages:
             parsed = parse(self.text_of(response, stops), prompt.in_thought, prompt.form)
             messages = [*prompt.messages, message_of(parsed, make_id)]
-        turn = Turn(len(self.turns), prompt, response, messages)
+        turn = Turn(len(self.turns), prompt, response, messages, stops)
         self.turns.append(turn)
         if messages:
             self._by_messages[_tools_key(prompt.tools), *map(key_of, messages)].append(turn)
@@ -267,29 +269,47 @@ class SessionTree:
     def logged(self) -> list[dict[str, Any]]:
         """Return the turns for samples.jsonl, in the order of the responses.
 
-        A turn has the index of its parent, the messages that follow the parent's, with the response as the last one,
-        the numbers of new prompt tokens and of sampled tokens, whether the response ended by itself, and the number of
-        the row in which it carries loss; null if it did not reach the program.
+        A turn has the index of the turn whose messages its own messages continue (`parent`), the messages that follow
+        these, with the response as the last one, whether its tokens continue the parent's too (`extends`), the numbers
+        of new prompt tokens and of sampled tokens, whether the response ended by itself, and the number of the row in
+        which it carries loss; null if it did not reach the program.
         """
         row_of = dict[Turn, int]()
         for row, leaf in enumerate(self._leaves()):
             for turn in leaf.path:
                 row_of.setdefault(turn, row)
-        return [self._logged(turn, row_of.get(turn) if turn.is_delivered else None) for turn in self.turns]
+        by_keys, keys, logged = dict[tuple[str, ...], Turn](), dict[int, str](), list[dict[str, Any]]()
+        for turn in self.turns:
+            # Turns share the messages that they have in common.
+            own = tuple(keys.setdefault(id(message), key_of(message)) for message in turn.messages)
+            own_row = row_of.get(turn) if turn.is_delivered else None
+            logged.append(self._logged(turn, own, by_keys) | {"row": own_row})
+            if turn.is_delivered and own:
+                by_keys[own] = turn
+        return logged
 
-    def _logged(self, turn: Turn, row: int | None) -> dict[str, Any]:
-        parent, messages = turn.prompt.parent, self.messages_of(turn)
-        if parent is not None:
-            before = self.messages_of(parent)
-            if messages[: len(before)] == before:
-                messages = messages[len(before) :]
+    def _logged(self, turn: Turn, keys: tuple[str, ...], by_keys: Mapping[tuple[str, ...], Turn]) -> dict[str, Any]:
+        """Return the entry of a turn.
+
+        Args:
+            keys: keys of its messages; none for a request without messages.
+            by_keys: the earlier turns by the keys of their messages.
+        """
+        messages, parent = self.messages_of(turn), turn.prompt.parent
+        if keys:  # the longest conversation that this one continues, with the same or with rewritten tokens
+            known = next((n for n in range(len(keys) - 1, 0, -1) if keys[:n] in by_keys), 0)
+            parent = parent if parent is not None and len(parent.messages) == known else by_keys.get(keys[:known])
+            messages = messages[known:]
+        elif parent is not None:
+            before = "".join(message["content"] for message in self.messages_of(parent))
+            messages = [{**messages[0], "content": messages[0]["content"].removeprefix(before)}, messages[1]]
         return {
             "parent": None if parent is None else parent.number,
+            "extends": parent is not None and parent is turn.prompt.parent,
             "messages": messages,
             "prompt_tokens": len(turn.prompt.new_ids),
             "sampled_tokens": len(turn.response.token_ids),
             "ended": turn.response.ended,
-            "row": row,
         }
 
     def messages_of(self, turn: Turn) -> list[Message]:
@@ -297,7 +317,8 @@ class SessionTree:
         if turn.messages:
             return turn.messages
         prompt = turn.prompt.text or self.template.text(turn.prompt.ids)
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": self.text_of(turn.response)}]
+        answer = self.text_of(turn.response, turn.stops)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:

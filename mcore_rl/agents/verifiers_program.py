@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -66,8 +67,8 @@ class VerifiersProgram:
         async with self.environment.serving():
             yield
 
-    async def __call__(self, session: AgentSession) -> dict[str, Any]:
-        """Run the episode of a session; return its reward and its named rewards.
+    async def __call__(self, session: AgentSession) -> dict[str, Any] | None:
+        """Run the episode of a session; return its reward and its named rewards, or None if the taskset has no rewards.
 
         Raises:
             ValueError: the record has no task.
@@ -80,7 +81,8 @@ class VerifiersProgram:
             raise ValueError(f"the record has no field {TASK!r} with a task of the taskset")
         data = task_type.data_type().model_validate(session.record[TASK])
         task = task_type(data, self.environment.config.taskset.task)
-        variable = f"MCORE_RL_KEY_{session.id}"  # a client reads its key from the environment
+        # A client reads its key from the environment. verifiers hides variables with API_KEY from what it starts.
+        variable = f"MCORE_RL_API_KEY_{session.id}"
         os.environ[variable] = session.api_key
         try:
             client = EvalClientConfig(base_url=session.base_url, api_key_var=variable)
@@ -90,10 +92,14 @@ class VerifiersProgram:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors or not episode.ok:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed")
+        if len(episode.traces) != 1:
+            raise RuntimeError(f"the episode has {len(episode.traces)} runs of its agent; it must have one")
         (trace,) = episode.traces
+        if not trace.rewards:
+            return None
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-        named = {name: float(value) for name, value in {**trace.metrics, **scores}.items() if value is not None}
-        return {"reward": float(trace.reward), "rewards": named}
+        measured = {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)}
+        return {"reward": float(trace.reward), "rewards": {**measured, **scores}}
 
 
 def record_of(task: Any) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def record_of(task: Any) -> dict[str, Any]:
         messages += [message.model_dump(mode="json", exclude_none=True) for message in prompt]
     if not messages:  # the environment's user begins the conversation
         messages.append({"role": "user", "content": task.data.description or task.data.name or str(task.data.idx)})
-    return {"prompt": messages, TASK: task.data.model_dump(mode="json", exclude_none=True)}
+    return {"prompt": messages, TASK: task.data.model_dump(mode="json")}
 
 
 def main() -> int:
@@ -117,14 +123,20 @@ def main() -> int:
         "--options", type=json.loads, default={}, help="keys of verifiers' configuration `env`, as JSON"
     )
     arguments = parser.parse_args()
-    try:
-        taskset = load_environment(arguments.taskset, arguments.options).taskset
-    except ValueError as error:
-        sys.exit(f"error: {arguments.taskset} {error}")
-    if not taskset.bounded and arguments.limit is None:
-        sys.exit(f"error: {arguments.taskset} is infinite; set --limit")
-    for task in itertools.islice(taskset, arguments.limit):
-        print(json.dumps(record_of(task), ensure_ascii=False))
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error(f"--limit must be at least 1, got {arguments.limit}")
+    if not isinstance(arguments.options, dict):
+        parser.error("--options must be a JSON object")
+    output = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # the taskset may print
+        try:
+            taskset = load_environment(arguments.taskset, arguments.options).taskset
+        except ValueError as error:
+            sys.exit(f"error: {arguments.taskset} {error}")
+        if not taskset.bounded and arguments.limit is None:
+            sys.exit(f"error: {arguments.taskset} is infinite; set --limit")
+        for task in itertools.islice(taskset, arguments.limit):
+            print(json.dumps(record_of(task), ensure_ascii=False), file=output)
     return 0
 
 

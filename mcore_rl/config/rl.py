@@ -189,7 +189,7 @@ class RolloutOptions(Section):
     validation_k: tuple[PositiveInt, ...] | None = None
     """Values of k for pass@k and maj@k, at most num_validation_generations. null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
-    """Number of samples of each step that are written to samples.jsonl and to the trackers, two of each chosen
+    """Number of samples of each step that are written to samples.jsonl and to the trackers, at least two of each chosen
     prompt. Each has its reward, its mean advantage, and the record's `answer` as ground truth. MLflow gets a file
     samples/step_000123.json."""
 

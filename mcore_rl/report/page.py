@@ -185,7 +185,9 @@ def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
         seen = Counter[tuple[int, str]]()
         for sample in run.samples:
             prompt, content = _of_sample(sample)
-            key = (sample["step"], json.dumps(prompt))
+            # The first requests of agents' sessions may differ. Other runs may have another dataset.
+            own = sample.get("prompt") if len(runs) == 1 else None
+            key = (sample["step"], json.dumps(prompt if own is None else own))
             place, seen[key] = seen[key], seen[key] + 1
             if len(runs) == 1:
                 row = rows.setdefault((*key, place // 2), SampleRow(sample["step"], prompt, []))
@@ -193,33 +195,33 @@ def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
             else:
                 row = rows.setdefault((*key, place), SampleRow(sample["step"], prompt, [None] * len(runs)))
                 row.cells[column] = content
+            for first in content["session"][:1]:
+                if first[0].context == row.prompt:
+                    first[0].context = []
     return sorted(rows.values(), key=lambda row: row.step)
 
 
 def _of_sample(sample: Mapping[str, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Return the messages of a sample before the first response, and the content of its cell."""
-    session = _session(sample.get("session"))
+    is_trained = not sample.get("error") and sample.get("advantage", 0.0) is not None
+    session = _session(sample.get("session"), is_trained)
     messages = [_message(message) for message in sample.get("messages") or []]
     roles = [message["role"] for message in messages]
     start = roles.index("assistant") if "assistant" in roles else len(roles)
-    prompt, shown = messages[:start], messages[start:]
-    if session:
-        first = session[0][0]
-        prompt, shown, first.context = first.context, [], []
+    prompt = session[0][0].context if session else messages[:start]
     facts = [
         f"{name.replace('_', ' ')} {text}"
         for name in ("advantage", "ground_truth")
         if (text := _fact(sample.get(name)))
     ]
-    content = {
+    return prompt, {
         "reward": _number(sample.get("reward")),
         "facts": facts,
         "parts": [f"{name} {_number(value)}" for name, value in (sample.get("rewards") or {}).items()],
         "error": sample.get("error"),
-        "messages": shown,
+        "messages": [] if session else messages[start:],
         "session": session,
     }
-    return prompt, content
 
 
 @dataclass
@@ -227,10 +229,10 @@ class TurnView:
     """A request of an agent's session, and the response to it.
 
     facts: numbers of tokens, and how the response ended and is trained on.
-    context: messages after those of the turn before; all messages if the turn begins a context of its own.
+    context: messages after those of the turn before; all messages if the turn begins a conversation of its own.
     said: pairs (kind, text) of the response: its thought, its content and its tool calls.
-    is_trained: False for a response that did not reach the program.
-    branches: the contexts that continue this turn, if there are several.
+    is_trained: False if the response carries no loss.
+    branches: other continuations of this turn than the one that follows in the list.
     """
 
     facts: str
@@ -240,44 +242,55 @@ class TurnView:
     branches: list[list[TurnView]] = field(default_factory=list)
 
 
-def _session(turns: Any) -> list[list[TurnView]]:
-    """Return the contexts of a session, each a list of turns of which each continues the one before."""
+def _session(turns: Any, is_trained: bool) -> list[list[TurnView]]:
+    """Return the conversations of a session, each a list of turns of which each continues the one before.
+
+    Of several continuations, the one with most turns continues the list. Branches are therefore nested at most
+    log2(turns) deep.
+    """
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         return []
     children: dict[int | None, list[int]] = {}
     for number, turn in enumerate(turns):
         parent = turn.get("parent")
         children.setdefault(parent if isinstance(parent, int) and parent < number else None, []).append(number)
+    sizes = [1] * len(turns)
+    for number in reversed(range(len(turns))):  # children come after their parents
+        sizes[number] += sum(sizes[child] for child in children.get(number, ()))
 
     def chain(number: int) -> list[TurnView]:
         views = []
         while True:
-            views.append(_turn(number, turns[number]))
-            following = children.get(number, [])
-            if len(following) != 1:
-                views[-1].branches = [chain(child) for child in following]
+            views.append(_turn(number, turns[number], is_trained))
+            following = children.get(number)
+            if not following:
                 return views
-            (number,) = following
+            number = max(following, key=lambda child: (sizes[child], child))
+            views[-1].branches = [chain(child) for child in following if child != number]
 
     return [chain(root) for root in children.get(None, [])]
 
 
 def _is_turn(turn: Any) -> bool:
     messages = turn.get("messages") if isinstance(turn, dict) else None
-    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
+    numbers = [turn.get(name, 0) for name in ("prompt_tokens", "sampled_tokens")] if isinstance(turn, dict) else [None]
+    is_whole = all(isinstance(number, int) for number in numbers) and isinstance(turn.get("row"), int | None)
+    return is_whole and isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) for m in messages)
 
 
-def _turn(number: int, turn: Mapping[str, Any]) -> TurnView:
+def _turn(number: int, turn: Mapping[str, Any], is_trained: bool) -> TurnView:
     *context, reply = turn["messages"]
-    row = turn.get("row")
+    row, rewrites = turn.get("row"), turn.get("parent") is not None and not turn.get("extends", True)
     facts = [
         f"turn {number + 1}",
         f"{turn.get('prompt_tokens', 0):,} + {turn.get('sampled_tokens', 0):,} tokens",
-        "not delivered, not trained" if row is None else f"trained in row {row + 1}",
+        *(["earlier turns rewritten"] if rewrites else []),
+        "not delivered" if row is None else f"row {row + 1}",
+        *([] if is_trained and row is not None else ["not trained"]),
         *(["cut off"] if not turn.get("ended", True) else []),
     ]
     said = [(kind, _shortened(text)) for kind, text in parts_of(reply)]
-    return TurnView(" · ".join(facts), [_message(message) for message in context], said, row is not None)
+    return TurnView(" · ".join(facts), [_message(message) for message in context], said, is_trained and row is not None)
 
 
 def _message(message: Any) -> dict[str, str]:

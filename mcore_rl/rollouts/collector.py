@@ -185,6 +185,7 @@ def _logged(rollout: Rollout, record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "reward": None if rollout.error else rollout.reward,
         **({"ground_truth": record["answer"]} if "answer" in record else {}),
+        "prompt": rollout.prompt,
         "messages": rollout.message_log,
         "error": rollout.error,
         "weight_version": rollout.outcome.weight_version,
@@ -198,8 +199,9 @@ def logged_places(total: int, group: int, count: int) -> list[int]:
     """Return the places of `count` of `total` samples: at least two of each chosen prompt, if it has two.
 
     Args:
-        group: number of samples of each prompt; they follow each other.
+        group: number of samples of each prompt; they follow each other, and `total` is a multiple of it.
     """
+    assert total % group == 0, f"{total} samples are not groups of {group}"
     count, prompts = min(count, total), total // group
     if not count:
         return []

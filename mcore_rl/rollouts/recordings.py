@@ -132,7 +132,7 @@ def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def _to_json(rollout: Rollout) -> dict[str, Any]:
     further = [_row_to_json(row) for row in rollout.further_rows]
-    return _row_to_json(replace(rollout, further_rows=[])) | {"further_rows": further}
+    return _row_to_json(replace(rollout, further_rows=[], session=[])) | {"further_rows": further}
 
 
 def _row_to_json(row: Rollout | TokenRow) -> dict[str, Any]:

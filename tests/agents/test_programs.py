@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from mcore_rl.agents.program_worker import AgentSession
 from mcore_rl.agents.programs import ProgramError, programs_of
 from mcore_rl.config import EnvironmentConfig
+from mcore_rl.errors import UserError
 
 PROGRAMS = '''
 import asyncio
@@ -25,6 +30,13 @@ async def reads_input(session):
 
 async def ends(session):
     sys.exit(3)
+
+
+async def starts_tool(session):
+    process = await asyncio.create_subprocess_exec("sleep", "300")
+    with open(session.record["file"], "w") as file:
+        print(process.pid, file=file, flush=True)
+    await process.wait()
 
 
 async def number(session):
@@ -107,3 +119,52 @@ def test_children_of_a_command_end_with_it(make_programs, tmp_path):
         for _ in range(100):
             os.kill(pid, 0)
             asyncio.run(asyncio.sleep(0.05))
+
+
+def test_what_ended_at_the_start_is_told(make_programs, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'no module of this name' >&2\nexit 1\n")
+    python.chmod(0o755)
+    programs = make_programs("some_programs:number", agent={"python": python})
+    with pytest.raises(UserError, match=r"ended when it was started: no module of this name; .*pip install --no-deps"):
+        asyncio.run(run_all(programs, []))
+
+
+TRAINER = """
+import asyncio, sys
+from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.agents.programs import programs_of
+from mcore_rl.config import EnvironmentConfig
+
+
+async def main():
+    program = sys.argv[2] if len(sys.argv) == 3 else sys.argv[2:]
+    programs = programs_of(EnvironmentConfig(name="agent", program=program, num_workers=1), None)
+    await programs.start()
+    await programs.run(AgentSession("0", "http://x/v1", "http://x", "key", {"file": sys.argv[1]}, []))
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("program", [["some_programs:starts_tool"], ["sh", "-c", "sleep 300 & echo $! > $0/pid; wait"]])
+def test_programs_end_with_a_killed_trainer(program, make_programs, tmp_path):
+    """Programs and what they have started end, although the trainer cannot end them any more."""
+    told = program[0] if len(program) == 1 else [*program, str(tmp_path)]
+    arguments = [told] if isinstance(told, str) else told
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path / "pid"), *arguments])
+    try:
+        for _ in range(600):
+            if (tmp_path / "pid").exists() and (text := (tmp_path / "pid").read_text().strip()):
+                break
+            time.sleep(0.1)
+        pid = int(text)
+        os.kill(pid, 0)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    with pytest.raises(ProcessLookupError):
+        for _ in range(300):
+            os.kill(pid, 0)
+            time.sleep(0.05)

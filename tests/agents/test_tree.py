@@ -201,3 +201,26 @@ def test_a_branch_inside_a_response_counts_each_token_once():
         tree.add(found, engine.submit(tuple(found.ids), 0).result())
     check(tree, engine.prompts)
     assert len(tree.rows()) == 3
+
+
+@pytest.mark.parametrize("form", ["qwen3", "deepseek-r1", "gpt-oss"])
+def test_logged_sessions_have_each_message_once(form):
+    """The template removes earlier thoughts, so each turn is a row; the logged conversation still is one chain."""
+    made = FORMS[form]
+    tokenizer = tokenizer_with(made.plain, made.eos)
+    end = tokenizer.convert_tokens_to_ids(made.eos)
+    engine = ScriptedEngine(tokenizer, lambda _: "<think>\nHm.\n</think>\n\nYes.", end, 10**6)
+    tree, messages = SessionTree(ChatTemplate(tokenizer)), [{"role": "user", "content": "0?"}]
+    for n in range(1, 12):
+        prompt = tree.prompt(messages)
+        turn = tree.add(prompt, engine.submit(tuple(prompt.ids), 0).result())
+        reply = {key: turn.messages[-1][key] for key in ("role", "content")}  # without its thought
+        messages = [*messages, reply, {"role": "user", "content": f"{n}?"}]
+    tree.discard(tree.add(tree.prompt(messages), engine.submit((1,), 0).result()))
+    logged = tree.logged()
+    assert [turn["parent"] for turn in logged] == [None, *range(11)]
+    assert [[m["content"] for m in turn["messages"]][:1] for turn in logged] == [[f"{n}?"] for n in range(12)]
+    assert all(len(turn["messages"]) == 2 for turn in logged) and logged[-1]["row"] is None
+    rows = len(tree.rows())
+    assert sorted({turn["row"] for turn in logged[:-1]}) == list(range(rows))
+    assert sum(not turn["extends"] for turn in logged[1:]) in (rows - 1, rows), "the last turn may be rewritten too"

@@ -143,7 +143,9 @@ def session(answer="5"):
     return [
         turn(None, 0, system, asked, called),
         turn(0, 0, result, {"role": "assistant", "content": answer}),
-        turn(0, 1, {"role": "tool", "content": "six"}, {"role": "assistant", "content": "6"}, ended=False),
+        turn(
+            0, 1, {"role": "tool", "content": "six"}, {"role": "assistant", "content": "6"}, ended=False, extends=False
+        ),
         turn(None, None, system, asked, {"role": "user", "content": "And?"}, {"role": "assistant", "content": HOSTILE}),
     ]
 
@@ -154,19 +156,57 @@ def test_sessions_are_trees(tmp_path):
     run = write_run(tmp_path / "a", samples=samples)
     first, other = sample_rows(read_runs([run]))
     assert [message["text"] for message in first.prompt] == ["Be short.", "2+3?"] and len(first.cells) == 2
-    (root, second) = first.cells[0]["session"]
+    root, second = first.cells[0]["session"]
     assert root[0].context == [] and root[0].said == [("thought", "Hm."), ("call", '→ add({"a": 2})')]
-    assert [branch[0].said[0][1] for branch in root[0].branches] == ["5", "6"]
-    assert root[0].facts == "turn 1 · 9 + 4 tokens · trained in row 1"
-    assert root[0].branches[1][0].facts == "turn 3 · 9 + 4 tokens · trained in row 2 · cut off"
+    assert [root[1].said[0][1], *(branch[0].said[0][1] for branch in root[0].branches)] == ["6", "5"]
+    assert root[0].facts == "turn 1 · 9 + 4 tokens · row 1"
+    assert root[1].facts == "turn 3 · 9 + 4 tokens · earlier turns rewritten · row 2 · cut off"
     assert len(second[0].context) == 3 and not second[0].is_trained and "not trained" in second[0].facts
     assert len(other.cells) == 1 and not other.cells[0]["session"]
     text = page(read_runs([run]))
     assert (
-        text.count('class="branch"') == 4 and "window.hacked = 1</script>" not in text.split('id="samples"')[1][:9000]
+        text.count('class="branch"') == 2 and "window.hacked = 1</script>" not in text.split('id="samples"')[1][:9000]
     )
-    for broken in ([{"messages": []}], "x", [1], [{"messages": [1], "parent": 7}]):
+    wrong = [turn(None, "0", {}), turn(None, 0, {}, prompt_tokens=None)]
+    for broken in ([{"messages": []}], "x", [1], [{"messages": [1], "parent": 7}], wrong[:1], wrong[1:]):
         assert page(read_runs([write_run(tmp_path / "b", samples=[sample(1, "6", session=broken)])]))
+
+
+def test_sessions_with_many_branches_stay_narrow(tmp_path):
+    """The longest continuation goes on in the same column; branches of 1,000 turns are nested a few times."""
+    drawn, asked = np.random.default_rng(0), {"role": "user", "content": "Q"}
+    said = {"role": "assistant", "content": "A"}
+    chains = [turn(None, 0, asked, said)] + [turn(max(0, n - 2 + n % 2), 0, said) for n in range(1, 400)]
+    trees = [turn(None, 0, asked, said)] + [turn(int(drawn.integers(n)), 0, said) for n in range(1, 1000)]
+
+    def depth(views):
+        return 1 + max((depth(branch) for view in views for branch in view.branches), default=0)
+
+    for turns, deepest in ((chains, 2), (trees, 10)):
+        (row,) = sample_rows(read_runs([write_run(tmp_path / "a", samples=[sample(1, "6", session=turns)])]))
+        (views,) = row.cells[0]["session"]
+        assert depth(views) <= deepest
+        assert page(read_runs([tmp_path / "a"])).count('class="turn"') == len(turns)
+
+
+def test_sessions_that_are_not_trained_say_so(tmp_path):
+    """Samples of a prompt are side by side, also if their first requests differ."""
+    other = [turn(None, 0, {"role": "user", "content": "It is 10:01. 2+3?"}, {"role": "assistant", "content": "5"})]
+    samples = [
+        sample(1, "6", session=session()),
+        sample(1, "6", reward=None, session=other, error="down"),
+        sample(2, "6", session=other, advantage=None),
+    ]
+    for one, number in zip(samples, (3, 3, 4), strict=True):
+        one["prompt"] = number
+    first, last = sample_rows(read_runs([write_run(tmp_path / "a", samples=samples)]))
+    facts = [[context[0].facts for context in cell["session"]] for cell in (*first.cells, *last.cells)]
+    assert [texts[0] for texts in facts] == [
+        "turn 1 · 9 + 4 tokens · row 1",
+        "turn 1 · 9 + 4 tokens · row 1 · not trained",
+        "turn 1 · 9 + 4 tokens · row 1 · not trained",
+    ]
+    assert first.cells[1]["session"][0][0].context and not first.cells[0]["session"][0][0].context
 
 
 def test_text_of_samples_stays_text(tmp_path):
@@ -386,7 +426,7 @@ def test_sessions_in_a_browser(width, browser, tmp_path):
     assert (left["y"] == right["y"]) == (width > 700), "side by side where there is room"
     turns = cells.nth(0).locator(".turn")
     edges = [turns.nth(n).bounding_box()["x"] for n in range(4)]
-    assert edges[0] == edges[3] < edges[1] == edges[2]
+    assert edges[0] == edges[2] == edges[3] < edges[1]
     assert not tab.get_by_text("And?").first.is_visible()
     cells.nth(0).locator("summary").click()
     assert tab.get_by_text("And?").first.is_visible()

@@ -106,7 +106,13 @@ class RunningSequence:
         return KeptTokens.concatenated(of_steps[: self.response_length])
 
     def likeliest_tokens(self) -> list[list[tuple[int, float]]]:
-        """Return the likeliest tokens at each position of the response with their log-probabilities."""
+        """Return the likeliest tokens at each position of the response with their log-probabilities; [] if not asked.
+
+        All steps of a sequence that asks for them have tables. Steps of others have some only because of their
+        neighbours in the batch.
+        """
+        if not self.num_likeliest:
+            return []
         of_steps = [step[column, : self.num_likeliest] for draws, column in self.places for step in draws.likeliest]
         return [
             [(int(token), logprob) for token, logprob in step.tolist() if logprob > -math.inf]

@@ -159,33 +159,31 @@ class ServedGeneration(RequestEngine):
             work: work that makes the requests, on the first rank of each replica; None on other ranks.
             greedy: always take the most likely token, whatever the temperature is.
         """
-        self.generation.model.finish_param_gather()
         params = self.generation.params
         if greedy:
             params = replace(params, temperature=0.0)
-        with self.generation.decoder.generating():
-            batch = ServedBatch(self.generation, params)
-            try:
-                self._serve(batch, params, work)
-            finally:
-                batch.close()
-                for number in list(self._asked):
-                    asked = self._asked.pop(number, None)
-                    if asked is not None and asked.set_running_or_notify_cancel():
-                        asked.set_exception(RequestError("the rollouts of the step have ended"))
+        try:
+            self.generation.model.finish_param_gather()
+            with self.generation.decoder.generating():
+                batch = ServedBatch(self.generation, params)
+                try:
+                    self._serve(batch, params, work)
+                finally:
+                    batch.close()
+        finally:
+            for number in list(self._asked):
+                asked = self._asked.pop(number, None)
+                if asked is not None and asked.set_running_or_notify_cancel():
+                    asked.set_exception(RequestError("the rollouts of the step have ended"))
 
     def _serve(self, batch: ServedBatch, params: SamplingParams, work: Future[Any] | None) -> None:
-        sequences = dict[int, RunningSequence]()
         while not all_ranks_true(work is None or work.done())[0]:
             for command in self._commands(bool(batch.going or batch.queue), work):
                 if command[0] < 0:
                     batch.cancel(-1 - command[0])
                 else:
-                    sequence = _sequence(command, params, self.generation.tokenizer)
-                    sequences[sequence.row] = sequence
-                    batch.add(sequence)
+                    batch.add(_sequence(command, params, self.generation.tokenizer))
             for ended in batch.advance(STEPS_BETWEEN_LOOKS):
-                del sequences[ended.row]
                 asked = self._asked.pop(ended.row, None)
                 if asked is not None and asked.set_running_or_notify_cancel():
                     response = batch.response(ended)

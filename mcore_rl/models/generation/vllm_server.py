@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.vllm_server_reaper import end_groups
 from mcore_rl.utils.model_directory import missing_files
+from mcore_rl.utils.process_groups import GroupKeeper, end_groups
 
 MODEL_NAME = "policy"
 
@@ -103,10 +101,7 @@ class VLLMServerProcesses:
         for index in range(vllm.num_servers):
             _check_port(vllm.host, vllm.port + index)
         logs.mkdir(parents=True, exist_ok=True)
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "mcore_rl.models.generation.vllm_server_reaper"],
-            stdin=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+        self._keeper = GroupKeeper()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, Path] = {}
         self._log_starts: dict[str, int] = {}
@@ -141,15 +136,12 @@ class VLLMServerProcesses:
         end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
         for process in ending:
             process.wait()
-            self._tell_keeper(-process.pid)
+            self._keeper.remove(process.pid)
 
     def close(self) -> None:
         """End all servers."""
         self.end(*self.urls)
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
+        self._keeper.close()
 
     def _start(self, command: list[str], environment: dict[str, str], url: str) -> subprocess.Popen[bytes]:
         with open(self._logs[url], "ab") as log:
@@ -157,14 +149,8 @@ class VLLMServerProcesses:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        self._tell_keeper(process.pid)
+        self._keeper.add(process.pid)
         return process
-
-    def _tell_keeper(self, group: int) -> None:
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the keeper was ended from outside
-            self._keeper.stdin.write(f"{group}\n")
-            self._keeper.stdin.flush()
 
     @staticmethod
     def _environment(config: RLConfig, index: int) -> dict[str, str]:

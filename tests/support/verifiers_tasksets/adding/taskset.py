@@ -5,6 +5,7 @@ from adding.tool import AddingToolset
 
 class AddingData(vf.TaskData):
     answer: str
+    note: str | None
 
 
 class AddingTaskConfig(vf.TaskConfig):
@@ -24,6 +25,10 @@ class AddingTask(vf.Task[AddingData, vf.State, AddingTaskConfig]):
     async def length(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply))
 
+    @vf.metric
+    async def undefined(self, trace: vf.Trace) -> float:
+        return float("nan")
+
 
 class AddingConfig(vf.TasksetConfig):
     num_tasks: int = 4
@@ -33,5 +38,5 @@ class AddingConfig(vf.TasksetConfig):
 class AddingTaskset(vf.Taskset[AddingTask, AddingConfig]):
     def load(self):
         for n in range(self.config.num_tasks):
-            data = AddingData(prompt=f"What is {n}+3?", system_prompt="Use the tool.", answer=str(n + 3))
+            data = AddingData(prompt=f"What is {n}+3?", system_prompt="Use the tool.", answer=str(n + 3), note=None)
             yield AddingTask(data, self.config.task)

@@ -1,3 +1,5 @@
+import os
+
 import verifiers.v1 as vf
 
 
@@ -7,6 +9,8 @@ class AddingToolset(vf.Toolset[vf.ToolsetConfig]):
     @vf.tool
     def add(self, a: int, b: int) -> str:
         """Add two numbers."""
+        shown = [name for name in os.environ if name.startswith("MCORE_RL") and "KEY" in name]
+        assert not shown, f"keys are hidden from tools, found {shown}"
         return str(a + b)
 
 

@@ -1,7 +1,7 @@
-"""Ends vLLM's servers if their trainer dies: `python -m mcore_rl.models.generation.vllm_server_reaper`.
+"""Ends process groups, also those of a trainer that dies: `python -m mcore_rl.utils.process_groups` (the keeper).
 
-The trainer starts this program and writes process group ids to its standard input, one per line. A "-" before an id
-removes the id. The input ends when the trainer ends, for whatever reason. When the input ends, the program ends the
+The trainer starts the keeper and writes process group ids to its standard input, one per line. A "-" before an id
+removes the id. The input ends when the trainer ends, for whatever reason. When the input ends, the keeper ends the
 remaining groups.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -46,6 +47,36 @@ def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_e
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
+
+
+class GroupKeeper:
+    """A process that ends the groups that this process has added, when this process ends."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mcore_rl.utils.process_groups"],
+            stdin=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def add(self, group: int) -> None:
+        self._tell(group)
+
+    def remove(self, group: int) -> None:
+        """Remove a group that has ended; another process may get its id."""
+        self._tell(-group)
+
+    def close(self) -> None:
+        """End the groups that were not removed, and the keeper."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, number: int) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the keeper was ended from outside
+            self._process.stdin.write(f"{number}\n")
+            self._process.stdin.flush()
 
 
 def main() -> None:
