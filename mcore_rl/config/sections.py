@@ -133,6 +133,9 @@ class ModelConfig(Section):
     """reward: the model predicts one number per sequence, at its last token that is not padding, instead of logits."""
     trust_remote_code: bool = False
     """Run code that comes with the model's configuration and tokenizer."""
+    vision_tower: Literal["frozen", "trained"] = "frozen"
+    """Whether the vision tower of a model that reads images is trained too. The features of images are kept if it is
+    frozen."""
     lora: LoRAConfig | None = None
     """Train adapters; the model's own weights are frozen."""
     recompute_activations: bool = False
@@ -479,6 +482,8 @@ class OptimizerConfig(Section):
     """Learning rate that the schedule has reached after the last step; for inverse_square_root: the lower bound."""
     embedding_lr: FractionBelowOne | None = None
     """Learning rate of the embedding and the LM head; the default is `lr`."""
+    vision_tower_lr: FractionBelowOne | None = None
+    """Learning rate of a trained vision tower; the default is `lr`."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (AdamW); biases and norms are not decayed."""
     adam_beta1: FractionBelowOne = 0.9

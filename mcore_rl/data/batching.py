@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.images import IMAGES, images_column
 from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, PrefixForest, pieces_of, token_identities
 from mcore_rl.data.token_store import SequenceGroup, TokenStore
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
@@ -25,14 +26,16 @@ from mcore_rl.distributed.topology import ParallelDimension
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
     """Return a batch with a right-padded row for each sequence of the records `units` (a pair has two sequences).
 
-    The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
+    The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B]; and the list `images`, if any
+    row has images.
     """
     sequences = [sequence for unit in units for sequence in unit]
     rows = padded_rows([sequence.input_ids for sequence in sequences], pad_token_id)
     token_mask = torch.zeros(rows["input_ids"].shape)
     for row, sequence in enumerate(sequences):
         token_mask[row, : len(sequence)] = torch.tensor(sequence.token_mask, dtype=torch.float32)
-    return BatchedDataDict(**rows, token_mask=token_mask, sample_mask=torch.ones(len(sequences)))
+    of_images = images_column([sequence.images for sequence in sequences])
+    return BatchedDataDict(**rows, token_mask=token_mask, sample_mask=torch.ones(len(sequences)), **of_images)
 
 
 def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
@@ -335,6 +338,7 @@ class MicrobatchPlanner:
         selected = _cut(data.select_indices(rows), longest, data["input_ids"].shape[1])
         if not counts:
             selected["sample_mask"] = torch.zeros(len(rows))
+            selected.pop(IMAGES, None)  # nothing reads its results
         layout: PackLayout
         if self.packing and shared:
             layout = PrefixLayout.of(tree, self.cp_size, self.multiple, common or self._width(units))
@@ -582,8 +586,9 @@ def assign_records(
         return list(dict.fromkeys(row // size for row in rows))
 
     def tokens_of(rows: Sequence[int]) -> Tensor:
-        sequences = [sequence.input_ids for place in places_of(rows) for sequence in units[indices[place]]]
-        return padded_rows(sequences)["input_ids"]
+        sequences = [sequence for place in places_of(rows) for sequence in units[indices[place]]]
+        read = padded_rows([sequence.input_ids for sequence in sequences])
+        return token_identities({**read, **images_column([sequence.images for sequence in sequences])})
 
     rows = [length for unit in lengths for length in unit]
     share = BatchShare(divide(rows, tokens_of)[replicas.rank], len(rows), replicas)

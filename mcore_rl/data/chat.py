@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import lru_cache
@@ -11,17 +12,22 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_rl.data.images import ImageReader, is_image, source_of
 from mcore_rl.data.readers import parse_json
 
 Message = dict[str, Any]
 Messages = list[Message]
 
+IMAGE_ROLES = ("user", "tool")
+"""Roles of messages that can have images."""
+
 
 def check_messages(value: Any, what: str) -> Messages:
     """Check that `value` is a list of messages with `role` and `content`; return it in a uniform format.
 
-    A content in parts becomes a single text. Keys with null values are removed, except in the arguments of tool calls,
-    where null is a value. Other keys are kept for the template.
+    A content in parts becomes a single text, or a list of parts if there are images: {"type": "text", "text": …} and
+    {"type": "image", "image": SOURCE}; an image of the record's `images` has no SOURCE here. Keys with null values are
+    removed, except in the arguments of tool calls, where null is a value. Other keys are kept for the template.
 
     Args:
         what: name of the list in errors.
@@ -44,7 +50,12 @@ def _check_message(message: Message, where: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [_check_call(call, where) for call in _list(message["tool_calls"], where)]
     if "content" in message:
-        message["content"] = _text(message["content"], where)
+        message["content"] = _content(message["content"], where)
+        if has_images(message) and role not in IMAGE_ROLES:
+            raise ValueError(
+                f"{where}: has an image and the role {role}; only messages of {' and '.join(IMAGE_ROLES)} can have "
+                "images"
+            )
     elif not message.get("tool_calls"):
         raise ValueError(f"{where}: has neither content nor tool_calls; write one of them")
     if not isinstance(message.get("reasoning_content", ""), str):
@@ -60,6 +71,56 @@ def _check_message(message: Message, where: str) -> Message:
     return message
 
 
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return _text(content, where)
+    return [_image(part) if is_image(part) else {"type": "text", "text": _text([part], where)} for part in content]
+
+
+def _image(part: dict[str, Any]) -> dict[str, Any]:
+    source = source_of(part)
+    return {"type": "image"} if source is None else {"type": "image", "image": source}
+
+
+def text_of(message: Message, key: str = "content") -> str:
+    """Return the text of a checked message, without its images; "" if it has no content."""
+    content = message.get(key, "")
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def has_images(message: Message) -> bool:
+    """Return whether a checked message has images."""
+    return isinstance(message.get("content"), list)
+
+
+def with_text(content: Any, text: str) -> Any:
+    """Return the content of a checked message with `text` after it."""
+    return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+
+
+def image_sources(messages: Messages) -> list[Any]:
+    """Return the source of each image in checked messages, in their order; None for one of the record's `images`."""
+    return [part.get("image") for part in _image_parts(messages)]
+
+
+def with_sources(messages: Messages, sources: Sequence[Any]) -> Messages:
+    """Return checked messages whose images have these sources; no source for None."""
+    left = iter(sources)
+
+    def replaced(part: dict[str, Any]) -> dict[str, Any]:
+        return _image({"image": next(left)}) if part["type"] == "image" else part
+
+    return [
+        {**message, "content": [replaced(part) for part in message["content"]]} if has_images(message) else message
+        for message in messages
+    ]
+
+
+def _image_parts(messages: Messages) -> list[dict[str, Any]]:
+    parts = (part for message in messages if has_images(message) for part in message["content"])
+    return [part for part in parts if part["type"] == "image"]
+
+
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
@@ -68,7 +129,10 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise ValueError(f'{where}: each part of content must be {{"type": "text", "text": …}}, found {kind}')
+            raise ValueError(
+                f'{where}: each part of content must be {{"type": "text", "text": …}} or {{"type": "image", …}}, '
+                f"found {kind}"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -135,6 +199,33 @@ def _kind(value: Any) -> str:
         type(None): "null",
     }
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How the text of a conversation represents images.
+
+    text, token_id: the special token that the chat template writes for an image. Tokenization repeats it once for each
+        token of the image.
+    video_id: id of the token for videos, which are not supported; None if there is none.
+    """
+
+    text: str
+    token_id: int
+    video_id: int | None
+    reader: ImageReader
+
+
+def image_tokens(tokenizer: Any) -> ImageTokens:
+    """Return how conversations represent images; `load_tokenizer` sets it.
+
+    Raises:
+        ValueError: the model reads no images.
+    """
+    found: ImageTokens | None = getattr(tokenizer, "image_tokens", None)
+    if found is None:
+        raise ValueError("the record has images, but the model reads no images; leave them out, or use another model")
+    return found
 
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -303,7 +394,7 @@ def is_prefill(messages: Messages) -> bool:
 def with_response(messages: Messages, text: str) -> Messages:
     """Return a prompt and a response of the assistant, which continues the prompt's last message if that is one."""
     if is_prefill(messages):
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
+        return [*messages[:-1], {**messages[-1], "content": with_text(messages[-1]["content"], text)}]
     return [*messages, {"role": "assistant", "content": text}]
 
 

@@ -15,7 +15,8 @@ from typing import Any, overload
 import numpy as np
 
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
-from mcore_rl.data.chat import Messages, check_messages, is_prefill
+from mcore_rl.data.chat import Messages, check_messages, has_images, image_sources, is_prefill, with_sources
+from mcore_rl.data.images import IMAGES, PlacedImage, images_of, moved
 from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
@@ -60,8 +61,13 @@ class Dataset:
         return self.units.counts["truncated"]
 
     @property
+    def has_images(self) -> bool:
+        """Whether any of the records has images."""
+        return self.units.counts["with_images"] > 0
+
+    @property
     def fingerprint(self) -> str:
-        """Hash of all token ids and masks."""
+        """Hash of all token ids and masks, and of the images."""
         return self.units.fingerprint
 
     def describe(self, name: str, limit: int) -> str:
@@ -72,6 +78,8 @@ class Dataset:
             limit: maximum number of tokens of a record.
         """
         parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
+        if with_images := self.units.counts["with_images"]:
+            parts.append(f"{with_images:,} with images")
         if self.num_dropped:
             parts.append(described_drops(self.units, limit))
         if self.num_truncated:
@@ -100,7 +108,9 @@ class UnpairedDataset(Dataset):
         (own,), (other,) = self.units[index], self.units[other_index]
         end, start = own.token_mask.index(True), other.token_mask.index(True)
         return TokenSequence(
-            own.input_ids[:end] + other.input_ids[start:], own.token_mask[:end] + other.token_mask[start:]
+            own.input_ids[:end] + other.input_ids[start:],
+            own.token_mask[:end] + other.token_mask[start:],
+            images=moved(own.images, 0, end) + moved(other.images, start, len(other), end - start),
         )
 
     def describe(self, name: str, limit: int) -> str:
@@ -437,13 +447,15 @@ def _pair_kinds_of(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
 
 def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     prompt, responses, continues = _pair_of(record)
-    return tuple(tokenize_completion(tokenizer, prompt, text, record.get("tools"), continues) for text in responses)
+    more = record.get("tools"), continues, images_of(record)
+    return tuple(tokenize_completion(tokenizer, prompt, text, *more) for text in responses)
 
 
 def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     _margin_of(record)
     prompt, responses, continues = _pair_of(record)
-    return tuple(tokenize_judged(tokenizer, prompt, text, record.get("tools"), continues) for text in responses)
+    more = record.get("tools"), continues, images_of(record)
+    return tuple(tokenize_judged(tokenizer, prompt, text, *more) for text in responses)
 
 
 def _margin_of(record: dict[str, Any]) -> float:
@@ -502,18 +514,23 @@ def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     if record.get("messages") is not None:
         if record.get("completion") is not None:  # a prompt without completion is allowed
             raise ValueError("has both messages and a completion; keep only the one on which the model must be trained")
-        return (tokenize_messages(tokenizer, record["messages"], record.get("tools")),)
+        return (tokenize_messages(tokenizer, record["messages"], record.get("tools"), images_of(record)),)
     require(record, "prompt", "completion")
-    return (tokenize_completion(tokenizer, record["prompt"], record["completion"], record.get("tools")),)
+    prompt, completion, images = record["prompt"], record["completion"], images_of(record)
+    return (tokenize_completion(tokenizer, prompt, completion, record.get("tools"), images=images),)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its token ids, its text or messages (`content`), and the other fields of its record."""
+    """A prompt: its token ids, its text or messages (`content`), and the other fields of its record.
+
+    images: the images among the tokens. In `content`, the source of each image is the path of its file.
+    """
 
     input_ids: tuple[int, ...]
     content: str | Messages
     record: dict[str, Any]
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def message_log(self) -> list[dict[str, str]]:
@@ -543,7 +560,10 @@ class StoredPrompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         ((sequence,), record) = self.store[index], json.loads(self.store.extra(index % len(self)))
-        return Prompt(sequence.input_ids, record.pop("prompt"), record)
+        content = record.pop("prompt")
+        if sequence.images:
+            content = with_sources(content, [image.path for image in sequence.images])
+        return Prompt(sequence.input_ids, content, record, sequence.images)
 
 
 @dataclass(frozen=True)
@@ -564,10 +584,16 @@ class PromptDataset:
         """Whether any of the prompts consists of messages."""
         return self.prompts.store.counts["messages"] > 0
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any of the prompts has images."""
+        return self.prompts.store.counts["with_images"] > 0
+
     def describe(self, name: str, limit: int) -> str:
         """Return one line for the user: the numbers of prompts, tokens and dropped prompts."""
         store = self.prompts.store
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
+        text += f", {store.counts['with_images']:,} with images" if store.counts["with_images"] else ""
         text += f", {described_drops(store, limit, self.max_response_length)}" if store.counts["dropped"] else ""
         return text + described_shares(store)
 
@@ -632,7 +658,7 @@ def load_prompt_dataset(
 
 def _unit_of(tokenizer: Any, record: dict[str, Any], valued: Sequence[str]) -> SequenceGroup:
     require(record, "prompt", *[key for key in valued if key in record])
-    sequence = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"))
+    sequence = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"), images_of(record))
     if not len(sequence):
         raise ValueError("the prompt has no tokens")
     return (sequence,)
@@ -644,7 +670,11 @@ def _content_of(record: dict[str, Any]) -> str | Messages:
 
 
 def _checked_record(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record, "prompt": _content_of(record)}
+    content = _content_of(record)
+    if isinstance(content, str) or not any(map(has_images, content)):
+        return {**record, "prompt": content}
+    others = {key: value for key, value in record.items() if key not in (IMAGES, "image")}
+    return {**others, "prompt": with_sources(content, [None] * len(image_sources(content)))}
 
 
 def _prompt_kind_of(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:

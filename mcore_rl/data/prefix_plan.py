@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.bin_packing import best_fit_decreasing
 from mcore_rl.distributed.packs import PrefixTree, round_up
 
@@ -29,10 +31,11 @@ cost of computing the segment once."""
 def token_identities(data: Mapping[str, Any]) -> Int[Tensor, "rows seq"]:
     """Return a number for each token of `data`. Two rows may share a token only if their numbers are equal up to it.
 
-    The number is the token's id. If the batch has recorded experts, it is a hash of the id and the token's experts: the
-    model computes something else if it sends the token to other experts. Unknown experts differ from known experts.
+    The number is the token's id; for a token of an image, it depends on the image (`_image_identities`). If the batch
+    has recorded experts, it is a hash of that number and the token's experts: the model computes something else if it
+    sends the token to other experts. Unknown experts differ from known experts.
     """
-    ids: Tensor = data["input_ids"]
+    ids = _image_identities(data)
     if ROUTED_EXPERTS not in data:
         return ids
     generator = torch.Generator().manual_seed(5)
@@ -42,6 +45,24 @@ def token_identities(data: Mapping[str, Any]) -> Int[Tensor, "rows seq"]:
     for row, of_row in enumerate(experts):  # row by row, because int64 experts of all rows would need much memory
         identities[row] += of_row.long() @ factors[:-1]
     return identities
+
+
+def _image_identities(data: Mapping[str, Any]) -> Int[Tensor, "rows seq"]:
+    """Return `input_ids`, with a number for each image token that depends on the image and the token's place in it.
+
+    Two rows with the same image at the same place have the same numbers; with different images, different numbers. The
+    numbers are negative, so they differ from token ids.
+    """
+    ids: Tensor = data["input_ids"]
+    if not any(data.get(IMAGES) or ()):
+        return ids
+    ids = ids.clone()
+    for row, images in enumerate(data[IMAGES]):
+        for image in images or ():
+            digest = hashlib.sha256(repr(image.identity).encode()).digest()
+            number = int.from_bytes(digest[:5], "little") << 22  # an image has fewer than 2^22 tokens
+            ids[row, image.start : image.end] = -1 - number - torch.arange(image.count)
+    return ids
 
 
 @dataclass

@@ -17,12 +17,17 @@ from mcore_rl.data.chat import (
     apply_template,
     end_token_ids,
     function_of,
+    has_images,
+    image_sources,
+    image_tokens,
     is_prefill,
     render,
     special_token_ids,
     template_of,
+    text_of,
     unused_character,
     with_function,
+    with_text,
 )
 from mcore_rl.data.readers import parse_json
 
@@ -283,7 +288,7 @@ def _shared(one: str, other: str) -> int:
 
 def has_content(message: Message) -> bool:
     """Return whether a checked message has a content that is not blank."""
-    return bool(message.get("content", "").strip())
+    return has_images(message) or bool(text_of(message).strip())
 
 
 def _marked_parts(message: Message, mark: str) -> Iterator[list[Message]]:
@@ -294,7 +299,7 @@ def _marked_parts(message: Message, mark: str) -> Iterator[list[Message]]:
     calls = message.get("tool_calls")
     if has_content(message) or not (calls or message.get("reasoning_content")):
         content = message.get("content", "")
-        yield [{**message, "content": content + mark}]
+        yield [{**message, "content": with_text(content, mark)}]
     elif not calls:
         yield [{**message, "reasoning_content": message["reasoning_content"] + mark}]
     if calls:
@@ -398,6 +403,13 @@ def check_shown(chat: RenderedChat) -> None:
         ValueError: the template omits a part; the message names it.
     """
     messages = chat.messages
+    if count := len(image_sources(messages)):
+        token = image_tokens(chat.tokenizer).text
+        if (written := chat.text.count(token)) != count:
+            raise ValueError(
+                f"the conversation has {count} image{'s' * (count > 1)}, but its text has {token} {written} times; the "
+                "chat template must write it once for each image, and no message may contain it"
+            )
     if chat.tools and render(chat.tokenizer, messages) == chat.text:
         raise ValueError(
             "the chat template does not write the record's tools; use another template, or leave tools out"
@@ -414,7 +426,7 @@ def check_shown(chat: RenderedChat) -> None:
 
 def _shows(chat: RenderedChat, index: int, key: str) -> bool:
     """Return whether the template writes the value of `key` of message `index`; True if there is no value."""
-    said = chat.messages[index].get(key, "").strip()
+    said = text_of(chat.messages[index], key).strip()
     if not said or (len(said) > LONG and said in chat.text):  # too long to be there by chance
         return True
     return chat.mark in chat.with_message(index, {**chat.messages[index], key: chat.mark})

@@ -1,7 +1,8 @@
 """Stores of tokenized records, mixtures of several stores, and the order in which a run uses their records.
 
 The directory of a store contains `ids.bin` (int32 token ids), `mask.bin` (a byte per token: whether it carries loss),
-`ends.bin` (int64: where each sequence ends), and JSON data of each record.
+`ends.bin` (int64: where each sequence ends), and JSON data: the images of each sequence, and further data of each
+record. It has no pixels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from mcore_rl.data.images import PlacedImage, decode_images, encode_images, moved
 from mcore_rl.errors import UserError
 
 ROUNDS = 8
@@ -128,17 +130,22 @@ class TokenSequence:
     """Token ids, and whether each token carries loss. The tokens of a response, and its end token, carry loss.
 
     notes: names of counters of what was done in the tokenization, for messages; not part of the sequence's value.
+    images: the images among the tokens, in their order.
     """
 
     input_ids: tuple[int, ...]
     token_mask: tuple[bool, ...]
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    images: tuple[PlacedImage, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def truncate(self, length: int) -> TokenSequence:
-        return TokenSequence(self.input_ids[:length], self.token_mask[:length])
+        """Return the first `length` tokens, or fewer: the sequence does not end inside an image."""
+        length = min([length, *(image.start for image in self.images if image.end > length)])
+        ids, mask = self.input_ids[:length], self.token_mask[:length]
+        return TokenSequence(ids, mask, images=moved(self.images, 0, length))
 
     @property
     def trained_ids(self) -> set[int]:
@@ -154,7 +161,15 @@ class TokenSequence:
 SequenceGroup = tuple[TokenSequence, ...]
 """The sequences of one record: a single sequence for SFT, (chosen, rejected) for pairs."""
 
-KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
+KINDS = {
+    "ids": np.int32,
+    "mask": np.uint8,
+    "ends": np.int64,
+    "images": np.uint8,
+    "image_ends": np.int64,
+    "extra": np.uint8,
+    "extra_ends": np.int64,
+}
 """Names of the arrays of a token store, with the types of their elements."""
 
 
@@ -164,6 +179,7 @@ class TokenizedChunk:
 
     ids, mask: token ids and loss mask of all sequences, one after the other.
     lengths: length of each sequence.
+    images: the images of each sequence as JSON (`encode_images`); empty if it has none.
     extra: JSON text to store with each record; empty if no record has such a text.
     counts: numbers of records with certain properties ("dropped", "truncated", …).
     """
@@ -171,6 +187,7 @@ class TokenizedChunk:
     ids: list[int] = field(default_factory=list)
     mask: bytearray = field(default_factory=bytearray)
     lengths: list[int] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)
     extra: list[bytes] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -179,6 +196,7 @@ class TokenizedChunk:
             self.ids += sequence.input_ids
             self.mask += bytes(sequence.token_mask)
             self.lengths.append(len(sequence))
+            self.images.append(encode_images(sequence.images))
         if extra is not None:
             self.extra.append(extra)
 
@@ -215,7 +233,8 @@ class TokenStore(Sequence[SequenceGroup]):
             meta = json.loads((directory / "meta.json").read_bytes())
             sizes = meta["sizes"]
             files = {name: _FileArray(directory / f"{name}.bin", kind, sizes[name]) for name, kind in KINDS.items()}
-            return cls({**files, **{name: files[name][:] for name in ("ends", "extra_ends")}}, meta)
+            whole = {name: files[name][:] for name in ("ends", "image_ends", "extra_ends")}
+            return cls({**files, **whole}, meta)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{directory} is incomplete: {error}") from None
 
@@ -294,7 +313,9 @@ class TokenStore(Sequence[SequenceGroup]):
         ends = self._arrays["ends"]
         place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
         ids, mask = self._arrays["ids"][place], self._arrays["mask"][place]
-        return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()))
+        ends = self._arrays["image_ends"]
+        images = decode_images(self._arrays["images"][ends[index - 1] if index else 0 : ends[index]].tobytes())
+        return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()), images=images)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         return (self[i] for i in range(len(self)))
@@ -367,9 +388,15 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
                 start += length
             texts = b"".join(chunk.extra)
             digest.update(texts)
-            for name, values in (("ids", ids), ("mask", mask), ("extra", np.frombuffer(texts, np.uint8))):
+            images = b"".join(chunk.images)
+            if images:  # their files may be elsewhere on another machine, so only digests count
+                digest.update(_described(chunk.images))
+            for name, values in (("ids", ids), ("mask", mask)):
                 put(name, values)
+            for name, text in (("images", images), ("extra", texts)):
+                put(name, np.frombuffer(text, np.uint8))
             put_ends("ends", chunk.lengths)
+            put_ends("image_ends", [len(text) for text in chunk.images])
             put_ends("extra_ends", [len(text) for text in chunk.extra])
             counts += chunk.counts
     finally:
@@ -386,6 +413,11 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
         return TokenStore.open(directory)
     arrays = {name: np.concatenate([np.empty(0, kind), *kept[name]]).astype(kind) for name, kind in KINDS.items()}
     return TokenStore(arrays, meta)
+
+
+def _described(encoded: Sequence[bytes]) -> bytes:
+    """Return the images of sequences as text, without their paths."""
+    return repr([[(image.start, image.identity) for image in decode_images(text)] for text in encoded]).encode()
 
 
 class MixedTokenStore(TokenStore):

@@ -9,28 +9,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.data.chat import (
     GENERATION_MARKER,
+    ImageTokens,
     Messages,
     check_messages,
     check_tools,
     end_token_ids,
+    image_sources,
+    image_tokens,
     is_prefill,
     render,
     set_chat_day,
+    text_of,
     without,
 )
+from mcore_rl.data.images import ImageReader, PlacedImage, with_directory
 from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.responses import render_prompt, tokenize_conversation
 from mcore_rl.data.texts import completed_text_tokens, prompt_text_tokens
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent
+from mcore_rl.utils.model_directory import vision_model_config
 from mcore_rl.utils.torchrun import processors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -42,6 +48,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     say: PrintLine = silent,
     day: date | None = None,
+    images: Path | None = None,
 ) -> Any:
     """Return the tokenizer of a model directory; its chat template is replaced by `chat_template`, if given.
 
@@ -49,6 +56,7 @@ def load_tokenizer(
 
     Args:
         day: date for a chat template that inserts a date; today if None.
+        images: directory in which images of records that have no file are stored. None: no record has images.
 
     Raises:
         UserError: there is no tokenizer or no end token, or the template is invalid.
@@ -76,6 +84,10 @@ def load_tokenizer(
             say("data.chat_template takes the place of the tokenizer's own")
         tokenizer.chat_template = chat_template
     set_chat_day(tokenizer, day or date.today())
+    if images is not None and (config := vision_model_config(path)) is not None:
+        text = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
+        reader = ImageReader(path, images)
+        tokenizer.image_tokens = ImageTokens(text, config["image_token_id"], config.get("video_token_id"), reader)
     return tokenizer
 
 
@@ -93,7 +105,12 @@ JSON_NAMES = {str: "a string", list: "a list", dict: "an object", int: "a number
 
 
 def tokenize_completion(
-    tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None, continues: bool = True
+    tokenizer: Any,
+    prompt: str | Messages,
+    completion: str | Messages,
+    tools: Any = None,
+    continues: bool = True,
+    images: Sequence[Any] = (),
 ) -> TokenSequence:
     """Tokenize a prompt and its completion. Both are plain strings, or both are lists of messages.
 
@@ -102,16 +119,17 @@ def tokenize_completion(
 
     Args:
         continues: whether the completion's first message continues a message of the assistant at the end of the prompt.
+        images: sources of the images for the messages' image parts without a source.
 
     Raises:
-        ValueError: one is a string and the other a list, messages are invalid, the chat template fails, or a response
-            cannot be found in its output.
+        ValueError: one is a string and the other a list, messages are invalid, the chat template fails, an image cannot
+            be read, or a response cannot be found in the template's output.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         _refuse_tools(tools)
-        return completed_text_tokens(tokenizer, prompt, completion)
+        return _text_only(tokenizer, completed_text_tokens(tokenizer, prompt, completion), images)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation(tokenizer, *_joined(prompt, completion, continues), tools=tools)
+        return _conversation(tokenizer, *_joined(prompt, completion, continues), tools=tools, images=images)
     found = " and ".join(JSON_NAMES.get(type(part), type(part).__name__) for part in (prompt, completion))
     raise ValueError(
         "a prompt and its response (completion, chosen or rejected) must both be strings or both be lists of messages; "
@@ -129,7 +147,7 @@ def _joined(prompt: Messages, completion: Messages, continues: bool) -> tuple[Me
     if not (continues and is_prefill(before) and after and after[0]["role"] == "assistant"):
         return before + after, len(before), ""
     given, rest = without(before[-1], "weight"), after[0]
-    if not (rest.get("content", "").strip() or rest.get("tool_calls")):
+    if not (text_of(rest).strip() or rest.get("tool_calls")):
         raise ValueError("completion, message 1 (assistant) is empty")
     if given["content"].strip() and rest.get("reasoning_content"):
         raise ValueError(
@@ -140,19 +158,30 @@ def _joined(prompt: Messages, completion: Messages, continues: bool) -> tuple[Me
     return [*before[:-1], whole, *after[1:]], len(before) - 1, given["content"]
 
 
-def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> TokenSequence:
+def tokenize_messages(
+    tokenizer: Any, messages: Messages, tools: Any = None, images: Sequence[Any] = ()
+) -> TokenSequence:
     """Tokenize a conversation; all messages of the assistant are trained on, except messages with weight 0.
+
+    Args:
+        images: sources of the images for the messages' image parts without a source.
 
     Raises:
         ValueError: as in `tokenize_completion`.
     """
-    return _conversation(tokenizer, check_messages(messages, "messages"), tools=tools)
+    return _conversation(tokenizer, check_messages(messages, "messages"), tools=tools, images=images)
 
 
 def _conversation(
-    tokenizer: Any, messages: Messages, first: int = 0, prefill: str = "", tools: Any = None
+    tokenizer: Any,
+    messages: Messages,
+    first: int = 0,
+    prefill: str = "",
+    tools: Any = None,
+    images: Sequence[Any] = (),
 ) -> TokenSequence:
     """Tokenize a conversation; the assistant's messages from index `first` on are trained on, without `prefill`."""
+    sources = filled_sources(tokenizer, messages, images)
     wanted = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and m.get("weight", 1)]
     if not wanted:
         if len(messages) > first:
@@ -161,11 +190,82 @@ def _conversation(
             )
         return TokenSequence((), ())
     for index in wanted:
-        if not messages[index].get("content", "").strip() and not messages[index].get("tool_calls"):
+        if not text_of(messages[index]).strip() and not messages[index].get("tool_calls"):
             raise ValueError(f"message {index + 1} (assistant) is empty")
     given = prefill if wanted[0] == first else ""
     ids, mask = tokenize_conversation(tokenizer, messages, wanted, check_tools(tools), given)
-    return TokenSequence(tuple(ids), tuple(mask))
+    return place_images(tokenizer, TokenSequence(tuple(ids), tuple(mask)), sources)
+
+
+def filled_sources(tokenizer: Any, messages: Messages, images: Sequence[Any]) -> list[Any]:
+    """Return the source of each image in checked messages; image parts without a source take the next of `images`.
+
+    If the model reads no images, and no message has an image part, `images` are ignored, as other columns are.
+
+    Raises:
+        ValueError: the model reads no images, or the numbers of such parts and of `images` differ.
+    """
+    sources = image_sources(messages)
+    if sources:
+        image_tokens(tokenizer)
+    elif images and getattr(tokenizer, "image_tokens", None) is None:
+        return []
+    lacking = sum(source is None for source in sources)
+    if lacking != len(images):
+        raise ValueError(
+            f"the record has {len(images)} images in its column images, but its messages have {lacking} image parts "
+            'without a source; write {"type": "image"} in the content where each of these images belongs'
+        )
+    left = iter(images)
+    return [next(left) if source is None else source for source in sources]
+
+
+def place_images(tokenizer: Any, sequence: TokenSequence, sources: Sequence[Any]) -> TokenSequence:
+    """Read the images of a conversation and repeat the token of each image once for each token that the image has.
+
+    Args:
+        sequence: the conversation, with one token for each image; it may end before the last images.
+        sources: the sources of the images.
+
+    Raises:
+        ValueError: an image cannot be read, or there is a token of an image or video that the record does not have.
+    """
+    if not sources:
+        return _text_only(tokenizer, sequence)
+    tokens = image_tokens(tokenizer)
+    ids, mask, images = list[int](), list[bool](), list[PlacedImage]()
+    for token, is_trained in zip(sequence.input_ids, sequence.token_mask, strict=True):
+        count = 1
+        if token == tokens.token_id:
+            try:
+                images.append(tokens.reader.placed(sources[len(images)], len(ids)))
+            except ValueError as error:
+                if isinstance(error, UserError):  # of the model directory or the installation, not of the record
+                    raise
+                raise ValueError(f"image {len(images) + 1}: {error}") from None
+            count = images[-1].count
+        elif token == tokens.video_id:
+            raise ValueError("has a video, which is not supported; leave it out, or give its frames as images")
+        ids += [token] * count
+        mask += [is_trained] * count
+    return TokenSequence(tuple(ids), tuple(mask), sequence.notes, tuple(images))
+
+
+def _text_only(tokenizer: Any, sequence: TokenSequence, images: Sequence[Any] = ()) -> TokenSequence:
+    """Return the tokens of a text, or of messages without images.
+
+    Raises:
+        ValueError: the model reads images, and the record has `images`, or the tokens are of an image or video.
+    """
+    tokens: ImageTokens | None = getattr(tokenizer, "image_tokens", None)
+    if tokens is not None and images:
+        raise ValueError("has images, but its prompt is a text; write it as messages with image parts")
+    if tokens is not None and (found := {tokens.token_id, tokens.video_id}.intersection(sequence.input_ids)):
+        text = tokenizer.convert_ids_to_tokens(found.pop())
+        raise ValueError(
+            f"has {text} in a text, but no such image; remove it, or write the image as a part of a message's content"
+        )
+    return sequence
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
@@ -181,34 +281,49 @@ def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list
 
 
 def tokenize_judged(
-    tokenizer: Any, prompt: str | Messages, response: str | Messages, tools: Any = None, continues: bool = True
+    tokenizer: Any,
+    prompt: str | Messages,
+    response: str | Messages,
+    tools: Any = None,
+    continues: bool = True,
+    images: Sequence[Any] = (),
 ) -> TokenSequence:
     """Tokenize a prompt and its response for a reward model; messages are tokenized by `judged_tokens`.
 
     Raises:
         ValueError: as in `tokenize_completion`.
     """
-    sequence = tokenize_completion(tokenizer, prompt, response, tools, continues)
+    sequence = tokenize_completion(tokenizer, prompt, response, tools, continues, images)
     if isinstance(prompt, str) or isinstance(response, str):
         return sequence
     messages, _, _ = _joined(prompt, response, continues)
     ids = judged_tokens(tokenizer, messages, check_tools(tools))
-    mask = (*sequence.token_mask, *(False for _ in ids))[: len(ids)]
-    return TokenSequence(tuple(ids), mask)
+    whole = TokenSequence(tuple(ids), (False,) * len(ids))
+    whole = place_images(tokenizer, whole, filled_sources(tokenizer, messages, images))
+    mask = (*sequence.token_mask, *whole.token_mask)[: len(whole)]
+    return replace(whole, token_mask=mask)
 
 
-def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> TokenSequence:
+def tokenize_prompt(
+    tokenizer: Any, prompt: str | Messages, tools: Any = None, images: Sequence[Any] = ()
+) -> TokenSequence:
     """Tokenize a prompt, up to the place where the response will start. No token carries loss.
 
+    Args:
+        images: sources of the images for the messages' image parts without a source.
+
     Raises:
-        ValueError: messages are invalid, tools are given with a plain text, or the chat template fails.
+        ValueError: messages are invalid, an image cannot be read, tools are given with a plain text, or the chat
+            template fails.
     """
     if isinstance(prompt, str):
         _refuse_tools(tools)
-        return prompt_text_tokens(tokenizer, prompt)
-    text = render_prompt(tokenizer, check_messages(prompt, "prompt"), check_tools(tools))
+        return _text_only(tokenizer, prompt_text_tokens(tokenizer, prompt), images)
+    messages = check_messages(prompt, "prompt")
+    sources = filled_sources(tokenizer, messages, images)
+    text = render_prompt(tokenizer, messages, check_tools(tools))
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return TokenSequence(ids, (False,) * len(ids))
+    return place_images(tokenizer, TokenSequence(ids, (False,) * len(ids)), sources)
 
 
 def _refuse_tools(tools: Any) -> None:
@@ -253,10 +368,12 @@ class TokenizationSpec:
         Raises:
             UserError: a record is invalid; the message names its position.
         """
-        chunk = TokenizedChunk()
+        chunk, source = TokenizedChunk(), Path(records.source)
+        directory = source.absolute().parent if source.is_file() else None
         for place, record in records.parsed():
             try:
                 record = self._renamed(record)
+                record = record if directory is None else with_directory(record, directory)
                 unit = self.unit_of(tokenizer, record)
                 if self.needs_response and not all(sequence.is_trainable for sequence in unit):
                     raise ValueError("the record has no response tokens")
@@ -264,6 +381,7 @@ class TokenizationSpec:
                 raise UserError(f"{place}: {error}") from None
             chunk.counts["records"] += 1
             chunk.counts.update({note for sequence in unit for note in sequence.notes})
+            chunk.counts["with_images"] += any(sequence.images for sequence in unit)
             ends = end_token_ids(tokenizer)
             chunk.counts["teach_end"] += any(not ends.isdisjoint(sequence.trained_ids) for sequence in unit)
             kept = self._limited(unit)
@@ -308,6 +426,7 @@ class TokenizerSpec:
     trust_remote_code: bool
     chat_template: str | None
     day: date | None = None
+    images: Path | None = None
 
 
 def tokenize_source(
@@ -381,7 +500,8 @@ def _remake_tokenizer(source: TokenizerSpec) -> None:
     global _tokenizer
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = load_tokenizer(source.path, source.trust_remote_code, source.chat_template, day=source.day)
+    path, trusted, template = source.path, source.trust_remote_code, source.chat_template
+    _tokenizer = load_tokenizer(path, trusted, template, day=source.day, images=source.images)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -20,6 +20,7 @@ from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, Train
 from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
 from mcore_rl.data.chat import chat_day, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
+from mcore_rl.data.images import image_directory
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.token_store import Order
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
@@ -396,11 +397,22 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     config.check_steps(config.total_steps(len(train)))
     sets = data.validation_sets.items()
     validation = {name: load_dataset(source, tokenizer, whole, say=say, cache=cache) for name, source in sets}
+    _check_images(config, [train, *validation.values()])
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
     wrote = before is not None and _entries(cache.directory) != before
     written = cache.directory if wrote else None
     return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=written, day=day)
+
+
+def _check_images(config: TrainingConfig, datasets: Sequence[Any]) -> None:
+    """Raise UserError if records have images, but a part of the run cannot read images."""
+    if not any(dataset.has_images for dataset in datasets):
+        return
+    if isinstance(config, DistillationConfig):
+        raise UserError("data.train: has images, which distillation does not read yet; leave these records out")
+    if isinstance(config, RLConfig):
+        raise UserError("data.train: has images, which rollouts do not read yet; leave these prompts out")
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
@@ -432,11 +444,13 @@ def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tupl
     If the chat template inserts a date, a resumed run uses the date on which it was first started.
     """
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
-    tokenizer = load_tokenizer(path, trusted, template, say)
+    cache_dir = config.data.cache_dir or default_directory()
+    images = image_directory(cache_dir)
+    tokenizer = load_tokenizer(path, trusted, template, say, images=images)
     if chat_day(tokenizer) is not None and (first := _first_day(config)):
         set_chat_day(tokenizer, first)
-    made_from = TokenizerSpec(path, trusted, template, chat_day(tokenizer))
-    return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
+    made_from = TokenizerSpec(path, trusted, template, chat_day(tokenizer), images)
+    return tokenizer, TokenCache(cache_dir, made_from)
 
 
 def _first_day(config: TrainingConfig) -> date | None:

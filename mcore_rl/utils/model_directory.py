@@ -27,9 +27,11 @@ MODEL_TYPES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "gemma3_text", "glm4", "seed_oss"),
     *("smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3"),
     *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl"),
 )
 """The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
+VISION_MODEL_TYPES = ("qwen3_vl",)
+"""Those of models that read images."""
 PUSH = "checkpoint.push_to_hub"
 """Configuration key that names the repository; used in errors."""
 
@@ -229,6 +231,15 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
     if (model_type := config["model_type"]) not in MODEL_TYPES:
         raise UserError(f"{key}: model type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
     return config
+
+
+def vision_model_config(path: Path) -> dict[str, Any] | None:
+    """Return the content of a model directory's config.json if the model reads images, otherwise None."""
+    try:
+        config: dict[str, Any] = json.loads((path / "config.json").read_bytes())
+        return config if config["model_type"] in VISION_MODEL_TYPES else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def positions_of(values: Mapping[str, Any]) -> float:

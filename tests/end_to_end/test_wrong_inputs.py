@@ -292,7 +292,7 @@ DATA = [
     ("sft", "no_role.jsonl", "line 1: messages, message 1: must have a role and a content; its keys are content"),
     ("sft", "from_value.jsonl", "messages, message 1: must have a role and a content; its keys are from, value"),
     ("sft", "no_content.jsonl", "messages, message 1: has neither content nor tool_calls"),
-    ("sft", "image.jsonl", "messages, message 1: each part of content must be .*found image_url"),
+    ("sft", "image.jsonl", "line 1: the record has images, but the model reads no images; leave them out"),
     ("sft", "weight.jsonl", "messages, message 2: weight must be 0 or 1, got 0.5"),
     ("sft", "user_weight.jsonl", "message 1: has weight 1 and the role user"),
     ("sft", "all_weights_0.jsonl", "line 1: the record has no response tokens: no message of the assistant"),

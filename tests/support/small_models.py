@@ -1,5 +1,6 @@
 """Small Hugging Face models with random weights, and a tokenizer that needs no download."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -396,10 +397,15 @@ def make_model(family: str, directory: Path, **changes) -> Path:
     return directory
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character."""
+def make_tokenizer(more: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character.
+
+    Args:
+        more: further special tokens; their ids start at 6.
+    """
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
     characters = sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,!?'+-*/=\n"))
+    special += more
     tokens = [*special, *characters]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
@@ -409,6 +415,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         eos_token="<|end|>",
         unk_token="<|unk|>",
-        additional_special_tokens=special[2:5],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*special[2:5], *more],
+        chat_template=chat_template,
     )

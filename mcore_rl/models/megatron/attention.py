@@ -33,6 +33,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, kernel_of, packed_attention
 from mcore_rl.models.megatron.layers import ReplicatedLinear, WideRMSNorm, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+from mcore_rl.models.megatron.vision import PackImages
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GatedQueryKeyValue,
@@ -514,12 +515,13 @@ class PackParams(PackedSeqParams):
     """Megatron's parameters of a pack, plus the data that this package's layers need.
 
     visible: the keys that the queries see.
-    positions: [T / CP], for each of the rank's tokens, its position in its row.
+    positions: [T / CP], for each of the rank's tokens, its position in its row; [T / CP, 3] in a pack with images.
     cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
         attention. None if Transformer Engine's attention is not used, or if segments share a prefix.
     routed: the tokens that routers of experts see.
     is_token: [T / CP], 1 for each of the rank's tokens and 0 for padding, in the model's precision. None if padding
         need not be zero.
+    images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
     """
 
     visible: AttentionPattern | None = None
@@ -527,6 +529,7 @@ class PackParams(PackedSeqParams):
     cu_seqlens: Tensor | None = None
     routed: Any = None  # RoutedTokens; `moe`, which defines it, imports this module
     is_token: Tensor | None = None
+    images: PackImages | None = None
 
 
 class PackedCausalAttention(MegatronModule):

@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.layers import (
 from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
 from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -195,6 +196,33 @@ class HiddenStateGPTModel(GPTModel):
 
     gather: PendingGather | None = None
     """Gathers updated weights from the other replicas; None if the optimizer step itself gathers them."""
+    tower: VisionTower | None = None
+    """The vision tower, in the first chunk of a model that reads images. Its module is the chunk's child `visual`.
+    (A class attribute of this name would hide the child.)"""
+
+    def set_tower(self, tower: VisionTower, config: Any, recompute: bool) -> None:
+        """Build the tower's module as a child of this chunk.
+
+        Args:
+            config: transformers' configuration of the tower.
+            recompute: keep only the input of each of its layers for the backward pass.
+        """
+        module: Any = build_tower(config, self.config.params_dtype)
+        module.requires_grad_(tower.is_trained)
+        if recompute and tower.is_trained:
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # pixels need no gradient
+        self.visual, self.tower, tower.module = module, tower, module
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        images = getattr(kwargs.get("packed_seq_params"), "images", None)
+        if images is not None and self.pre_process:
+            if self.gather is not None:  # on all ranks, also those without images: waiting may start a collective
+                for weight in images.tower.parameters():
+                    self.gather.wait_for(weight)
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            kwargs["decoder_input"] = images.put_into(embedded)
+        output: Tensor = super().forward(input_ids, position_ids, *args, **kwargs)
+        return output
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states
@@ -238,6 +266,8 @@ class ModelShard:
     """Pipeline stage of each layer of the whole model."""
     lora: LoRA | None = None
     """Adapters of the model. If there are adapters, only they are trained."""
+    tower: VisionTower | None = None
+    """The vision tower of a model that reads images, on every rank; only the first stage has its module."""
     logits_bytes: float = 0.0
     """Memory for the logits of a microbatch: `model.logits_memory_gib` in bytes."""
     fp8: FP8Config | None = None
@@ -296,12 +326,14 @@ def build_model(
     model = platform.resolve(model)
     config = transformer_config(family, model, parallel)
     count = parallel.chunks_per_stage
-    chunks = []
+    chunks, tower = [], vision_tower(family, model, topology)
     for index in range(count):
         spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)
         with nullcontext() if memory else torch.device("meta"):
             chunk = _build_chunk(family, config, spec, topology, index, count)
-        chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
+            if tower is not None and chunk.pre_process:
+                chunk.set_tower(tower, family.vision_config, model.recompute_activations)
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups(), family.rope_axes())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     # Since 0.18, Megatron builds norms of queries and keys only if this is set. It then also sums their gradients over
     # tensor-parallel ranks, which is wrong if each rank holds a different part of the weight.
@@ -309,7 +341,17 @@ def build_model(
     stages = tuple(parallel.stages_of_layers(family.num_layers))
     if (fp8 := model.fp8) is not None and not platform.simulates():
         set_scales(fp8)
-    return ModelShard(chunks, family, topology, stages, logits_bytes=2**30 * float(model.logits_memory_gib), fp8=fp8)
+    logits_bytes = 2**30 * float(model.logits_memory_gib)
+    return ModelShard(chunks, family, topology, stages, tower=tower, logits_bytes=logits_bytes, fp8=fp8)
+
+
+def vision_tower(family: Family, model: ModelConfig, topology: Topology) -> VisionTower | None:
+    """Return the vision tower, without its module; None if the model reads no images."""
+    config = family.vision_config
+    if config is None:
+        return None
+    is_trained = model.vision_tower == "trained"
+    return VisionTower(None, topology, config.spatial_merge_size, family.deepstack, is_trained)
 
 
 class _MaskedGradient(torch.autograd.Function):

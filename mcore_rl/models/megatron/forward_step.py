@@ -46,6 +46,7 @@ from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.moe import RoutedTokens
+from mcore_rl.models.megatron.vision import pack_images, pack_positions
 from mcore_rl.utils.console import size_text
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -113,7 +114,9 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
-    positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
+    tower = model.tower
+    positions = layout.position_ids if tower is None else pack_positions(microbatch)
+    positions = slice_context_parallel(positions, layout, cp_rank)
     routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []
     config = model.chunks[0].config
     uses_te = config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
@@ -129,6 +132,8 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
         params.cu_seqlens = rest.pop(0)
     if routed:
         params.routed = RoutedTokens(*rest)
+    if tower is not None and topology.is_first_stage:
+        params.images = pack_images(microbatch, tower)
     return {
         "input_ids": tokens[None],
         "position_ids": positions[None],

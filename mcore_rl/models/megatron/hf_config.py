@@ -142,6 +142,7 @@ def check_model_fits(
             "model.lora: every pipeline stage needs adapters to train, but one stage has no layers; give each stage "
             "a layer"
         )
+    _check_first_chunk(family, parallel)
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -159,6 +160,23 @@ def check_model_fits(
             f"parallel.tensor_model_parallel_size={tp}: must divide the model's key-value heads ({groups}), or be "
             "a multiple of them"
         )
+
+
+def _check_first_chunk(family: Family, parallel: ParallelConfig) -> None:
+    """Raise UserError if the first chunk lacks layers to whose outputs features of images are added."""
+    first, *others = parallel.layers_of_chunks(family.num_layers)
+    if first >= family.deepstack:
+        return
+    share, more = divmod(family.num_layers - family.deepstack, len(others))
+    layers = [family.deepstack, *(share + (number < more) for number in range(len(others)))]
+    layout = "|".join("t" * count for count in layers)
+    only_last_is_empty = all(layers[:-1])  # a chunk may have only the LM head, but not nothing
+    remedy = f"set parallel.pipeline_model_parallel_layout='E{layout}L'" if only_last_is_empty else "use fewer stages"
+    raise UserError(
+        f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: features of images are added "
+        f"to the outputs of the first {family.deepstack} layers of {family.model_type}, but the first chunk has only "
+        f"{first}; {remedy}"
+    )
 
 
 def _check_experts(family: Family, parallel: ParallelConfig) -> None:
@@ -234,6 +252,16 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) not in (False, 0, "if_possible") and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave model.{name} out")
+    if model.vision_tower == "trained" and family.vision_config is None:
+        raise UserError(
+            f"model.vision_tower: {family.model_type} has no vision tower that can be trained; leave "
+            "model.vision_tower out"
+        )
+    if model.vision_tower == "trained" and model.lora is not None:
+        raise UserError(
+            "model.vision_tower: model.lora trains only adapters of the text model; leave model.vision_tower or "
+            "model.lora out"
+        )
     _check_recomputed(family, model)
 
 

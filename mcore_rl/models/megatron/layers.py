@@ -167,7 +167,8 @@ class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
 
 
 class PackLayer(TransformerLayer):
-    """Megatron's transformer layer. In addition, it gives the current pack to its router of experts, if it has one.
+    """Megatron's transformer layer. In addition, it gives the current pack to its router of experts, if it has one,
+    and adds the features of images to its output (`PackImages.add_to`).
 
     Args:
         rope: the slice of the rotary angles that this layer uses, if the angles of several kinds of layers are
@@ -185,7 +186,10 @@ class PackLayer(TransformerLayer):
             kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][..., self.rope]
         if isinstance(self.mlp, MoELayer):
             self.mlp.router.pack = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is not None and packed_seq_params.images is not None:
+            hidden = packed_seq_params.images.add_to(hidden, self.layer_number - 1)
+        return hidden, context
 
 
 class RMSNorm(GenerationFastPath, torch.nn.Module):
@@ -506,12 +510,16 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     Args:
         frequencies: inverse frequencies of each kind of layer. The angles of all kinds are concatenated; each layer
             selects its own slice (`PackLayer`).
+        axes: if tokens have several positions, which of them each frequency uses.
     """
 
-    def __init__(self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection, axes: Tensor | None = None
+    ) -> None:
         inverse = torch.cat([part.repeat(2) for part in frequencies])
         super().__init__(len(inverse), rotary_percent=1.0, use_cpu_initialization=True, cp_group=pg_collection.cp)
         self.inv_freq, self.frequencies = frequencies[0], inverse
+        self.axes = None if axes is None else axes.repeat(2)
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         packed_seq_params = args[-1]
@@ -521,10 +529,14 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """Return the angles of tokens.
 
-        If `max_seq_len` is a tensor of positions, the angles are [T / CP, 1, rotated]. If it is a number, the angles
-        are Megatron's: [S, 1, 1, rotated].
+        If `max_seq_len` is a tensor of positions, [T / CP] or [T / CP, axes], the angles are [T / CP, 1, rotated]. If
+        it is a number, the angles are Megatron's: [S, 1, 1, rotated].
         """
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         self.frequencies = platform.sent(self.frequencies, max_seq_len.device)
-        return torch.outer(max_seq_len.to(self.frequencies.dtype), self.frequencies)[:, None]
+        if max_seq_len.ndim == 1:
+            return torch.outer(max_seq_len.to(self.frequencies.dtype), self.frequencies)[:, None]
+        assert self.axes is not None, "the tokens of this model have one position"
+        self.axes = platform.sent(self.axes, max_seq_len.device)
+        return (max_seq_len[:, self.axes].to(self.frequencies.dtype) * self.frequencies)[:, None]

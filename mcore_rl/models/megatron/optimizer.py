@@ -26,6 +26,7 @@ from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.compatibility import gradients_for_norm
 from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.vision import TOWER_ATTRIBUTE
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -94,6 +95,9 @@ def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any
         if chunk.module.gather is not None:
             chunk.module.gather.settle()
     finalize_model_grads(list(model), None, **kwargs)
+    for chunk in model:
+        if chunk.module.tower is not None:
+            chunk.module.tower.sum_gradients()
 
 
 def build_optimizer(
@@ -123,6 +127,7 @@ def build_optimizer(
         (ParamKey(name="*.lora_B"), lora_lr_ratio * config.lr),
         (ParamKey(attr="is_embedding_or_output_parameter"), embedding_lr),
         (ParamKey(attr=MUON_ATTRIBUTE), config.lr if config.muon_lr is None else config.muon_lr),
+        (ParamKey(attr=TOWER_ATTRIBUTE), config.lr if config.vision_tower_lr is None else config.vision_tower_lr),
     ):
         if rate != config.lr:
             ratio = rate / config.lr if config.lr else math.inf

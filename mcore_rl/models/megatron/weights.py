@@ -23,6 +23,7 @@ from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, TensorSource, assemble, tensor_shapes
 
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -149,7 +150,8 @@ def stage_of(mapping: Mapping, model: ModelShard) -> int:
     """Return the pipeline stage that has a parameter."""
     if match := _IN_LAYER.match(mapping.megatron):
         return model.stages[int(match[1])]
-    return 0 if mapping.megatron.startswith("embedding.") else model.topology.pipeline.size - 1
+    is_first = mapping.megatron.startswith(("embedding.", VISION_TOWER))
+    return 0 if is_first else model.topology.pipeline.size - 1
 
 
 def expert_rank_of(mapping: Mapping, model: ModelShard) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
+from mcore_rl.data.images import ImageReader
 from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
@@ -94,6 +95,8 @@ class ScoringModel:
         batching = microbatch_planner(config, rows_per_unit, self.topology.data.size)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
+        if self.model.tower is not None:
+            self.model.tower.source = ImageReader(config.model.path)
         if config.model.lora is not None:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
         self._count_flops()

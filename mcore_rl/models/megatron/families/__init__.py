@@ -39,6 +39,7 @@ from mcore_rl.models.megatron.families.qwen_next import (
     Qwen35MoEText,
     Qwen35Text,
 )
+from mcore_rl.models.megatron.families.vision_language import Qwen3VL
 
 DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
 MIXTURES = (
@@ -55,7 +56,8 @@ MIXTURES = (
     Ernie45MoE,
 )
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, Qwen35, Qwen35MoE)
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS)}
+VISION = (Qwen3VL,)
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS, *VISION)}
 
 
 CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}

@@ -75,6 +75,16 @@ class Family:
     prefix: ClassVar[str] = "model."
     """Prefix of the Hugging Face names of the text model's tensors."""
 
+    @property
+    def vision_config(self) -> Any:
+        """transformers' configuration of the vision tower; None if the model reads no images."""
+        return None
+
+    @property
+    def deepstack(self) -> int:
+        """Number of first layers to whose outputs the vision tower's features are added."""
+        return 0
+
     def __init__(self, hf: Any) -> None:
         self.whole = hf
         hf = self.hf = self.text_config(hf)
@@ -151,6 +161,10 @@ class Family:
     def ropes(self) -> list[Tensor]:
         """Return the inverse frequencies of the rotary embedding, for each kind of layer."""
         return [self._rope_frequencies()[0]]
+
+    def rope_axes(self) -> Tensor | None:
+        """Return which of a token's positions each frequency uses; None if a token has only one position."""
+        return None
 
     def rope_factor(self, layer: int) -> float:
         """Return the factor by which the layer's cos and sin are multiplied; the factor is 1 except for YaRN."""

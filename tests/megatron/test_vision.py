@@ -1,0 +1,379 @@
+"""Tests of models that read images: every number is that of transformers, in packs and under parallel layouts."""
+
+import copy
+import json
+
+import pytest
+import torch
+import vision_cases
+from layout_cases import make_config, make_sft_config
+from safetensors.torch import load_file
+from small_models import and_long
+from transformers import AutoModelForImageTextToText
+from vision_cases import (
+    FAMILIES,
+    IMAGE,
+    make_images,
+    make_vision_data,
+    model_arguments,
+    plain_outcome,
+)
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.prefix_plan import token_identities
+from mcore_rl.distributed.collectives import gather_objects_along
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.vision import rope_positions, shared_out
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result
+from mcore_rl.testing.processes import run_processes
+
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def vision_model_of(tmp_path_factory):
+    """Return a function from a family's name to the directory of a small model, which is written once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = vision_cases.make_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def image_paths(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+def vision_config(path, tower="frozen", make=make_config, **optimizer):
+    """Return a configuration of training with images."""
+    values = make(path).model_dump()
+    values["model"]["vision_tower"] = tower
+    values["data"]["max_sequence_length"] = 80
+    values["optimizer"].update(optimizer)
+    return type(make(path)).model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def expected(vision_model_of, image_paths):
+    """Return a function that computes the configuration, the data and transformers' results of a case, once."""
+    made = {}
+
+    def get(family, tower):
+        if (family, tower) not in made:
+            path = vision_model_of(family)
+            lr = {"vision_tower_lr": 4e-4} if tower == "trained" else {}
+            config, data = vision_config(path, tower, **lr), make_vision_data(path, image_paths)
+            made[family, tower] = config, data, plain_outcome(config, data)
+        return made[family, tower]
+
+    return get
+
+
+LAYOUTS = and_long(
+    [ParallelLayout(tp=2, sp=True)],
+    [
+        ParallelLayout(),
+        ParallelLayout(tp=2),
+        ParallelLayout(cp=2),
+        ParallelLayout(pp=2),
+        ParallelLayout(dp=2, tokens_per_pack=160),
+        ParallelLayout(pp=2, vpp=2, stages="Ett|t|t|L", tokens_per_pack=160),
+        ParallelLayout(prefix=True),
+        ParallelLayout(packing=False),
+        ParallelLayout(tp=2, cp=2, sp=True),
+        ParallelLayout(tp=2, pp=2, cp=2, sp=True),
+    ],
+    [
+        ParallelLayout(tokens_per_pack=160),
+        ParallelLayout(pp=2, tokens_per_pack=160),
+        ParallelLayout(tp=2, sp=True, packing=False),
+        ParallelLayout(cp=2, prefix=True),
+        ParallelLayout(tp=2, dp=2, sp=True, prefix=True),
+        ParallelLayout(cp=4),
+        ParallelLayout(pp=2, cp=2),
+        ParallelLayout(tp=2, pp=2, sp=True),
+        ParallelLayout(tp=2, cp=2),
+        ParallelLayout(tp=2, dp=2),
+        ParallelLayout(dp=4),
+        ParallelLayout(tp=4, cp=2, sp=True),
+        ParallelLayout(pp=2, first=3),
+    ],
+)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_with_images_equals_transformers(layout, tower, expected):
+    """Log-probabilities, loss, all gradients, and the weights after three steps."""
+    check_layout("qwen3_vl", layout, tower, expected)
+
+
+def check_layout(family, layout, tower, expected):
+    config, data, plain = expected(family, tower)
+    found = run_processes(
+        compute_layout_result, layout.apply(config), copy.deepcopy(data), 3, world_size=layout.world_size
+    )[0]
+    difference = compare(found, plain)
+    assert difference.within(LIMIT, LIMIT), difference
+    before = load_file(config.model.path / "model.safetensors")
+    for name, weight in found.weights.items():
+        moved = not torch.equal(weight, before[name])
+        assert moved == (tower == "trained" or not name.startswith("model.visual.")), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"recompute_activations": True}, {"recompute_modules": ["mlp"]}], ids=str)
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2, sp=True)], ids=str)
+def test_recomputed_layers_have_the_gradients_of_transformers(options, layout, expected):
+    config, data, plain = expected("qwen3_vl", "trained")
+    values = layout.apply(config).model_dump()
+    values["model"].update(options)
+    again = type(config).model_validate(values)
+    found = run_processes(compute_layout_result, again, copy.deepcopy(data), 3, world_size=layout.world_size)[0]
+    assert compare(found, plain).within(LIMIT, LIMIT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_overlapped_communication_does_not_change_training_with_images(tower, expected):
+    """Some microbatches have no image, and the replicas have different numbers of such microbatches."""
+    config, data, plain = expected("qwen3_vl", tower)
+    values = ParallelLayout(dp=2, packing=False).apply(config).model_dump()
+    values["parallel"].update(overlap_grad_reduce=True, overlap_param_gather=True)
+    config = type(config).model_validate(values)
+    found = run_processes(compute_layout_result, config, copy.deepcopy(data), 3, world_size=2)[0]
+    assert compare(found, plain).within(LIMIT, LIMIT)
+
+
+# ------------------------------------------------------------------ controls: faults that the comparison finds
+
+
+def with_fault(fault, config, data):
+    """Run `compute_layout_result` with a fault of `FAULTS`."""
+    FAULTS[fault]()
+    return compute_layout_result(config, data, 1)
+
+
+def _wrong_sections():
+    from mcore_rl.models.megatron.families.vision_language import VisionLanguage
+
+    blocks = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    VisionLanguage.rope_axes = lambda self: blocks
+
+
+def _shifted_features():
+    from mcore_rl.models.megatron.vision import VisionTower
+
+    features = VisionTower.features
+    VisionTower.features = lambda self, division: features(self, division).roll(1, dims=0)
+
+
+def _no_deepstack():
+    from mcore_rl.models.megatron.vision import PackImages
+
+    PackImages.add_to = lambda self, hidden, layer: hidden
+
+
+def _gradient_not_summed():
+    from mcore_rl.models.megatron.vision import VisionTower
+
+    VisionTower.sum_gradients = lambda self: None
+
+
+def _text_positions():
+    import mcore_rl.models.megatron.forward_step as forward_step
+
+    forward_step.pack_positions = lambda microbatch: microbatch.layout.position_ids
+
+
+FAULTS = {
+    "wrong rotary sections": _wrong_sections,
+    "features shifted by one": _shifted_features,
+    "no DeepStack": _no_deepstack,
+    "gradient of the tower not summed": _gradient_not_summed,
+    "positions of text": _text_positions,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, expected):
+    config, data, plain = expected("qwen3_vl", "trained")
+    config = ParallelLayout(tp=2).apply(config)
+    found = run_processes(with_fault, fault, config, copy.deepcopy(data), world_size=2)[0]
+    distances = [
+        (found.gradients[name] - gradient).norm() / gradient.norm()
+        for name, gradient in plain.gradients.items()
+        if gradient.norm() > 1e-3
+    ]
+    assert max(distances) > 1e-2
+
+
+# ------------------------------------------------------------------ packs
+
+
+def logits_of(config, batches):
+    """Return log-probabilities of several batches, and how many images this rank's tower has seen after each."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10)
+    found = []
+    for data in batches:
+        scores = policy.get_logprobs(data)["logprobs"]
+        found.append((scores, policy.model.tower.computed))
+    topology = policy.topology
+    counts = gather_objects_along([count for _, count in found], topology.tensor, topology.context)
+    policy.shutdown()
+    return [scores for scores, _ in found], counts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    and_long([ParallelLayout()], [ParallelLayout(tp=2, sp=True), ParallelLayout(cp=2), ParallelLayout(prefix=True)]),
+    ids=str,
+)
+def test_rows_do_not_see_images_of_other_rows_of_their_pack(layout, vision_model_of, image_paths):
+    """Bit for bit: rows without images, with these images or others beside them, and where no row has an image."""
+    path = vision_model_of("qwen3_vl")
+    data = make_vision_data(path, image_paths)
+    others = copy.deepcopy(data)  # each image becomes another one of the same size
+    changed = image_paths[0].parent / "other"
+    changed.mkdir(exist_ok=True)
+    twins = make_images(changed)
+    digests = [vision_cases.digest(twin) for twin in reversed_pixels(twins)]
+    numbers = {vision_cases.digest(image): number for number, image in enumerate(image_paths)}
+    others["images"] = [
+        tuple(PlacedImage(i.start, i.grid, digests[numbers[i.digest]], str(twins[numbers[i.digest]])) for i in images)
+        for images in data["images"]
+    ]
+    without = copy.deepcopy(data)
+    del without["images"]
+    config = layout.apply(vision_config(path, make=make_sft_config))
+    results, counts = run_processes(logits_of, config, [data, others, without, data], world_size=layout.world_size)[0]
+    text = [row for row, images in enumerate(data["images"]) if not images]
+    seeing = [row for row, images in enumerate(data["images"]) if images]
+    for other in results[1:]:
+        assert torch.equal(results[0][text], other[text])
+    assert torch.equal(results[0], results[3])
+    for other in results[1:3]:
+        assert ((results[0][seeing] - other[seeing]).abs().amax(dim=1) > 1e-2).all()
+    # Each distinct image is computed once, by one of the ranks; the last batch finds all features of the first.
+    after = [sum(of_rank[batch] for of_rank in counts) for batch in range(4)]
+    assert after == [5, 10, 10, 10]
+    assert all(of_rank[0] for of_rank in counts), "every rank computes some of the images"
+
+
+def reversed_pixels(paths):
+    from PIL import Image
+
+    for path in paths:
+        Image.open(path).rotate(180).save(path)
+        yield path
+
+
+def test_images_are_divided_by_their_work_and_stay_on_their_ranks():
+    assert shared_out([10, 40, 30, 20], 2, {}) == [[0, 1], [2, 3]]
+    assert shared_out([10, 40, 30, 20], 3, {1: 2, 3: 2}) == [[2], [0], [1, 3]]
+    assert shared_out([], 2, {}) == [[], []]
+    assert shared_out([8192, 1000, 1000, 1000], 2, {}) == [[0], [1, 2, 3]]
+
+
+def test_positions_equal_those_of_transformers(vision_model_of, image_paths):
+    path = vision_model_of("qwen3_vl")
+    data = make_vision_data(path, image_paths)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).model
+    for row, length, images in zip(data["input_ids"], data["input_lengths"].tolist(), data["images"], strict=True):
+        arguments = model_arguments(row[:length], images, path)
+        arguments.pop("pixel_values", None)
+        arguments.setdefault("mm_token_type_ids", torch.zeros(1, length, dtype=torch.long))
+        theirs, shift = model.get_rope_index(**arguments)
+        assert torch.equal(rope_positions(length, images), theirs[:, 0].T)
+        assert sum(image.shift for image in images) == int(shift)
+
+
+def test_positions_of_images_with_frames_and_of_neighbouring_images():
+    """By hand: text of 1, an image of 2 frames of 1 × 3 tokens, directly after it one of 2 × 1, text of 2."""
+    images = [PlacedImage(1, (2, 1, 3), "a", "a"), PlacedImage(7, (1, 2, 1), "b", "b")]
+    first = [[1, 1, 1], [1, 1, 2], [1, 1, 3], [2, 1, 1], [2, 1, 2], [2, 1, 3]]
+    expected = [[0, 0, 0], *first, [4, 4, 4], [4, 5, 4], [6, 6, 6], [7, 7, 7]]
+    assert rope_positions(11, images).tolist() == expected
+    assert rope_positions(0, []).shape == (0, 3)
+
+
+def test_tokens_of_different_images_are_not_shared():
+    ids = torch.tensor([[5, IMAGE, IMAGE, 6]]).repeat(4, 1)
+    images = [[PlacedImage(1, (1, 1, 2), digest, path)] for digest, path in (("a", "x"), ("a", "y"), ("b", "x"))]
+    identities = token_identities({"input_ids": ids, "images": [*images, None]})
+    assert torch.equal(identities[0], identities[1]), "the same image in two files"
+    assert not set(identities[0, 1:3].tolist()) & set(identities[2, 1:3].tolist())
+    assert identities[3].tolist() == ids[3].tolist(), "a token that is no image"
+    assert identities[0, 1] != identities[0, 2] and (identities[:, [0, 3]] == ids[:, [0, 3]]).all()
+    assert torch.equal(token_identities({"input_ids": ids}), ids)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ({"pipeline_model_parallel_size": 4}, "Ett|t|t|L"),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "Ett|t|t|L"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, "Ett|ttL"),
+    ],
+)
+def test_features_of_deepstack_need_their_layers_in_the_first_chunk(sizes, layout, vision_model_of):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    hf = load_hf_config(vision_model_of("qwen3_vl"))
+    with pytest.raises(UserError, match=r"first 2 layers of qwen3_vl, .* has only 1; set ") as error:
+        check_model_fits(hf, ParallelConfig(**sizes), 64)
+    assert f"='{layout}'" in str(error.value)
+    stages = {"pipeline_model_parallel_size": sizes["pipeline_model_parallel_size"]}
+    check_model_fits(hf, ParallelConfig(**stages, pipeline_model_parallel_layout=layout), 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": {"rope_parameters": {**vision_cases.MROPE, "mrope_section": [4, 2, 1]}}}, "mrope_section"),
+        ({"vision_config": {"out_hidden_size": 32}}, r"out_hidden_size \(32\) must be .* hidden_size \(64\)"),
+    ],
+)
+def test_configurations_that_do_not_fit_together_are_refused(changes, message, vision_model_of, tmp_path):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    values = json.loads((vision_model_of("qwen3_vl") / "config.json").read_text())
+    for key, part in changes.items():
+        values[key].update(part)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        check_model_fits(load_hf_config(tmp_path), ParallelConfig(), 64)
+
+
+def test_a_tower_is_trained_only_where_there_is_one_and_without_adapters(vision_model_of, model_of):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    trained = {"path": "unused", "vision_tower": "trained"}
+    with pytest.raises(UserError, match="vision_tower: llama has no vision tower"):
+        check_model_fits(load_hf_config(model_of("llama")), ParallelConfig(), 64, ModelConfig(**trained))
+    hf = load_hf_config(vision_model_of("qwen3_vl"))
+    with pytest.raises(UserError, match=r"model\.lora trains only adapters of the text model"):
+        check_model_fits(hf, ParallelConfig(), 64, ModelConfig(**trained, lora={"rank": 2}))
+    assert OptimizerConfig(vision_tower_lr=1e-5).vision_tower_lr == 1e-5
+
+
+def test_every_family_has_a_case():
+    from mcore_rl.models.megatron.families import VISION
+    from mcore_rl.utils.model_directory import VISION_MODEL_TYPES
+
+    assert sorted(VISION_MODEL_TYPES) == sorted(family.model_type for family in VISION)
+
+    assert {model_type for model_type, *_ in FAMILIES.values()} == {family.model_type for family in VISION}
