@@ -18,6 +18,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.images import IMAGES, images_column
 from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, token_identities
 from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
@@ -426,6 +427,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, experts)
+        batch.update(self._images([rollout.prompt for rollout in own for _ in rollout.rows]))
         if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
@@ -451,7 +453,14 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if (weights := all_rows.weights()) is not None:
             rows["sample_weights"] = share.select(weights)
         samples = [all_rows.rollout_of[row] for row in share.indices]
+        # Every rank has the prompts, so images are not sent between the replicas.
+        rows |= self._images([rollouts.outcomes[sample].prompt for sample in samples])
         return LocalBatch(rows, share), BatchShare(samples, len(rollouts), topology.data)
+
+    def _images(self, prompts: Sequence[int]) -> dict[str, Any]:
+        """Return the batch entry `images` of rows with these prompts; {} if they have no images."""
+        dataset = self.inputs.train
+        return images_column([dataset.prompts[index].images for index in prompts]) if dataset.has_images else {}
 
     def _estimator_inputs(
         self,
@@ -752,8 +761,8 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
 
     `asked` has the numbers of these rows in the global batch. `row_of` maps such a number to the row in `batch`.
     """
-    rows = [row_of[n] for n in asked]
-    return token_identities({name: batch[name][rows] for name in ("input_ids", ROUTED_EXPERTS) if name in batch})
+    columns = {name: batch[name] for name in ("input_ids", ROUTED_EXPERTS, IMAGES) if name in batch}
+    return token_identities(BatchedDataDict(columns).select_indices([row_of[n] for n in asked]))
 
 
 def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:

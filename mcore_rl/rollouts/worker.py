@@ -227,7 +227,8 @@ class RolloutWorker:
 
     def _respond(self, conversations: Sequence[Conversation], share: BatchShare, greedy: bool) -> None:
         rollouts = [conversation.rollout for conversation in conversations]
-        asked = prompts_to_answer([r.input_ids for r in rollouts], [r.sample_id for r in rollouts])
+        images = [conversation.prompt.images for conversation in conversations]
+        asked = prompts_to_answer([r.input_ids for r in rollouts], [r.sample_id for r in rollouts], images)
         data: LocalBatch[GenerationDatumSpec] = LocalBatch(asked, share)
         out, lengths = self.generation.generate(data, greedy), asked["input_lengths"].tolist()
         ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()

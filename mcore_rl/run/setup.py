@@ -397,7 +397,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     config.check_steps(config.total_steps(len(train)))
     sets = data.validation_sets.items()
     validation = {name: load_dataset(source, tokenizer, whole, say=say, cache=cache) for name, source in sets}
-    _check_images(config, [train, *validation.values()])
+    _check_images(config, hf_configs, [train, *validation.values()])
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
     wrote = before is not None and _entries(cache.directory) != before
@@ -405,14 +405,29 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=written, day=day)
 
 
-def _check_images(config: TrainingConfig, datasets: Sequence[Any]) -> None:
-    """Raise UserError if records have images, but a part of the run cannot read images."""
+def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Sequence[Any]) -> None:
+    """Raise UserError if records have images, but a part of the run cannot read images.
+
+    Args:
+        found: the result of `check_models`.
+    """
     if not any(dataset.has_images for dataset in datasets):
         return
+    for key, hf in found.items():
+        if key != JUDGE and family_of(hf).vision_config is None:
+            raise UserError(f"{key}: {hf.model_type} reads no images, but records have images; use a model that does")
     if isinstance(config, DistillationConfig):
         raise UserError("data.train: has images, which distillation does not read yet; leave these records out")
-    if isinstance(config, RLConfig):
-        raise UserError("data.train: has images, which rollouts do not read yet; leave these prompts out")
+    if isinstance(config, RLConfig) and config.generation.backend != "megatron":
+        raise UserError(
+            f"generation.backend={config.generation.backend}: gets no images yet, but data.train has prompts with "
+            "images; set generation.backend=megatron"
+        )
+    if isinstance(config, RLConfig) and config.environment.name in ("reward_model", "agent"):
+        raise UserError(
+            f"environment.name={config.environment.name}: reads no images, but data.train has prompts with images; use "
+            "another environment, or leave these prompts out"
+        )
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:

@@ -211,14 +211,14 @@ def tokens_held(config, prompts, limits, slots):
     caches, held, needed = [], [], []
 
     class Watched(megatron_generation.SequenceCache):
-        def step(self, tokens, positions):
+        def step(self, *tensors):
             if self not in caches:
                 caches.append(self)
             one_layer = self.layers[0].storage[0].nbytes // BLOCK
             assert len({layer.storage.nbytes for layer in self.layers}) == 1
             held.append(self.layers[0].storage.nbytes // one_layer)
             needed.append(sum(self.lengths))
-            return super().step(tokens, positions)
+            return super().step(*tensors)
 
     megatron_generation.SequenceCache = Watched
     generate(config, SamplingParams(NEW_TOKENS, seed=1), slots=slots, prompts=prompts, limits=limits)

@@ -132,3 +132,8 @@ def calculator(message_log, record):
         left, right = response.removeprefix("calc:").split("*")
         return Step(-0.125, done=False, observation=f"{int(left) * int(right)}")
     return float(response == record["answer"])
+
+
+def counts_letters(message_log, record):
+    """Return how often the response has the letter `answer`, divided by 10."""
+    return message_log[-1]["content"].count(record["answer"]) / 10

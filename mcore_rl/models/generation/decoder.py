@@ -20,6 +20,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
@@ -31,6 +32,7 @@ from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delt
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
+from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
 
 BLOCK_SIZE = 64
@@ -305,13 +307,18 @@ class SequenceCache:
         self.grows = True
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]], slots: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        held: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        images: Sequence[Sequence[PlacedImage]] = (),
     ) -> Float[Tensor, "n hidden"]:
         """Run whole prompts as one pack; return the final hidden state of each prompt's last token.
 
         Args:
             held: for each prompt, the blocks that store its keys and values.
             slots: for each prompt, the slot that stores its recurrent states.
+            images: for each prompt, its images; may be empty if no prompt has images.
         """
         self._fit()
         lengths = tuple(map(len, prompts))
@@ -320,12 +327,15 @@ class SequenceCache:
         of_token = [block for blocks, n in zip(held, lengths, strict=True) for block in _each_token(blocks, n)]
         places = torch.tensor(of_token) * BLOCK_SIZE + layout.position_ids % BLOCK_SIZE
         last = layout.cu_seqlens[1:].long() - 1
-        visible, inputs = visible_keys(
-            layout, 0, tokens, layout.position_ids, places, last, torch.tensor(slots, dtype=torch.long)
-        )
+        rotated, placed = layout.position_ids, None
+        if any(images):
+            rotated = torch.cat([rope_positions(n, of_prompt) for n, of_prompt in zip(lengths, images, strict=True)])
+            placed = self.decoder.images_of(images, lengths)
+        visible, inputs = visible_keys(layout, 0, tokens, rotated, places, last, torch.tensor(slots, dtype=torch.long))
         tokens, positions, places, last, own = inputs
         packed = _Prompts(visible, places, own)
-        return self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].prefill(packed, *x))[last]
+        attend = lambda layer, *x: self.layers[layer].prefill(packed, *x)  # noqa: E731
+        return self.decoder.forward(tokens, positions, attend, placed)[last]
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """In every layer, copy the contents of the blocks `sources` to the blocks `destinations`."""
@@ -370,8 +380,15 @@ class SequenceCache:
         self.lengths, self.grows = list(lengths), fixed_width is None
         self._make_workspaces(self.ranges())
 
-    def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
-        """Run the last token of each sequence that `arrange` has set; return the final hidden states, [n, hidden]."""
+    def step(
+        self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"], shifts: Int64[Tensor, " n"]
+    ) -> Float[Tensor, "n hidden"]:
+        """Run the last token of each sequence that `arrange` has set; return the final hidden states, [n, hidden].
+
+        Args:
+            positions: numbers of the tokens before the last token.
+            shifts: what to add to them for the rotary embedding (`PlacedImage.shift`); 0 without images.
+        """
         ranges = self.ranges()
         self._make_workspaces(ranges)
         parts = [_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()) for rows, longest in ranges]
@@ -380,7 +397,7 @@ class SequenceCache:
         windows = {layer.mixer.window for layer in self.with_keys}
         seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
         step = _Step(parts, places, seen, self.slots_of_rows)
-        x = self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].step(step, *x))
+        x = self.decoder.forward(tokens, positions + shifts, lambda layer, *x: self.layers[layer].step(step, *x))
         if self.grows:
             self.lengths = [length + 1 for length in self.lengths]
         return x
@@ -530,15 +547,24 @@ class Decoder:
                 attention.core_attention = original
             self.__dict__.pop("attend", None)  # it refers to the cache, whose memory training needs
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def images_of(self, prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> PackImages | None:
+        """Return the images of prompts that run as one pack; None on stages without the vision tower."""
+        tower = self.model.tower
+        assert tower is not None, "the model reads no images"
+        return prompt_images(prompts, lengths, tower) if self.topology.is_first_stage else None
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, images: PackImages | None = None) -> Tensor:
         """Run the layers of all pipeline stages on T tokens; return the final hidden states [T, hidden].
 
         The result is valid only on the last stage. `attend` computes a layer's core attention, and reads and writes the
         layer's cache.
+
+        Args:
+            positions: [T], or [T, 3] for prompts with images.
         """
         if self.in_lockstep:
             self._running(1.0)
-        return self._run(tokens, positions, attend)
+        return self._run(tokens, positions, attend, images)
 
     def run_idle(self) -> None:
         """Run the model without tokens as long as any other replica runs the model on tokens."""
@@ -559,7 +585,7 @@ class Decoder:
         runs = torch.full((1,), this_one, device=platform.device())
         return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 
-    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend, images: PackImages | None = None) -> Tensor:
         """Run the layers on `tokens` and return the final hidden states, as in `forward`.
 
         The tokens are padded to a number that sequence parallelism can divide and FP8 can multiply, and to at least one
@@ -567,7 +593,8 @@ class Decoder:
         """
         count, multiple = len(tokens), self.token_multiple
         padding = max(-(-count // multiple), 1) * multiple - count
-        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
+        tokens = F.pad(tokens, (0, padding))
+        positions = F.pad(positions, (*(0, 0) * (positions.ndim - 1), 0, padding))
 
         def attend_real(layer: int, *inputs: Tensor) -> Tensor:
             if not padding:
@@ -575,7 +602,7 @@ class Decoder:
             return F.pad(attend(layer, *(x[:count] for x in inputs)), (0, 0, 0, padding))
 
         self.attend = attend_real
-        pack = PackParams(qkv_format="thd", positions=positions)
+        pack = PackParams(qkv_format="thd", positions=positions, images=images)
         if self.model.fp8 is not None:
             pack.is_token = (torch.arange(len(tokens), device=tokens.device) < count).to(self.dtype)
         inputs = {

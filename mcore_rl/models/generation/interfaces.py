@@ -13,6 +13,7 @@ from jaxtyping import Float64, Int32
 from torch import Tensor
 
 from mcore_rl.data.batching import padded_rows
+from mcore_rl.data.images import PlacedImage, images_column
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import broadcast_in_replica, gather_rows
 from mcore_rl.distributed.sampling_mask import KeptTokens
@@ -27,11 +28,13 @@ class GenerationDatumSpec(TypedDict):
     input_lengths: [B].
     sample_ids: [B] integers that identify the samples. Seed and sample id determine the random numbers of a sample;
         the parallel layout and the other samples in the batch have no influence. Default: the row numbers.
+    images: for each prompt, its images. Default: no prompt has images.
     """
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
     sample_ids: NotRequired[torch.Tensor]
+    images: NotRequired[list[Sequence[PlacedImage]]]
 
 
 class GenerationOutputSpec(TypedDict):
@@ -173,10 +176,11 @@ class StreamingGeneration(GenerationInterface, RequestEngine):
 
 
 def prompts_to_answer(
-    prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]
+    prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], images: Sequence[Sequence[PlacedImage]] = ()
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    """Return `prompts`, lists of tokens, as a `GenerationDatumSpec`."""
-    return BatchedDataDict(**padded_rows(prompts), sample_ids=torch.tensor(sample_ids, dtype=torch.long))
+    """Return `prompts`, lists of tokens, and their images as a `GenerationDatumSpec`."""
+    ids = torch.tensor(sample_ids, dtype=torch.long)
+    return BatchedDataDict(**padded_rows(prompts), sample_ids=ids, **images_column(images))
 
 
 def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:

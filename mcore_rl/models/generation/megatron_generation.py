@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
+from mcore_rl.data.images import IMAGES, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.sampling_mask import KeptTokens
@@ -96,6 +97,18 @@ class RunningSequence:
     """Stop strings of this sequence; None for those of the batch."""
     num_likeliest: int = 0
     """Number of the likeliest tokens at each position that are returned with the response."""
+    images: tuple[PlacedImage, ...] = ()
+    """The prompt's images."""
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for sequences with equal prompts, including their images."""
+        return self.prompt, *(image.identity for image in self.images)
+
+    @property
+    def shift(self) -> int:
+        """Difference between the positions of the response's tokens for the rotary embedding and their indices."""
+        return sum(image.shift for image in self.images)
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
@@ -183,9 +196,9 @@ class ReplayedStep:
     For small models the host needs longer to launch a step's kernels one by one than the GPU needs to run them.
 
     Args:
-        next_of: function that computes the step. Its argument [3, rows] contains, for each sequence, the last token,
-            the token's position, and the seed of the random numbers. The function reads and writes `cache`, and returns
-            the new state and what it has sampled.
+        next_of: function that computes the step. Its argument [4, rows] contains, for each sequence, the last token,
+            the token's position, the seed of the random numbers, and the shift. The function reads and writes `cache`,
+            and returns the new state and what it has sampled.
         graphs: memory pool in which the graph is created.
     """
 
@@ -196,7 +209,7 @@ class ReplayedStep:
         graphs: platform.GraphPool,
     ) -> None:
         self.cache, self.table, self.slots = cache, cache.table.clone(), cache.slots_of_rows.clone()
-        state = self.state = self.table.new_zeros(3, len(self.table))
+        state = self.state = self.table.new_zeros(4, len(self.table))
         self._run = graphs.recorded(lambda: next_of(state))
 
     def use_inputs(self) -> None:
@@ -206,7 +219,7 @@ class ReplayedStep:
         self.cache.table, self.cache.slots_of_rows = self.table, self.slots
 
     def __call__(self, state: Tensor) -> tuple[Tensor, Draw]:
-        """Run the step for n sequences, the columns of `state` [3, n]; n may be less than the step's fixed size."""
+        """Run the step for n sequences, the columns of `state` [4, n]; n may be less than the step's fixed size."""
         count = state.shape[1]
         self.state.copy_(F.pad(state, (0, len(self.table) - count)))
         try:
@@ -250,8 +263,8 @@ class ContinuousBatch:
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
         self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
         self.cache = SequenceCache(decoder)
-        # For each running sequence: its last token, the token's position, and the state of its random numbers.
-        self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
+        # For each running sequence: its last token, the token's position, the state of its random numbers, its shift.
+        self.state = torch.zeros(4, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
         self.history, self.looks = list[SamplingBatch](), deque[_Look]()
         self.has_stop_strings = bool(params.stop_strings)
@@ -303,15 +316,15 @@ class ContinuousBatch:
             draws.experts.append(self.decoder.routed.short())
         self._add(self.going, draw, draws)
 
-    def _next(self, state: Int64[Tensor, "3 n"]) -> tuple[Tensor, Draw]:
+    def _next(self, state: Int64[Tensor, "4 n"]) -> tuple[Tensor, Draw]:
         """Run each sequence's last token and sample its next token; only tensors on the device are used here.
 
-        The rows of `state`: the last tokens, their positions, and the seeds of the random numbers.
+        The rows of `state`: the last tokens, their positions, the seeds of the random numbers, and the shifts.
         """
-        tokens, positions, states = state.unbind()
-        x = self.cache.step(tokens, positions)
+        tokens, positions, states, shifts = state.unbind()
+        x = self.cache.step(tokens, positions, shifts)
         draw = self._sampled(x, positions + 1, states, self.num_likeliest)
-        return torch.stack((draw.tokens, positions + 1, states)), draw
+        return torch.stack((draw.tokens, positions + 1, states, shifts)), draw
 
     def _make_room(self) -> None:
         """Allocate blocks for the next steps, and arrange the cache for these steps.
@@ -430,13 +443,14 @@ class ContinuousBatch:
         """Start queued sequences as long as the batch has free rows, and sample their first tokens."""
         while self.queue and len(self.going) < self.rows:
             new = self._begin()
-            numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
+            of_each = [len(s.prompt) for s in new], [s.sample_id for s in new], [s.shift for s in new]
+            numbers = platform.to_device(of_each)
             states = random_states(self.params.seed, numbers[1])
             first = self._new_draws(new)
             x = torch.stack([s.prompt_state for s in new])
             draw = self._sampled(x, numbers[0], states, max(s.num_likeliest for s in new))
             self._add(new, draw, first)
-            state = torch.stack((draw.tokens, numbers[0], states))
+            state = torch.stack((draw.tokens, numbers[0], states, numbers[2]))
             self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
 
     def _begin(self) -> list[RunningSequence]:
@@ -446,17 +460,17 @@ class ContinuousBatch:
         """
         new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
         # The recurrent state of a running sequence is no longer that of its prompt.
-        having, tokens = {} if self.decoder.has_states else {s.prompt: s for s in self.going}, 0
+        having, tokens = {} if self.decoder.has_states else {s.identity: s for s in self.going}, 0
         while self.queue and len(self.going) + len(new) < self.rows:
             s = self.queue[0]
-            if s.prompt in having:
-                others.append((having[s.prompt], s))
+            if s.identity in having:
+                others.append((having[s.identity], s))
             else:
                 tokens += len(s.prompt)
                 if fresh and tokens > self.prefill_tokens:
                     break
                 fresh.append(s)
-                having[s.prompt] = s
+                having[s.identity] = s
             new.append(self.queue.popleft())
         if fresh:
             self._prefill(fresh)
@@ -467,7 +481,8 @@ class ContinuousBatch:
         for s in fresh:
             s.blocks = self.cache.blocks.take(blocks_for(len(s.prompt)))
             (s.slot,) = self.cache.slots.take(1)
-        states = self.cache.prefill([s.prompt for s in fresh], [s.blocks for s in fresh], [s.slot for s in fresh])
+        blocks, slots = [s.blocks for s in fresh], [s.slot for s in fresh]
+        states = self.cache.prefill([s.prompt for s in fresh], blocks, slots, [s.images for s in fresh])
         for s, state in zip(fresh, states, strict=True):
             s.prompt_state = state
         if self.decoder.routers:
@@ -627,6 +642,7 @@ class MegatronGeneration(GenerationInterface):
         params = replace(self.params, temperature=0.0) if greedy else self.params
         asked = prompts_of(data, self.max_sequence_length)
         limits = max_new_tokens or [params.max_new_tokens] * len(asked)
+        images = data.get(IMAGES) or [()] * len(asked)
         sharing = (
             [self.topology.context] if isinstance(data, LocalBatch) else [self.topology.data, self.topology.context]
         )
@@ -637,7 +653,7 @@ class MegatronGeneration(GenerationInterface):
         for row in places:
             sample_id, prompt = asked[row]
             limit = min(limits[row], self.max_sequence_length - len(prompt))
-            mine.append(RunningSequence(row, sample_id, prompt, limit))
+            mine.append(RunningSequence(row, sample_id, prompt, limit, images=tuple(images[row] or ())))
         responses: list[Response] = []
         with self.decoder.generating():
             if mine:

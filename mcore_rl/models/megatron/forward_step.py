@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
+from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
@@ -115,6 +116,7 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     tower = model.tower
+    assert tower is not None or not any(microbatch.data.get(IMAGES) or ()), "the model reads no images"
     positions = layout.position_ids if tower is None else pack_positions(microbatch)
     positions = slice_context_parallel(positions, layout, cp_rank)
     routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []

@@ -1,0 +1,202 @@
+"""Tests of programs that train on records with images."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from programs import SUPPORT, metrics_of, run
+from safetensors.torch import load_file
+from small_models import make_model as make_text_model
+from transformers import AutoModelForImageTextToText
+from vision_cases import make_images, make_model
+
+from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig, load_config
+from mcore_rl.errors import UserError
+
+
+def question(number, *others):
+    """A message with an image of the column `images`, and with further images."""
+    parts = [{"type": "text", "text": f"number {number}: "}, {"type": "image"}, *others, {"type": "text", "text": "?"}]
+    return {"role": "user", "content": parts}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, images, records of each kind, and a configuration for each."""
+    root = tmp_path_factory.mktemp("images")
+    make_model("qwen3_vl", root / "model", initializer_range=0.05)
+    (root / "pictures").mkdir()
+    names = [f"pictures/{path.name}" for path in make_images(root / "pictures")]
+    words = ["red", "green", "blue", "grey", "pink"]
+    prompts = [
+        ([question(n, *([{"type": "image", "image": names[2]}] if n % 3 == 0 else []))], [names[n % 5]])
+        for n in range(12)
+    ]
+    text = [[{"role": "user", "content": f"say {n}"}] for n in range(4)]
+    records = {
+        "sft": [{"messages": [*p, says(words[n % 5])], "images": i} for n, (p, i) in enumerate(prompts)]
+        + [{"messages": [*p, says("yes")]} for p in text],
+        "dpo": [
+            {"prompt": p, "chosen": [says(words[n % 5])], "rejected": [says("no")], "images": i}
+            for n, (p, i) in enumerate(prompts)
+        ],
+        "kto": [
+            {"prompt": p, "completion": [says(words[n % 5])], "label": n % 3 == 0, "images": i}
+            for n, (p, i) in enumerate(prompts)
+        ],
+        "grpo": [{"prompt": p, "images": i, "answer": "e"} for p, i in prompts]
+        + [{"prompt": p, "answer": "e"} for p in text],
+    }
+    for name, some in records.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in some))
+        config = {
+            "model": {"path": str(root / "model"), "vision_tower": "trained"},
+            "output_dir": str(root / f"out_{name}"),
+            "data": {"train": str(root / f"{name}.jsonl"), "max_sequence_length": 96, "cache_dir": str(root / "cache")},
+            "optimizer": {
+                "lr": 1e-3,
+                "vision_tower_lr": 5e-4,
+                "warmup_steps": 0,
+                "schedule": "constant",
+                "adam_eps": 1e-4,
+            },
+            "trainer": {"max_steps": 4},
+            "checkpoint": {"save_interval": 2},
+        }
+        if name == "grpo":
+            own = {"num_prompts_per_step": 6, "num_generations_per_prompt": 3, "max_new_tokens": 8}
+            config |= {
+                "grpo": own,
+                "loss": {"reference_policy_kl_penalty": 0.01},
+                "environment": {"name": "function", "function": "judge_functions:counts_letters"},
+                "batch": {"tokens_per_pack": 400},
+            }
+        else:
+            config["batch"] = {"global_batch_size": 4}
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+def assert_same_metrics(ours, theirs):
+    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name, value in b.items():
+            if not name.endswith(("seconds", "per_second")):
+                assert a[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (a["step"], name)
+
+
+@pytest.mark.long
+def test_sft_with_images_resumes_under_another_layout_and_is_exported(files):
+    """Two steps in one process, two more under TP2 CP2; the result is that of four steps in one process."""
+    process = run("train_sft.py", files / "sft.yaml")
+    assert "train: 16 records" in process.stdout_text and "12 with images" in process.stdout_text
+    whole, out = files / "out_sft", files / "out_resumed"
+    shutil.copytree(whole, out)
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    shutil.rmtree(out / "hf")
+    layout = ("tensor_model_parallel_size=2", "context_parallel_size=2", "sequence_parallel=true")
+    arguments = [f"output_dir={out}", *(f"parallel.{value}" for value in layout)]
+    resumed = run("train_sft.py", files / "sft.yaml", *arguments, processes=4)
+    assert "resumed from" in resumed.stdout_text
+    assert_same_metrics(metrics_of(out), metrics_of(whole))
+    found, expected = (load_file(where / "hf" / "model.safetensors") for where in (out, whole))
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+    before = load_file(files / "model" / "model.safetensors")
+    assert not torch.equal(before["model.visual.pos_embed.weight"], expected["model.visual.pos_embed.weight"])
+    model = AutoModelForImageTextToText.from_pretrained(whole / "hf", dtype=torch.float32)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert (whole / "hf" / "preprocessor_config.json").is_file()
+    assert json.loads((whole / "hf" / "config.json").read_text())["vision_config"]["depth"] == 3
+    # The checkpoint converts to the same directory, and back to a checkpoint.
+    run("convert_checkpoint.py", "megatron-to-hf", whole / "checkpoints", files / "converted")
+    converted = load_file(files / "converted" / "model.safetensors")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
+    run("convert_checkpoint.py", "hf-to-megatron", files / "converted", files / "megatron")
+    run("convert_checkpoint.py", "megatron-to-hf", files / "megatron", files / "again")
+    again = load_file(files / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.long
+def test_dpo_with_images_has_the_same_numbers_with_each_kind_of_reference(files):
+    run("train_dpo.py", files / "dpo.yaml", "dpo.reference=precompute")
+    other = files / "out_swap"
+    layout = "parallel.pipeline_model_parallel_size=2"
+    run("train_dpo.py", files / "dpo.yaml", "dpo.reference=swap", layout, f"output_dir={other}", processes=2)
+    found, expected = metrics_of(other), metrics_of(files / "out_dpo")
+    assert_same_metrics(found, expected)
+    assert expected[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert expected[3]["loss"] < expected[0]["loss"]
+
+
+@pytest.mark.long
+def test_kto_with_images_has_the_same_numbers_in_two_replicas(files):
+    run("train_kto.py", files / "kto.yaml", "batch.global_batch_size=6")
+    run("train_kto.py", files / "kto.yaml", "batch.global_batch_size=6", f"output_dir={files / 'kto2'}", processes=2)
+    assert_same_metrics(metrics_of(files / "kto2"), metrics_of(files / "out_kto"))
+
+
+@pytest.mark.long
+def test_grpo_with_images_has_the_same_numbers_under_layouts_and_when_replayed(files, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    record = files / "rollouts.jsonl"
+    run("train_grpo.py", files / "grpo.yaml", "--record", record)
+    expected = metrics_of(files / "out_grpo")
+    assert any(m["reward_mean"] > 0 and not m["skipped_update"] for m in expected)
+    assert all(abs(m["token_mult_prob_error"] - 1) < 1e-4 for m in expected if "token_mult_prob_error" in m)
+    shared = ("batch.share_prefixes=true", "batch.min_shared_tokens=4")
+    for name, options, processes in (
+        ("two", (), 2),
+        ("tensor", ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", *shared), 2),
+    ):
+        out = files / f"out_grpo_{name}"
+        run("train_grpo.py", files / "grpo.yaml", *options, f"output_dir={out}", processes=processes)
+        assert_same_metrics(metrics_of(out), expected)
+    out = files / "out_replayed"
+    run("train_grpo.py", files / "grpo.yaml", "--replay", record, f"output_dir={out}")
+    for ours, theirs in zip(metrics_of(out), expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def text_model(files):
+    """A model without a vision tower, with the tokenizer of the model that reads images."""
+    path = make_text_model("qwen3", files / "text")
+    for file in (files / "model").glob("token*"):
+        shutil.copy(file, path)
+    return path
+
+
+def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files, text_model):
+    from mcore_rl.run.setup import load_inputs
+
+    vllm = "generation={backend: vllm, vllm: {urls: [http://localhost:9]}}"
+    for kind, name, option, message in (
+        (
+            GRPOConfig,
+            "grpo",
+            vllm,
+            "generation.backend=vllm: gets no images yet, but data.train has prompts with images",
+        ),
+        (
+            DPOConfig,
+            "dpo",
+            f"dpo.reference_model={text_model}",
+            "dpo.reference_model: qwen3 reads no images, but records",
+        ),
+        (
+            SFTConfig,
+            "sft",
+            f"model={{path: {text_model}}}",
+            r"sft\.jsonl, line 1: the record has images, but the model reads no images; leave them out",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_inputs(load_config(kind, files / f"{name}.yaml", [option]), world_size=1)
