@@ -23,15 +23,15 @@ PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICE
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
+VISION_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""The `model_type` of all models that read images."""
 MODEL_TYPES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "gemma3_text", "glm4", "seed_oss"),
     *("smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3"),
-    *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl"),
+    *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next"),
+    *("qwen3_5_text", "qwen3_5_moe_text", *VISION_MODEL_TYPES),
 )
 """The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
-VISION_MODEL_TYPES = ("qwen3_vl",)
-"""Those of models that read images."""
 PUSH = "checkpoint.push_to_hub"
 """Configuration key that names the repository; used in errors."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import vision_cases
 from layout_cases import make_config, make_sft_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import and_long
 from transformers import AutoModelForImageTextToText
 from vision_cases import (
@@ -114,14 +114,40 @@ def test_training_with_images_equals_transformers(layout, tower, expected):
     check_layout("qwen3_vl", layout, tower, expected)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [],
+        [
+            ("qwen3_vl_moe", ParallelLayout(tp=2, sp=True, ep=2, etp=1)),
+            ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True)),
+            ("qwen3_5_moe", ParallelLayout(cp=2, ep=2)),
+        ],
+        [
+            ("qwen3_vl_moe", ParallelLayout(pp=2, cp=2)),
+            ("qwen3_vl_moe", ParallelLayout(ep=2, dp=2)),
+            ("qwen3_5", ParallelLayout()),
+            ("qwen3_5", ParallelLayout(pp=2, prefix=True)),
+            ("qwen3_5_moe", ParallelLayout(tp=2, sp=True)),
+        ],
+    ),
+    ids=str,
+)
+def test_training_of_other_families_with_images_equals_transformers(family, layout, tower, expected):
+    check_layout(family, layout, tower, expected)
+
+
 def check_layout(family, layout, tower, expected):
     config, data, plain = expected(family, tower)
     found = run_processes(
         compute_layout_result, layout.apply(config), copy.deepcopy(data), 3, world_size=layout.world_size
     )[0]
     difference = compare(found, plain)
-    assert difference.within(LIMIT, LIMIT), difference
-    before = load_file(config.model.path / "model.safetensors")
+    # Rounding errors accumulate in the states of delta nets.
+    assert difference.within(LIMIT, 5e-4 if family.startswith("qwen3_5") else LIMIT), difference
+    before = vision_cases.apart(load_file(config.model.path / "model.safetensors"))
     for name, weight in found.weights.items():
         moved = not torch.equal(weight, before[name])
         assert moved == (tower == "trained" or not name.startswith("model.visual.")), name
@@ -343,7 +369,6 @@ def test_features_of_deepstack_need_their_layers_in_the_first_chunk(sizes, layou
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": {"rope_parameters": {**vision_cases.MROPE, "mrope_section": [4, 2, 1]}}}, "mrope_section"),
         ({"vision_config": {"out_hidden_size": 32}}, r"out_hidden_size \(32\) must be .* hidden_size \(64\)"),
     ],
 )
@@ -377,3 +402,26 @@ def test_every_family_has_a_case():
     assert sorted(VISION_MODEL_TYPES) == sorted(family.model_type for family in VISION)
 
     assert {model_type for model_type, *_ in FAMILIES.values()} == {family.model_type for family in VISION}
+
+
+def test_experts_in_either_orientation_are_read_and_written(vision_model_of, tmp_path):
+    """Published directories of Qwen3-VL-MoE have the transposes of the experts that transformers 5 writes."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, packed_like
+
+    tensors = load_file(vision_model_of("qwen3_vl_moe") / "model.safetensors")
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()
+    }
+    assert any(".experts.gate_up_proj" in name for name in tensors)
+    save_file(published, tmp_path / "model.safetensors")
+    source = SafetensorsDirectory(tmp_path)
+    expected = vision_cases.apart(tensors)
+    assert source.names() == set(expected)
+    for name, tensor in expected.items():
+        assert tuple(source.shape(name)) == tuple(tensor.shape)
+        assert torch.equal(source.read(name), tensor), name
+    name = next(name for name in expected if name.endswith("experts.5.up_proj.weight"))
+    assert torch.equal(source.read(name, slice(3, 9), slice(2, 7)), expected[name][3:9, 2:7])
+    written = dict(packed_like(((name, source.read(name)) for name in sorted(expected)), source))
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in published.items())

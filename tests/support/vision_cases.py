@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from layout_cases import STEPS, as_saved, gradient_of, plain_loss
 from PIL import Image
-from small_models import SMALL, make_tokenizer
+from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from mcore_rl.data.images import ImageReader, PlacedImage
@@ -40,6 +40,7 @@ TOWER = {
     "initializer_range": 0.2,
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+PARTIAL_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",  # as in published directories
     "patch_size": 4,
@@ -55,6 +56,21 @@ FAMILIES = {
         {"num_hidden_layers": 4, "rope_parameters": MROPE},
         {**TOWER, "deepstack_visual_indexes": [0, 1]},
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "num_hidden_layers": 4,
+            "rope_parameters": MROPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+        },
+        {**TOWER, "deepstack_visual_indexes": [1]},
+    ),
+    "qwen3_5": ("qwen3_5", {**DELTA_NETS, "rope_parameters": PARTIAL_MROPE}, TOWER),
+    "qwen3_5_moe": ("qwen3_5_moe", {**DELTA_NET_EXPERTS, "rope_parameters": PARTIAL_MROPE}, TOWER),
 }
 SIZES = [(40, 24), (16, 48), (33, 57), (24, 24), (70, 30)]
 """Widths and heights of the images. Some are resized."""
@@ -182,13 +198,27 @@ def plain_outcome(config, data, steps: int = STEPS) -> LayoutResult:
         logprobs = plain_logprobs(model, data, path)
         loss, metrics = plain_loss(logprobs, data, config)
         loss.backward()
-        gradients = as_saved(model, gradient_of)
+        gradients = apart(as_saved(model, gradient_of))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad).item()
         optimizer.step()
         all_metrics.append(metrics)
         first = first or (logprobs.detach(), gradients)
-    return LayoutResult(all_metrics, *first, as_saved(model, lambda tensor: tensor))
+    return LayoutResult(all_metrics, *first, apart(as_saved(model, lambda tensor: tensor)))
+
+
+def apart(tensors):
+    """Return tensors in which the experts of a layer have a tensor each."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, packed, projection = name.rpartition(".experts.")
+        if projection not in ("gate_up_proj", "down_proj") or not packed:
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = {"gate": own.chunk(2)[0], "up": own.chunk(2)[1]} if projection == "gate_up_proj" else {"down": own}
+            found |= {f"{layer}.experts.{expert}.{kind}_proj.weight": part for kind, part in parts.items()}
+    return found
 
 
 def digest(path: Path) -> str:

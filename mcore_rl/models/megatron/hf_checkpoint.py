@@ -61,20 +61,29 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
 class ExpertPart:
     """Location of an expert's weight in a tensor that contains the weights of all experts of a layer.
 
-    The weight is `tensor[expert, rows]` of the tensor called `packed`.
+    The weight is `tensor[expert, rows]` of the tensor called `packed`, or the transpose of `tensor[expert, :, rows]`.
     """
 
     packed: str
     expert: int
     rows: slice
+    is_transposed: bool = False
+
+    def of(self, tensor: Any, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Return `rows` and `columns` of the weight, where `tensor` is the tensor of all experts, or reads it."""
+        start, stop, _ = rows.indices(self.rows.stop - self.rows.start)
+        own, expert = slice(self.rows.start + start, self.rows.start + stop), slice(self.expert, self.expert + 1)
+        found: Tensor = tensor[expert, columns, own][0].T if self.is_transposed else tensor[expert, own, columns][0]
+        return found
 
 
 class SafetensorsDirectory:
     """Reads tensors of a model directory by name and slice. Quantized tensors are decoded to bfloat16.
 
     In some directories one tensor contains the weights of all experts of a layer: `experts.gate_up_proj` [experts,
-    2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases. This class offers them under
-    the names of separate weights, such as `experts.0.gate_proj.weight`; `packed_like` puts them together again.
+    2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases; or both with the last two
+    dimensions exchanged (Qwen3-VL). This class offers them under the names of separate weights, such as
+    `experts.0.gate_proj.weight`; `packed_like` puts them together again.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory, or
@@ -118,12 +127,14 @@ class SafetensorsDirectory:
             up, down = f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj"
             if projection != "gate_up_proj" or down not in self.file_of or f"{up}_bias" in self.file_of:
                 continue
-            experts, rows, _ = self._slice(up).get_shape()
-            for expert in range(experts):
+            of_up, of_down = (self._slice(packed).get_shape() for packed in (up, down))
+            turned = of_up[1] == of_down[2] and of_up[2] == 2 * of_down[1]
+            rows, outputs = (shape[2 if turned else 1] for shape in (of_up, of_down))
+            for expert in range(of_up[0]):
                 own = f"{layer}.experts.{expert}."
-                parts[f"{own}gate_proj.weight"] = ExpertPart(up, expert, slice(0, rows // 2))
-                parts[f"{own}up_proj.weight"] = ExpertPart(up, expert, slice(rows // 2, rows))
-                parts[f"{own}down_proj.weight"] = ExpertPart(down, expert, slice(0, self._slice(down).get_shape()[1]))
+                parts[f"{own}gate_proj.weight"] = ExpertPart(up, expert, slice(0, rows // 2), turned)
+                parts[f"{own}up_proj.weight"] = ExpertPart(up, expert, slice(rows // 2, rows), turned)
+                parts[f"{own}down_proj.weight"] = ExpertPart(down, expert, slice(0, outputs), turned)
         return parts
 
     def names(self) -> set[str]:
@@ -137,7 +148,8 @@ class SafetensorsDirectory:
 
     def shape(self, name: str) -> list[int]:
         if (part := self.of_experts.get(name)) is not None:
-            return [part.rows.stop - part.rows.start, *self._slice(part.packed).get_shape()[2:]]
+            columns = self._slice(part.packed).get_shape()[1 if part.is_transposed else 2]
+            return [part.rows.stop - part.rows.start, columns]
         if name + MXFP4_BLOCKS in self.file_of:
             count, rows, groups, size = self._slice(name + MXFP4_BLOCKS).get_shape()
             return [count, groups * size * 2, rows]
@@ -152,9 +164,7 @@ class SafetensorsDirectory:
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """Read and return only `rows` and `columns` of the tensor `name`. If `columns` is None, read all columns."""
         if (part := self.of_experts.get(name)) is not None:
-            start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
-            own = slice(part.rows.start + start, part.rows.start + stop)
-            return self._slice(part.packed)[part.expert : part.expert + 1, own, columns or slice(None)][0]
+            return part.of(self._slice(part.packed), rows, columns or slice(None))
         if name + MXFP4_BLOCKS in self.file_of:
             blocks, scales = (self._slice(name + ending)[rows] for ending in (MXFP4_BLOCKS, MXFP4_SCALES))
             whole = decode_mxfp4(blocks, scales)
@@ -271,7 +281,7 @@ def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirect
             continue
         if part.packed not in begun:
             begun[part.packed] = tensor.new_empty(source.shape(part.packed))
-        begun[part.packed][part.expert, part.rows] = tensor
+        part.of(begun[part.packed]).copy_(tensor)
         missing[part.packed] -= 1
         if not missing[part.packed]:
             yield part.packed, begun.pop(part.packed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, assemble, tensor_shapes
 from mcore_rl.models.megatron.weights import (
     GLOO_BYTES,
@@ -64,7 +65,7 @@ def plan_shipments(model: ModelShard, bucket_bytes: int) -> list[Shipment]:
     """
     sizes = _sizes(model)
     open_ones, closed = dict[tuple[int, int | None], _Open](), list[_Open]()
-    for mappings in joined(model.family.table.values()):
+    for mappings in joined(_changing(model)):
         stages = {stage_of(mapping, model) for mapping in mappings}
         assert len(stages) == 1, f"{mappings[0].hf_names} are on several pipeline stages"
         place = stages.pop(), expert_rank_of(mappings[0], model) if mappings[0].is_expert else None
@@ -93,6 +94,12 @@ class _Open:
     shard: int
     nbytes: int = 0
     mappings: list[Mapping] = field(default_factory=list)
+
+
+def _changing(model: ModelShard) -> list[Mapping]:
+    """Return the mappings of the weights that can change: all but those of a frozen vision tower."""
+    is_frozen = model.tower is not None and not model.tower.is_trained
+    return [m for m in model.family.table.values() if not (is_frozen and m.megatron.startswith(VISION_TOWER))]
 
 
 def _sizes(model: ModelShard) -> dict[str, int]:

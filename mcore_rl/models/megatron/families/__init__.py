@@ -39,7 +39,7 @@ from mcore_rl.models.megatron.families.qwen_next import (
     Qwen35MoEText,
     Qwen35Text,
 )
-from mcore_rl.models.megatron.families.vision_language import Qwen3VL
+from mcore_rl.models.megatron.families.vision_language import Qwen3VL, Qwen3VLMoE
 
 DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
 MIXTURES = (
@@ -55,8 +55,8 @@ MIXTURES = (
     MiniMaxM2,
     Ernie45MoE,
 )
-HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, Qwen35, Qwen35MoE)
-VISION = (Qwen3VL,)
+HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText)
+VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS, *VISION)}
 
 

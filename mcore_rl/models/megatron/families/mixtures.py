@@ -202,7 +202,7 @@ class Qwen3MoE(Mixture):
             ),
             shared_width=getattr(hf, "shared_expert_intermediate_size", 0),
             shared_gate=hasattr(hf, "shared_expert_intermediate_size"),
-            normalise=hf.norm_topk_prob,
+            normalise=getattr(hf, "norm_topk_prob", True),
         )
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:

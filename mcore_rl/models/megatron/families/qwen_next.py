@@ -1,7 +1,7 @@
 """Families Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention with output gates in the other layers.
 
-Qwen3.5 is published with a vision part, as `qwen3_5` and `qwen3_5_moe`. Only its text model is trained. The vision part
-and the layers that predict further tokens (`mtp`) are exported unchanged.
+Qwen3.5 is published with a vision tower, as `qwen3_5` and `qwen3_5_moe`. The layers that predict further tokens (`mtp`)
+are exported unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.delta_net import GatedDeltaNet, InterleavedDeltaNet
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3MoE
+from mcore_rl.models.megatron.families.vision_language import VisionLanguage
 
 
 class Hybrid(Family):
@@ -113,25 +114,11 @@ class Qwen35MoEText(Hybrid, Mixture):
         self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
 
 
-class WithVision(Hybrid):
-    """The text model in a directory that also contains a vision part."""
-
-    prefix = "model.language_model."
-    passed_on = ("mtp.", "model.visual.")
-
-    @staticmethod
-    def text_config(hf: Any) -> Any:
-        return hf.text_config
-
-    def check(self, max_sequence_length: int) -> None:
-        super().check(max_sequence_length)
-        if self.has_reward_head:
-            raise UserError(f"model.head=reward: is not supported for {self.model_type}, which has a vision part")
-
-
-class Qwen35(WithVision, Qwen35Text):
+class Qwen35(VisionLanguage, Qwen35Text):
     model_type = "qwen3_5"
+    default_sections = (11, 11, 10)
 
 
-class Qwen35MoE(WithVision, Qwen35MoEText):
+class Qwen35MoE(VisionLanguage, Qwen35MoEText):
     model_type = "qwen3_5_moe"
+    default_sections = (11, 11, 10)

@@ -1,4 +1,4 @@
-"""Families of models that read images: Qwen3-VL, dense and with experts.
+"""Families of models that read images: Qwen3-VL, dense and with experts; and what they share with Qwen3.5.
 
 Their text models rotate queries and keys by three positions (M-RoPE). A vision tower computes the features of images.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.families.dense import Qwen3
+from mcore_rl.models.megatron.families.mixtures import Experts, Qwen3MoE
 from mcore_rl.models.megatron.vision import VISION_TOWER, tower_shapes
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated, Shape
 
@@ -26,6 +29,8 @@ class VisionLanguage(Family):
     """A text model with a vision tower. The text model's family is the next base class."""
 
     prefix = "model.language_model."
+    default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
+    """`rope_sections` if the configuration does not have them."""
 
     @staticmethod
     def text_config(hf: Any) -> Any:
@@ -42,7 +47,7 @@ class VisionLanguage(Family):
     @property
     def rope_sections(self) -> list[int]:
         """Numbers of frequencies that rotate by time, row and column."""
-        return list(self.hf.rope_parameters.get("mrope_section", [24, 20, 20]))
+        return list(self.hf.rope_parameters.get("mrope_section", self.default_sections))
 
     def rope_axes(self) -> Tensor:
         """Return the axis of each frequency: 0 for time, 1 for rows, 2 for columns. The axes are interleaved.
@@ -64,16 +69,11 @@ class VisionLanguage(Family):
                 f"model.path: vision_config.out_hidden_size ({self.vision_config.out_hidden_size}) must be the text "
                 f"model's hidden_size ({self.hidden_size})"
             )
-        if sum(self.rope_sections) != len(self.ropes()[0]):
-            raise UserError(
-                f"model.path: the sum of mrope_section {self.rope_sections} must be the number of rotary frequencies "
-                f"({len(self.ropes()[0])})"
-            )
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         hf, vision = self.hf, self.vision_config
         super().shrink(layers, tensor_parallel, expert_parallel)
-        hf.rope_parameters["mrope_section"] = [4, 2, 2]
+        hf.rope_parameters["mrope_section"] = [4, 2, 2] if len(self.ropes()[0]) == 8 else [1, 1, 0]
         vision.depth, vision.hidden_size, vision.num_heads, vision.intermediate_size = 3, 32, 2, 48
         vision.out_hidden_size, vision.num_position_embeddings = hf.hidden_size, 64
         if self.deepstack:
@@ -99,3 +99,11 @@ class VisionLanguage(Family):
 
 class Qwen3VL(VisionLanguage, Qwen3):
     model_type = "qwen3_vl"
+
+
+class Qwen3VLMoE(VisionLanguage, Qwen3MoE):
+    model_type = "qwen3_vl_moe"
+
+    @cached_property
+    def experts(self) -> Experts:
+        return replace(super().experts, normalise=True)  # whatever `norm_topk_prob` is, as in transformers
