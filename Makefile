@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 # NVIDIA's containers pin their own packages by this variable, against the versions of constraints-gpu.txt.
 unexport PIP_CONSTRAINT
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo demo-smollm demo-agent test test-long test-agents test-exhaustive \
+.PHONY: install install-vllm demo demo-grpo demo-ppo demo-images demo-smollm demo-agent test test-long test-agents test-exhaustive \
 	test-te test-megatron test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint \
 	docs clean
 
@@ -98,6 +98,20 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 	@$(call train,ppo,ppo_cpu)
 	@echo
 	@$(call results,ppo_cpu)
+
+outputs/images/model/config.json: scripts/make_image_data.py | install
+	rm -rf outputs/images
+	$(BIN)/python scripts/make_image_data.py outputs/images
+
+outputs/sft_images/hf/config.json: outputs/images/model/config.json
+	rm -rf outputs/sft_images
+	$(BIN)/mcore-rl train sft --nproc-per-node $(TENSOR_PARALLEL) configs/sft_images.yaml
+
+demo-images: outputs/sft_images/hf/config.json
+	rm -rf outputs/grpo_images
+	@$(call train,grpo,grpo_images)
+	@echo
+	@$(call results,grpo_images)
 
 outputs/smollm/model/config.json: scripts/make_smollm_data.py | .venv/installed-smollm
 	rm -rf outputs/smollm

@@ -209,6 +209,22 @@ def decoded(content: bytes) -> Any:
     raise ValueError(f"is animated ({frames} frames); only still images are supported")
 
 
+def thumbnail(path: str, size: int = 96) -> str | None:
+    """Return a small copy of the image in a file, as a data URL; None if the image cannot be read.
+
+    Args:
+        size: largest width and height in pixels.
+    """
+    try:
+        image = decoded(Path(path).read_bytes())
+    except (OSError, ValueError):  # without Pillow, too
+        return None
+    image.thumbnail((size, size))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
 def check_pillow() -> None:
     """Raise UserError if Pillow, which reads images, is not installed."""
     if find_spec("PIL") is None:

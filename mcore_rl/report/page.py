@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from mcore_rl.agents.messages import parts_of, text_of
+from mcore_rl.data.chat import has_images
+from mcore_rl.data.images import thumbnail
 from mcore_rl.report.runs import Run, Series
 from mcore_rl.run.directory import REPORT_MARK
 from mcore_rl.utils.console import size_text
@@ -170,7 +173,7 @@ class SampleRow:
     """
 
     step: int
-    prompt: list[dict[str, str]]
+    prompt: list[dict[str, Any]]
     cells: list[dict[str, Any] | None]
 
 
@@ -201,7 +204,7 @@ def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
     return sorted(rows.values(), key=lambda row: row.step)
 
 
-def _of_sample(sample: Mapping[str, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def _of_sample(sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages of a sample before the first response, and the content of its cell."""
     is_trained = not sample.get("error") and sample.get("advantage", 0.0) is not None
     session = _session(sample.get("session"), is_trained)
@@ -236,7 +239,7 @@ class TurnView:
     """
 
     facts: str
-    context: list[dict[str, str]]
+    context: list[dict[str, Any]]
     said: list[tuple[str, str]]
     is_trained: bool
     branches: list[list[TurnView]] = field(default_factory=list)
@@ -293,12 +296,16 @@ def _turn(number: int, turn: Mapping[str, Any], is_trained: bool) -> TurnView:
     return TurnView(" · ".join(facts), [_message(message) for message in context], said, is_trained and row is not None)
 
 
-def _message(message: Any) -> dict[str, str]:
-    role = message.get("role", "") if isinstance(message, dict) else ""
-    return {
-        "role": str(role),
-        "text": _shortened(text_of(message if isinstance(message, dict) else {"content": message})),
-    }
+def _message(message: Any) -> dict[str, Any]:
+    """Return role, text and thumbnails of a message."""
+    message = message if isinstance(message, dict) else {"content": message}
+    images: list[str] = []
+    if has_images(message) and all(isinstance(part, dict) for part in message["content"]):
+        paths = [part.get("image") for part in message["content"] if part.get("type") == "image"]
+        images = [url for path in paths if (url := thumbnail(str(path)))]
+        parts = (str(part.get("text", f"[{Path(str(part.get('image'))).name}]")) for part in message["content"])
+        message = {**message, "content": "".join(parts)}
+    return {"role": str(message.get("role", "")), "text": _shortened(text_of(message)), "images": images}
 
 
 def _shortened(text: str) -> str:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from programs import SUPPORT, metrics_of, run
+from programs import ROOT, SUPPORT, metrics_of, run
 from safetensors.torch import load_file
 from small_models import make_model as make_text_model
 from transformers import AutoModelForImageTextToText
@@ -200,3 +200,21 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
     ):
         with pytest.raises(UserError, match=message):
             load_inputs(load_config(kind, files / f"{name}.yaml", [option]), world_size=1)
+
+
+@pytest.mark.long
+def test_grpo_teaches_the_colour_of_squares(tmp_path):
+    """The demo: the colours of held-out pictures are guessed before, and known afterwards."""
+    run("make_image_data.py", tmp_path / "data")
+    sft, grpo = (ROOT / "configs" / f"{name}_images.yaml" for name in ("sft", "grpo"))
+    taught = [f"output_dir={tmp_path / 'sft'}", f"model.path={tmp_path / 'data' / 'model'}"]
+    run("train_sft.py", sft, *taught, f"data.train={tmp_path / 'data' / 'sft_train.jsonl'}")
+    data = [f"data.{part}={tmp_path / 'data' / part}.jsonl" for part in ("train", "validation")]
+    models = [f"output_dir={tmp_path / 'grpo'}", f"model.path={tmp_path / 'sft' / 'hf'}"]
+    run("train_grpo.py", grpo, *models, *data, "trainer.max_steps=40")
+    metrics = metrics_of(tmp_path / "grpo")
+    before, after = (metrics[step]["validation_reward_positive_fraction"] for step in (0, -1))
+    assert before <= 0.5
+    assert after >= 0.9
+    run("report.py", tmp_path / "grpo")
+    assert "<img src=" in (tmp_path / "grpo" / "report.html").read_text()

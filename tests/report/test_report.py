@@ -1,5 +1,7 @@
 """Tests of the report: for the files of every kind of run, in every state, and as a browser shows it."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -245,6 +247,22 @@ def test_samples_show_advantage_and_ground_truth(tmp_path):
     write_run(tmp_path / "a", [{"step": 1, "loss": 1.0}], [shown])
     text = write_report([tmp_path / "a"], tmp_path / "a.html").read_text()
     assert re.search(r"reward [\d.]+.* · advantage -0.25 · ground truth 4 &lt;b&gt;</p>", text)
+
+
+def test_samples_show_small_copies_of_images(tmp_path):
+    from PIL import Image
+
+    paths = [tmp_path / "picture <1>.png", tmp_path / "missing.png"]
+    Image.new("RGB", (400, 200), "red").save(paths[0])
+    parts = [{"type": "text", "text": "see "}, *({"type": "image", "image": str(path)} for path in paths)]
+    run = write_run(tmp_path / "a", samples=[sample(1, "red", prompt=parts)])
+    (message,) = sample_rows(read_runs([run]))[0].prompt
+    assert message["text"] == "see [picture <1>.png][missing.png]"
+    (url,) = message["images"]
+    shown = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+    assert shown.size == (96, 48) and shown.getpixel((0, 0)) == (255, 0, 0)
+    text = write_report([run], tmp_path / "a.html").read_text()
+    assert text.count(f'<img src="{url}"') == 1 and "picture &lt;1&gt;.png" in text
 
 
 def test_a_page_is_small(tmp_path):

@@ -1,0 +1,131 @@
+"""Write a small model that reads images, pictures of coloured squares, and questions about them for SFT and GRPO.
+
+    python scripts/make_image_data.py DIRECTORY
+
+The answers for SFT are random colours, so a model trained on them answers with a colour, but does not look at the
+picture. The model is a Qwen3-VL of two layers with random weights and one token per word. Pictures of the validation
+file are not in the other files.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from mcore_rl.cli.entry_point import Parser, exit_on_error
+from mcore_rl.testing.demo_data import make_directory, write_jsonl
+from mcore_rl.utils.console import quiet_libraries
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
+PICTURES, HELD_OUT, SIDE, PATCH = 480, 80, 32, 4
+SPECIAL = ["<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>"]
+OF_IMAGES = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+QUESTION = "which colour ?"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def main(directory: Path) -> None:
+    generator = random.Random(0)
+    make_directory(directory)
+    (directory / "pictures").mkdir()
+    problems = [problem(directory, number, generator) for number in range(PICTURES)]
+    known, held_out = problems[HELD_OUT:], problems[:HELD_OUT]
+    guessed = [
+        {"prompt": one["prompt"], "completion": [{"role": "assistant", "content": generator.choice(list(COLOURS))}]}
+        for one in known
+    ]
+    write_jsonl(directory / "sft_train.jsonl", guessed)
+    write_jsonl(directory / "train.jsonl", known)
+    write_jsonl(directory / "validation.jsonl", held_out)
+    make_model(directory / "model")
+    print(f"{directory}: model, {len(guessed)} guesses, {len(known)} problems, {len(held_out)} held out")
+
+
+def problem(directory, number, generator):
+    colour = generator.choice(list(COLOURS))
+    name = f"pictures/{number}.png"
+    picture(COLOURS[colour], generator).save(directory / name)
+    content = [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]
+    return {"prompt": [{"role": "user", "content": content}], "answer": colour}
+
+
+def picture(colour, generator):
+    """Return a picture of a square of this colour somewhere on a background of some shade of grey."""
+    from PIL import Image
+
+    shade, side = generator.randrange(60, 200), generator.randrange(10, 20)
+    made = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
+    made.paste(colour, (left := generator.randrange(SIDE - side), top := generator.randrange(SIDE - side),
+                        left + side, top + side))  # fmt: skip
+    return made
+
+
+def make_model(directory):
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+    tokens = [*SPECIAL, *OF_IMAGES, *QUESTION.split(), *COLOURS]
+    ids = {token: i for i, token in enumerate(tokens)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<|unk|>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        **special,
+        additional_special_tokens=[*SPECIAL[3:], *OF_IMAGES],
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(directory)
+    text = {
+        "vocab_size": len(tokens),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        "pad_token_id": ids["<|pad|>"],
+        "eos_token_id": ids["<|end|>"],
+        "bos_token_id": None,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": PATCH,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    named = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    of_images = {name: ids[token] for name, token in zip(named, OF_IMAGES, strict=True)}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["qwen3_vl"](text_config=text, vision_config=tower, **of_images, tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+
+
+if __name__ == "__main__":
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    quiet_libraries()
+    with exit_on_error():
+        main(parser.parse_args().directory)
