@@ -74,6 +74,8 @@ def verify(arguments, config, layouts):
     initialize_platform()
     import torch
 
+    from mcore_rl.data.images import image_directory
+    from mcore_rl.data.token_cache import default_directory
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
@@ -92,7 +94,9 @@ def verify(arguments, config, layouts):
     config = with_layers(config, arguments.transformer_impl, start)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    images = image_directory(config.data.cache_dir or default_directory())
+    trusted, template = config.model.trust_remote_code, config.data.read_chat_template()
+    tokenizer = load_tokenizer(config.model.path, trusted, template, images=images)
     data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
@@ -167,6 +171,7 @@ def invent_rollouts(config, tokenizer):
     from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of
     from mcore_rl.algorithms.grpo import add_columns_of_loss
     from mcore_rl.data.datasets import load_prompt_dataset
+    from mcore_rl.data.images import images_column
     from mcore_rl.rollouts.samples import Rollout, to_batch
 
     dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
@@ -180,6 +185,7 @@ def invent_rollouts(config, tokenizer):
             rollouts.append(rollout)
     rewards = torch.rand(prompts, group, generator=generator)
     data = to_batch(rollouts, tokenizer.pad_token_id)
+    data.update(images_column([dataset.prompts[rollout.prompt].images for rollout in rollouts]))
     shape, names = data["token_mask"].shape, config.environment.rewards.values()
     more = EstimatorInputs(
         torch.rand(len(names), prompts, group, generator=generator),

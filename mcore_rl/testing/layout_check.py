@@ -329,9 +329,9 @@ def shrink_model(
 ) -> None:
     """Write a small model of the architecture of `source` to `destination`, with random weights of `dtype`.
 
-    Its layers are few and small, but divisible as all `layouts` require. The tokenizer is copied.
+    Its layers are few and small, but divisible as all `layouts` require. Tokenizer and image processor are copied.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from mcore_rl.models.megatron.families import family_of, has_reward_head
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -343,7 +343,9 @@ def shrink_model(
     family.shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
     model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
-    model = model_class.from_config(family.hf, dtype=torch.float32)  # only the text model
+    if family.vision_config is not None:
+        model_class = AutoModelForImageTextToText
+    model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0

@@ -425,3 +425,21 @@ def test_experts_in_either_orientation_are_read_and_written(vision_model_of, tmp
     written = dict(packed_like(((name, source.read(name)) for name in sorted(expected)), source))
     assert written.keys() == published.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in published.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shrunk_model_reads_images(family, vision_model_of, image_paths, tmp_path):
+    """The models of scripts/verify_layouts.py: small, divisible as layouts require, and with the same image tokens."""
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.testing.layout_check import shrink_model
+
+    path, layout = vision_model_of(family), ParallelLayout(tp=2, sp=True, pp=2)
+    shrink_model(ModelConfig(path=path), tmp_path, [layout])
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
+    check_model_fits(load_hf_config(tmp_path), ParallelConfig(**sizes), 64)
+    data, own = make_vision_data(path, image_paths), make_vision_data(tmp_path, image_paths)
+    assert torch.equal(data["input_ids"], own["input_ids"])
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    row, images = data["input_ids"][3, : data["input_lengths"][3]], data["images"][3]
+    with torch.no_grad():
+        assert model(**model_arguments(row, images, tmp_path)).logits.isfinite().all()
