@@ -58,7 +58,8 @@ class TokenCache:
         """Return the token store of `source`. If it does not exist, one process of the node creates it.
 
         Raises:
-            UserError: a record is invalid, or the directory cannot be written.
+            UserError: a record is invalid, the directory cannot be written, or an image is missing or has changed since
+                its record was tokenized.
         """
         with self._writing():
             (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
@@ -71,9 +72,12 @@ class TokenCache:
                 if not path.is_dir():
                     self._make(path, source, tokenizer, what, say, before)
         try:
-            return TokenStore.open(path)
+            store = TokenStore.open(path)
         except ValueError as error:
             raise UserError(f"data.cache_dir: {error}; delete this directory") from None
+        if torchrun.local_rank() == 0:
+            _check_images(store, path)
+        return store
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -180,6 +184,26 @@ class TokenCache:
             temporary.write_text(digest)
             temporary.replace(note)
         return digest
+
+
+def _check_images(store: TokenStore, directory: Path) -> None:
+    """Check that the images of a store's records are still those that were tokenized.
+
+    Only files that were written after the store are read.
+
+    Raises:
+        UserError: an image is missing or has changed.
+    """
+    made, remedy = os.stat(directory / "meta.json").st_mtime_ns, f"restore it, or delete {directory}"
+    for path, digest in store.image_files().items():
+        try:
+            state = os.stat(path)
+            is_newer = max(state.st_mtime_ns, state.st_ctime_ns) >= made
+            has_changed = is_newer and digest_of_file(Path(path)) != digest
+        except OSError as error:
+            raise UserError(f"data: the image {path} cannot be read ({error.strerror}); {remedy}") from None
+        if has_changed:
+            raise UserError(f"data: the image {path} has changed since its record was tokenized; {remedy}")
 
 
 def _states(source: str) -> list[Any]:

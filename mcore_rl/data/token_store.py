@@ -294,6 +294,13 @@ class TokenStore(Sequence[SequenceGroup]):
         ends = self._arrays["extra_ends"]
         return self._arrays["extra"][ends[index - 1] if index else 0 : ends[index]].tobytes()
 
+    def image_files(self) -> dict[str, str]:
+        """Return the digest of each image of the records, by the path of its file."""
+        ends = self._arrays["image_ends"].tolist()
+        texts = self._arrays["images"][:].tobytes()
+        images = (decode_images(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+        return {image.path: image.digest for of_sequence in images for image in of_sequence}
+
     def __len__(self) -> int:
         return len(self._arrays["ends"]) // self._rows
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -265,6 +266,27 @@ def test_the_cache_has_no_pixels(directory, tokenizer, tmp_path):
     assert again.units[0] == made.units[0] and again.units[0][0].images
     stored = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
     assert stored < 2000 < big.stat().st_size
+
+
+def test_changed_images_of_cached_records_are_told_before_training(directory, tokenizer, tmp_path):
+    path = directory / "data" / "kept.png"
+    Image.new("RGB", (24, 24), "red").save(path)
+    source = write(directory, {"messages": [user(image(image="kept.png")), says("a")]})
+    made = cached(directory, tokenizer, tmp_path, source)
+    encoded = path.read_bytes()
+    path.write_bytes(encoded)
+    assert cached(directory, tokenizer, tmp_path, source).units[0] == made.units[0], "the same content"
+    Image.new("RGB", (24, 24), "blue").save(path)
+    with pytest.raises(
+        UserError, match=r"the image .*kept\.png has changed .*; restore it, or delete .*/tokens/"
+    ) as error:
+        cached(directory, tokenizer, tmp_path, source)
+    path.unlink()
+    with pytest.raises(UserError, match=r"kept\.png cannot be read \(No such file"):
+        cached(directory, tokenizer, tmp_path, source)
+    Image.new("RGB", (24, 24), "blue").save(path)
+    shutil.rmtree(str(error.value).split("delete ")[1])
+    assert cached(directory, tokenizer, tmp_path, source).units[0] != made.units[0]
 
 
 def test_the_fingerprint_depends_on_images_and_not_on_their_directory(directory, tokenizer):

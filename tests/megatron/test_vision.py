@@ -443,3 +443,23 @@ def test_a_shrunk_model_reads_images(family, vision_model_of, image_paths, tmp_p
     row, images = data["input_ids"][3, : data["input_lengths"][3]], data["images"][3]
     with torch.no_grad():
         assert model(**model_arguments(row, images, tmp_path)).logits.isfinite().all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True)], ids=str)
+def test_adapters_trained_with_images_are_those_of_one_process(layout, vision_model_of, image_paths, tmp_path):
+    from mcore_rl.testing.layout_check import invent_adapter
+
+    path = vision_model_of("qwen3_vl")
+    config, data = vision_config(path), make_vision_data(path, image_paths)
+    lora = ModelConfig(path=path, dtype="float32", lora={"rank": 4, "alpha": 8})
+    config = config.model_copy(update={"model": invent_adapter(lora, tmp_path / "adapter")})
+    one, found = (
+        run_processes(compute_layout_result, each.apply(config), copy.deepcopy(data), 3, world_size=each.world_size)[0]
+        for each in (ParallelLayout(), layout)
+    )
+    assert one.gradients and all(".visual." not in name for name in one.gradients)
+    assert compare(found, one).within(LIMIT, LIMIT)
+    before = load_file(path / "model.safetensors")
+    for name, weight in found.weights.items():
+        assert not name.startswith("model.visual.") or torch.equal(weight, before[name]), name
