@@ -23,6 +23,7 @@ from mcore_rl.utils.torchrun import launch_id
 IDENTIFYING_KEYS = (
     "model.head",
     "model.dtype",
+    "model.vision_tower",
     "dpo.preference_loss",
     "kto.loss",
     "sft.loss",

@@ -138,6 +138,8 @@ class ScoringModel:
         mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
         heads = ["an LM head apart from the embeddings, which differ from it although config.json ties them"]
         notes = heads if model.head == "lm" and has_separate_head(model.path, model.trust_remote_code) else []
+        if self.model.tower is not None:
+            notes.append(f"a vision tower that is {'trained' if self.model.tower.is_trained else 'frozen'}")
         layout = [self.describe_layout()] if self.has_own_layout else []
         return ", ".join((str(model.path), size, layers, *mixers, *notes, *layout))
 
@@ -231,7 +233,7 @@ class ScoringModel:
         Each parameter costs 6 operations per token; a frozen parameter under an adapter costs 4. The input embedding
         costs none, because it is a lookup. The LM head costs nothing for tokens whose prediction no loss reads. The
         operations of the token mixers are added: for causal attention over n tokens, 6·n²·heads·head_dim per layer; for
-        a gated delta net, the products with its states. Recomputation is not counted.
+        a gated delta net, the products with its states. Recomputation and a vision tower are not counted.
 
         Args:
             lengths: number of tokens in each sequence.
