@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -342,6 +343,26 @@ def test_tokens_of_different_images_are_not_shared():
     assert identities[3].tolist() == ids[3].tolist(), "a token that is no image"
     assert identities[0, 1] != identities[0, 2] and (identities[:, [0, 3]] == ids[:, [0, 3]]).all()
     assert torch.equal(token_identities({"input_ids": ids}), ids)
+
+
+def test_pairs_with_images_share_their_prompts(vision_model_of, image_paths):
+    """This is what the layouts with common prefixes compute."""
+    from mcore_rl.data.batching import microbatch_planner
+    from mcore_rl.distributed.packs import PrefixLayout
+
+    path = vision_model_of("qwen3_vl")
+    config, data = vision_config(path), make_vision_data(path, image_paths)
+
+    def shared_rows(data):
+        batches = microbatch_planner(ParallelLayout(prefix=True).apply(config), 2, 1).microbatches(data, 0)
+        trees = [(batch.rows, batch.layout.tree) for batch in batches if isinstance(batch.layout, PrefixLayout)]
+        return {row for rows, tree in trees for row, end in zip(rows, tree.ends, strict=True) if tree.parents[end] >= 0}
+
+    assert {2, 3} <= shared_rows(data) <= {0, 1, 2, 3}
+    different = copy.deepcopy(data)
+    first, second = different["images"][3]
+    different["images"][3] = (replace(first, digest="of another image"), second)
+    assert not {2, 3} & shared_rows(different), "the first image of the two rows differs"
 
 
 # ------------------------------------------------------------------ what is refused

@@ -112,8 +112,8 @@ def make_images(directory: Path) -> list[Path]:
     return paths
 
 
-ROWS = [[0], [0], [1, 2], [1, 2, 3], [], [], [3], [4], [], [2], [0, 0], [1]]
-"""Numbers of the images of each row. Rows 2 n and 2 n + 1 are a pair."""
+ROWS = [[0], [0], [1, 2], [1, 2], [], [], [3], [4], [], [2], [0, 0], [1]]
+"""Numbers of the images of each row. Rows 2 n and 2 n + 1 are a pair; pairs with equal images share their prompt."""
 
 
 def make_vision_data(model: Path, paths: list[Path]) -> BatchedDataDict:
@@ -125,13 +125,15 @@ def make_vision_data(model: Path, paths: list[Path]) -> BatchedDataDict:
         count = int(torch.randint(1, most, (1,), generator=generator))
         return torch.randint(10, 240, (count,), generator=generator).tolist()
 
-    for numbers in ROWS:
-        ids, images = text(9), []
-        for number in numbers:
-            image = reader.placed(str(paths[number]), len(ids) + 1)
-            ids += [VISION_START, *[IMAGE] * image.count, VISION_END, *text(7)]
-            images.append(image)
-        ids += text(24)
+    prompt: list[int] = []
+    for row, numbers in enumerate(ROWS):
+        if not (row % 2 and numbers and numbers == ROWS[row - 1]):
+            prompt, images = text(9), []
+            for number in numbers:
+                image = reader.placed(str(paths[number]), len(prompt) + 1)
+                prompt += [VISION_START, *[IMAGE] * image.count, VISION_END, *text(7)]
+                images.append(image)
+        ids = [*prompt, *text(24)]
         mask = (torch.rand(len(ids), generator=generator) < 0.6).float()
         for image in images:
             mask[image.start : image.end] = 0
