@@ -261,8 +261,21 @@ def load_hub_dataset(source: str) -> Any:
 
 
 def _read_hub(source: str) -> Iterator[tuple[Records, float]]:
-    dataset = load_hub_dataset(source)
+    dataset = with_encoded_images(load_hub_dataset(source))
     yield from _rows(source, (_clean(record) for record in dataset), len(dataset))
+
+
+def with_encoded_images(dataset: Any) -> Any:
+    """Return a dataset of the `datasets` library whose images are not decoded: each is an object {bytes, path}."""
+    import datasets
+
+    encoded = datasets.Image(decode=False)
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(name, encoded)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
+            dataset = dataset.cast_column(name, type(feature)(encoded))
+    return dataset
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:

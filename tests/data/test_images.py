@@ -22,7 +22,8 @@ from mcore_rl.data.datasets import (
     load_sft_dataset,
     load_unpaired_dataset,
 )
-from mcore_rl.data.images import ImageReader
+from mcore_rl.data.images import ImageReader, content_of
+from mcore_rl.data.readers import with_encoded_images
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
 from mcore_rl.distributed.topology import ParallelDimension
@@ -160,6 +161,18 @@ def test_tables_of_datasets_are_read(directory, tokenizer):
     dataset = load_sft_dataset(str(path), tokenizer, config_of(str(path)))
     first, second = (unit[0].images[0] for unit in dataset.units)
     assert first.identity == second.identity and first.path != second.path
+
+
+def test_images_of_the_datasets_library_stay_encoded(directory):
+    import datasets
+
+    path = str(directory / "data" / "0.png")
+    one, several = datasets.Image(), datasets.Sequence(datasets.Image())
+    rows = {"image": [path], "images": [[path, path]], "text": ["a"]}
+    dataset = datasets.Dataset.from_dict(rows).cast_column("image", one).cast_column("images", several)
+    (row,) = with_encoded_images(dataset)
+    assert row == {"image": {"bytes": None, "path": path}, "images": [{"bytes": None, "path": path}] * 2, "text": "a"}
+    assert content_of(row["image"]) == (content(directory, 0), directory / "data" / "0.png")
 
 
 def test_pairs_of_every_kind_have_their_images(directory, tokenizer):
