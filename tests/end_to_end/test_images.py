@@ -198,8 +198,9 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
             r"sft\.jsonl, line 1: the record has images, but the model reads no images; leave them out",
         ),
     ):
+        out = f"output_dir={files / 'refused'}"
         with pytest.raises(UserError, match=message):
-            load_inputs(load_config(kind, files / f"{name}.yaml", [option]), world_size=1)
+            load_inputs(load_config(kind, files / f"{name}.yaml", [option, out]), world_size=1)
 
 
 @pytest.mark.long
