@@ -18,7 +18,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.images import IMAGES, images_column
+from mcore_rl.data.images import IMAGES
 from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, token_identities
 from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
@@ -427,7 +427,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, experts)
-        batch.update(self._images([rollout.prompt for rollout in own for _ in rollout.rows]))
+        prompts = self.inputs.train
+        batch.update(prompts.images_column([rollout.prompt for rollout in own for _ in rollout.rows]))
         if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
@@ -454,13 +455,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             rows["sample_weights"] = share.select(weights)
         samples = [all_rows.rollout_of[row] for row in share.indices]
         # Every rank has the prompts, so images are not sent between the replicas.
-        rows |= self._images([rollouts.outcomes[sample].prompt for sample in samples])
+        rows |= prompts.images_column([rollouts.outcomes[sample].prompt for sample in samples])
         return LocalBatch(rows, share), BatchShare(samples, len(rollouts), topology.data)
-
-    def _images(self, prompts: Sequence[int]) -> dict[str, Any]:
-        """Return the batch entry `images` of rows with these prompts; {} if they have no images."""
-        dataset = self.inputs.train
-        return images_column([dataset.prompts[index].images for index in prompts]) if dataset.has_images else {}
 
     def _estimator_inputs(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages, has_images, image_sources, is_prefill, with_sources
-from mcore_rl.data.images import IMAGES, PlacedImage, images_of, moved
+from mcore_rl.data.images import IMAGES, PlacedImage, images_column, images_of, moved
 from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
@@ -588,6 +588,10 @@ class PromptDataset:
     def has_images(self) -> bool:
         """Whether any of the prompts has images."""
         return self.prompts.store.counts["with_images"] > 0
+
+    def images_column(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Return the batch entry `images` of rows with these prompts; {} if they have no images."""
+        return images_column([self.prompts[index].images for index in indices]) if self.has_images else {}
 
     def describe(self, name: str, limit: int) -> str:
         """Return one line for the user: the numbers of prompts, tokens and dropped prompts."""
