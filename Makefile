@@ -6,9 +6,9 @@ export OMP_NUM_THREADS := 1
 # NVIDIA's containers pin their own packages by this variable, against the versions of constraints-gpu.txt.
 unexport PIP_CONSTRAINT
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo demo-images demo-smollm demo-agent test test-long test-agents test-exhaustive \
-	test-te test-megatron test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults layouts bench lint \
-	docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo demo-images demo-smollm demo-agent test test-long test-agents \
+	test-exhaustive test-te test-megatron test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults \
+	layouts bench lint docs clean
 
 install: .venv/installed
 
