@@ -574,7 +574,7 @@ def shared_out(rows_per_group, with_experts, led):
     batching = MicrobatchPlanner(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
     family = object.__new__(Mixtral)
     family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
-    train = SimpleNamespace(has_images=False)
+    train = SimpleNamespace(images_column=lambda indices: {})
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3), train=train)
     run.critic = None
     run.config = SimpleNamespace(
