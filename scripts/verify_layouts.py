@@ -142,10 +142,11 @@ def with_layers(config, implementation, start=None):
     model = config.model
     if implementation is not None:
         model = model.model_copy(update={"transformer_impl": implementation})
-    if start is not None and model.transformer_impl == "transformer_engine":
+    if start is not None and (model.transformer_impl == "transformer_engine" or model.fp8 is not None):
         (problem,) = run_processes(te_problem, world_size=1, start=start)
         if problem is not None:
-            raise UserError(f"model.transformer_impl=transformer_engine: Transformer Engine {problem}")
+            key = "model.transformer_impl=transformer_engine" if model.fp8 is None else "model.fp8"
+            raise UserError(f"{key}: Transformer Engine {problem}")
     return config.model_copy(update={"model": model})
 
 

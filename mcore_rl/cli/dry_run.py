@@ -76,7 +76,8 @@ def _for_this_machine(given: TrainingConfig) -> TrainingConfig:
     if given.model.fp8 is None or platform.te_problem() is None:
         return given
     given.for_device(on_gpu=True, te_problem=None, simulates=False)
-    return given.model_copy(update={"model": given.model.model_copy(update={"fp8": None})})
+    without = given.model.model_copy(update={"fp8": None, "transformer_impl": "auto"})
+    return given.model_copy(update={"model": without})
 
 
 def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:

@@ -274,7 +274,7 @@ def changed_values(config: Section) -> list[str]:
 
 def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, dict) and all(isinstance(name, str) and "." not in name for name in value):
+        if isinstance(value, dict) and value and all(isinstance(name, str) and "." not in name for name in value):
             yield from ((f"{key}.{name}", inner) for name, inner in _flattened(value))
         else:
             yield key, value

@@ -212,6 +212,7 @@ def _of_optimizer(optim: str) -> dict[str, Rule]:
 
 _OPTIM = f"{ACTOR}.optim"
 _MEGATRON = f"{ACTOR}.megatron"
+_FP8 = f"{_MEGATRON}.override_transformer_config"
 VERL: dict[tuple[str, str], Rule] = {
     ("", "data.train_files"): _sources("data.train"),
     ("", "data.val_files"): _sources("data.validation"),
@@ -293,9 +294,16 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{_MEGATRON}.override_transformer_config.recompute_granularity"): Choice(
         {"full": {"model.recompute_activations": True}}
     ),
-    ("", f"{_MEGATRON}.override_transformer_config.fp8_recipe"): only_if(
-        f"{_MEGATRON}.override_transformer_config.fp8", bool, "fp8 is not set", FP8_RECIPE
+    ("", f"{_FP8}.fp8_recipe"): only_if(f"{_FP8}.fp8", bool, "fp8 is not set", FP8_RECIPE),
+    ("", f"{_FP8}.fp8"): lambda value, given: (
+        FP8_RECIPE(given(f"{_FP8}.fp8_recipe", "delayed"), given) if value else "FP8 is off by default"
     ),
+    **{
+        ("", f"{_FP8}.num_layers_at_{place}_in_bf16"): only_if(
+            f"{_FP8}.first_last_layers_bf16", bool, "first_last_layers_bf16 is not set", to(f"model.fp8.{key}_layers")
+        )
+        for place, key in (("start", "first"), ("end", "last"))
+    },
     ("", f"{ROLLOUT}.name"): Choice({"vllm": {"generation.backend": "vllm"}}),
     ("", f"{ROLLOUT}.top_k"): positive("grpo.top_k", "all tokens are candidates by default"),
     ("", f"{ROLLOUT}.prompt_length"): said("a part of data.max_sequence_length"),

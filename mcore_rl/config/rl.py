@@ -44,6 +44,11 @@ FP8_SCHEMES = ("fp8_per_block", "fp8_per_tensor", "fp8", "mxfp8")
 """vLLM's online quantizations of bfloat16 weights to FP8; fp8 is the older name of fp8_per_tensor."""
 
 
+def _names_quantization(word: str) -> bool:
+    """Return whether a word is vLLM's option for a quantization, or an abbreviation of it."""
+    return word == "-q" or (len(word) > len("--q") and "--quantization".startswith(word))
+
+
 class VLLMConfig(Section):
     """vLLM's servers, which run in their own Python environment and processes (docs/rollouts.md)."""
 
@@ -85,7 +90,7 @@ class VLLMConfig(Section):
     def quantization(self) -> str | None:
         """Scheme by which vLLM quantizes the weights that it receives (`--quantization`); None if it does not."""
         words = [part for word in self.arguments for part in word.split("=", 1)]
-        following = [value for name, value in itertools.pairwise(words) if name in ("--quantization", "-q")]
+        following = [value for name, value in itertools.pairwise(words) if _names_quantization(name)]
         return following[-1] if following else None
 
     @model_validator(mode="after")
@@ -100,6 +105,19 @@ class VLLMConfig(Section):
         needed = self.num_servers * self.tensor_parallel_size
         if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
             raise ValueError(f"devices: must name {needed} different GPUs (num_servers x tensor_parallel_size)")
+        for word in self.arguments:
+            name = word.partition("=")[0].replace("_", "-")
+            if (
+                name.startswith("--quantization-")
+                or "quantization_config" in word
+                or (word[:2] == "-q" and word != "-q")
+            ):
+                raise ValueError(
+                    f"arguments: {word}: write the quantization as --quantization SCHEME, with one of "
+                    f"{', '.join(FP8_SCHEMES)}, so that this program can read it"
+                )
+        if self.arguments and _names_quantization(self.arguments[-1]):
+            raise ValueError(f"arguments: {self.arguments[-1]} has no value; add one of {', '.join(FP8_SCHEMES)}")
         if self.quantization not in (None, *FP8_SCHEMES):
             raise ValueError(
                 f"arguments: --quantization {self.quantization} cannot be applied to the bfloat16 weights that the "

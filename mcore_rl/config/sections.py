@@ -685,6 +685,11 @@ class TrainingConfig(Section):
                 "optimizer.embedding_lr: has no effect, because model.lora trains only adapters; leave "
                 "optimizer.embedding_lr out"
             )
+        if self.optimizer.vision_tower_lr is not None and self.model.vision_tower == "frozen":
+            raise ValueError(
+                "optimizer.vision_tower_lr: has no effect, because model.vision_tower=frozen; set "
+                "model.vision_tower=trained, or leave optimizer.vision_tower_lr out"
+            )
         return self
 
     @model_validator(mode="after")

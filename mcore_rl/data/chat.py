@@ -216,6 +216,11 @@ class ImageTokens:
     reader: ImageReader
 
 
+def reads_images(tokenizer: Any) -> bool:
+    """Return whether the tokenizer is that of a model that reads images."""
+    return getattr(tokenizer, "image_tokens", None) is not None
+
+
 def image_tokens(tokenizer: Any) -> ImageTokens:
     """Return how conversations represent images; `load_tokenizer` sets it.
 

@@ -116,22 +116,29 @@ def content_of(source: Any) -> tuple[bytes, Path | None]:
         if not head.endswith(";base64"):
             raise ValueError("a data URL must contain base64 (data:image/png;base64,…)")
         try:
-            return base64.b64decode(body, validate=True), None
+            return base64.b64decode("".join(body.split()), validate=True), None
         except binascii.Error as error:
             raise ValueError(f"its base64 is not valid ({error})") from None
-    if isinstance(source, str) and source.split("://")[0] in ("http", "https"):
+    if isinstance(source, str) and source.split("://")[0].lower() in ("http", "https"):
         raise ValueError(f"{source} is on the internet; download it, and write the path of the file")
     if isinstance(source, str | os.PathLike) and str(source):
         path = Path(str(source).removeprefix("file://"))
         try:
             return path.read_bytes(), path.absolute()
         except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+            remedy = "; write base64 as a data URL: data:image/png;base64,…" if len(str(path)) > LONGEST_PATH else ""
+            raise ValueError(f"{str(path)[:LONGEST_PATH]} cannot be read ({error.strerror}){remedy}") from None
     raise ValueError(f"must be a path, a data URL or bytes, found {type(source).__name__}")
 
 
+LONGEST_PATH = 255
+"""A longer text is shortened in errors; it is probably no path."""
 PATH_KEYS = ("image", "image_url", "path", "url")
 """Keys of an image, or of an image part, whose value may be a path."""
+
+
+CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Fields of a record that may be lists of messages."""
 
 
 def with_directory(record: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -140,7 +147,7 @@ def with_directory(record: dict[str, Any], directory: Path) -> dict[str, Any]:
     for key, value in record.items():
         if key in (IMAGES, "image"):
             found[key] = _in_directory(value, directory)
-        elif isinstance(value, list):
+        elif key in CONVERSATIONS and isinstance(value, list):
             found[key] = [_message_in(item, directory) for item in value]
     return found
 
@@ -180,7 +187,7 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 def images_of(record: Mapping[str, Any]) -> list[Any]:
     """Return a record's images, in the order of the image parts without source; [] if it has none."""
-    found = record.get(IMAGES, record.get("image"))
+    found = record.get("image") if record.get(IMAGES) is None else record[IMAGES]
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
@@ -200,13 +207,14 @@ def decoded(content: bytes) -> Any:
     try:
         image = Image.open(io.BytesIO(content))
         frames = getattr(image, "n_frames", 1)
-        if frames == 1:
+        if frames == 1 or image.format == "MPO":  # a photo, followed by previews of it
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # Pillow raises exceptions of many classes
         text = str(error).replace(f"{content!r}", "").split("<_io")[0]
         raise ValueError(f"is not a complete image ({' '.join(text.split()).strip()})") from None
-    raise ValueError(f"is animated ({frames} frames); only still images are supported")
+    kind = f"has {frames} pages" if image.format == "TIFF" else f"is animated ({frames} frames)"
+    raise ValueError(f"{kind}; only still images are supported")
 
 
 def thumbnail(path: str, size: int = 96) -> str | None:

@@ -269,13 +269,17 @@ def with_encoded_images(dataset: Any) -> Any:
     """Return a dataset of the `datasets` library whose images are not decoded: each is an object {bytes, path}."""
     import datasets
 
-    encoded = datasets.Image(decode=False)
-    for name, feature in dataset.features.items():
+    def encoded(feature: Any) -> Any:
         if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(name, encoded)
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):  # a list of images
-            dataset = dataset.cast_column(name, type(feature)(encoded))
-    return dataset
+            return datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return {name: encoded(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [encoded(inner) for inner in feature]
+        return type(feature)(encoded(feature.feature)) if hasattr(feature, "feature") else feature
+
+    features = datasets.Features({name: encoded(feature) for name, feature in dataset.features.items()})
+    return dataset if features == dataset.features else dataset.cast(features)
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.chat import chat_day
+from mcore_rl.data.chat import chat_day, reads_images
 from mcore_rl.data.readers import SUFFIXES, files_of, load_hub_dataset
 from mcore_rl.data.token_store import TokenStore, collect
 from mcore_rl.data.tokenize import TokenizationSpec, TokenizerSpec, available_workers, tokenize_source
@@ -136,6 +136,7 @@ class TokenCache:
     def _key(self, source: str, tokenizer: Any, what: TokenizationSpec) -> str:
         parts = {
             "source": self._source_digest(source),
+            "directories": _directories(source) if reads_images(tokenizer) else None,
             "tokenizer": [
                 [str(path.relative_to(self.remake.path)), digest_of_file(path)]
                 for pattern in (
@@ -215,6 +216,12 @@ def _states(source: str) -> list[Any]:
 def _state_of(file: str | Path) -> list[Any]:
     state = os.stat(file)
     return [os.path.realpath(file), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+
+
+def _directories(source: str) -> list[str]:
+    """Return the directories to which relative paths of a source's images belong."""
+    files = files_of(source) if Path(source).is_dir() else [source]
+    return sorted({str(Path(file).absolute().parent) for file in files if Path(file).is_file()})
 
 
 def _code_digest() -> str:

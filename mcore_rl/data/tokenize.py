@@ -24,6 +24,7 @@ from mcore_rl.data.chat import (
     image_sources,
     image_tokens,
     is_prefill,
+    reads_images,
     render,
     set_chat_day,
     text_of,
@@ -373,7 +374,9 @@ class TokenizationSpec:
         for place, record in records.parsed():
             try:
                 record = self._renamed(record)
-                record = record if directory is None else with_directory(record, directory)
+                placed = record if directory is None else with_directory(record, directory)
+                if placed != record and reads_images(tokenizer):
+                    record = placed
                 unit = self.unit_of(tokenizer, record)
                 if self.needs_response and not all(sequence.is_trainable for sequence in unit):
                     raise ValueError("the record has no response tokens")

@@ -165,7 +165,13 @@ class RunIdentity:
         """Return the changes of the configuration since `earlier`, an identity of the same run, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not is_untracked(key)]
-        return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+        changed = [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+        # A section that is null on one side has no key in common with its values on the other.
+        for values, others, form in ((before, now, "{0} None → {1}"), (now, before, "{0} {1} → None")):
+            for section in (key for key, value in values.items() if value is None and not is_untracked(key)):
+                own = {key: value for key, value in others.items() if key.startswith(f"{section}.")}
+                changed += [form.format(key, value) for key, value in own.items()]
+        return changed
 
 
 def is_untracked(key: str) -> bool:

@@ -564,5 +564,5 @@ def warn_about_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say
     if optimizer.warmup_steps >= updates:
         shortened = optimizer.steps_of_warmup(updates)
         say(f"{key}.warmup_steps={optimizer.warmup_steps} is shortened to {shortened}: there are {updates} updates")
-    if optimizer.lr == 0 and not optimizer.embedding_lr:
+    if optimizer.lr == 0 and not optimizer.embedding_lr and not optimizer.vision_tower_lr:
         say(f"{key}.lr=0: the weights will not change")

@@ -438,7 +438,7 @@ LAYOUT_SECONDS = 300
 
 def in_float32(config: TrainingConfig) -> TrainingConfig:
     """Return `config` in float32, with local layers: Transformer Engine multiplies float32 with TF32's precision."""
-    model = config.model.model_copy(update={"dtype": "float32", "transformer_impl": "local"})
+    model = config.model.model_copy(update={"dtype": "float32", "transformer_impl": "local", "fp8": None})
     return config.model_copy(update={"model": model})
 
 

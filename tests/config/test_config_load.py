@@ -59,9 +59,11 @@ def test_shipped_configurations_load(path):
 def test_changed_values_are_overrides_that_give_the_configuration(path, monkeypatch):
     for name in ("MODEL", "TRAIN", "VALIDATION", "DATA"):
         monkeypatch.setenv(name, "x")
+    fp8 = ["model.fp8={}", "model.dtype=bfloat16"]
     template = r"""data.chat_template="{{ messages }}\n\n{# it's #}\n" """
-    config = load_config(DPOConfig, path, ["data.columns={prompt: 'a: b', chosen: c.d}", template])
+    config = load_config(DPOConfig, path, ["data.columns={prompt: 'a: b', chosen: c.d}", template, *fp8])
     changed = changed_values(config)
+    assert "model.fp8={}" in changed
     assert not any("\n" in line for line in changed), "each line is a comment in --print-config"
     assert build_config(DPOConfig, {}, changed, "") == config
     assert not any(line.startswith(("seed=", "optimizer.name=")) for line in changed), "these are defaults"

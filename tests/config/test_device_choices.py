@@ -372,6 +372,7 @@ def grpo_config(arguments, loss=None, **model):
     ("arguments", "scheme", "scales"),
     [
         (["--quantization", "fp8_per_block"], "fp8_per_block", "float32"),
+        (["--quant", "fp8_per_block"], "fp8_per_block", "float32"),
         (["--quantization=fp8_per_block", "--enforce-eager"], "fp8_per_block", "float32"),
         (["-q", "fp8"], "fp8", "power_of_two"),
         (["--quantization", "awq", "--quantization", "mxfp8"], "mxfp8", "power_of_two"),
@@ -388,6 +389,10 @@ def test_scales_follow_the_sampler(arguments, scheme, scales):
 @pytest.mark.parametrize(
     ("arguments", "loss", "message"),
     [
+        (["-qfp8"], None, "write the quantization as --quantization SCHEME"),
+        (["--quantization_config", "{}"], None, "write the quantization as --quantization SCHEME"),
+        (["--hf-overrides", '{"quantization_config": {}}'], None, "write the quantization as --quantization SCHEME"),
+        (["--enforce-eager", "--quantization"], None, "--quantization has no value"),
         (["--quantization", "awq"], None, "arguments: --quantization awq cannot be applied to the bfloat16 weights"),
         (["--quantization", "fp8"], {"name": "clipped_pg"}, "set loss.use_importance_sampling_correction=true"),
     ],

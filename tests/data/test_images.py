@@ -22,7 +22,7 @@ from mcore_rl.data.datasets import (
     load_sft_dataset,
     load_unpaired_dataset,
 )
-from mcore_rl.data.images import ImageReader, content_of
+from mcore_rl.data.images import ImageReader, content_of, decoded
 from mcore_rl.data.readers import with_encoded_images
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
@@ -173,6 +173,11 @@ def test_images_of_the_datasets_library_stay_encoded(directory):
     (row,) = with_encoded_images(dataset)
     assert row == {"image": {"bytes": None, "path": path}, "images": [{"bytes": None, "path": path}] * 2, "text": "a"}
     assert content_of(row["image"]) == (content(directory, 0), directory / "data" / "0.png")
+    part = {"type": datasets.Value("string"), "image": datasets.Image()}
+    features = datasets.Features({"messages": [{"role": datasets.Value("string"), "content": [part]}]})
+    nested = [{"role": "user", "content": [{"type": "image", "image": path}]}]
+    (row,) = with_encoded_images(datasets.Dataset.from_dict({"messages": [nested]}, features=features))
+    assert row["messages"][0]["content"][0]["image"] == {"bytes": None, "path": path}
 
 
 def test_pairs_of_every_kind_have_their_images(directory, tokenizer):
@@ -302,6 +307,18 @@ def test_changed_images_of_cached_records_are_told_before_training(directory, to
     assert cached(directory, tokenizer, tmp_path, source).units[0] != made.units[0]
 
 
+def test_the_cache_tells_equal_files_of_two_directories_apart(directory, tokenizer, tmp_path):
+    """Their relative paths name different pictures."""
+    found = []
+    for name, colour in (("a", "red"), ("b", "blue")):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (24, 24), colour).save(tmp_path / name / "p.png")
+        (tmp_path / name / "x.jsonl").write_text(json.dumps({"messages": [user(image(image="p.png")), says("a")]}))
+        (sequence,) = cached(directory, tokenizer, tmp_path, str(tmp_path / name / "x.jsonl")).units[0]
+        found.append(sequence.images[0].path)
+    assert found == [str(tmp_path / name / "p.png") for name in ("a", "b")]
+
+
 def test_the_fingerprint_depends_on_images_and_not_on_their_directory(directory, tokenizer):
     def fingerprint(name):
         return sft(directory, tokenizer, {"messages": [user(image(image=name)), says("a")]}).fingerprint
@@ -355,6 +372,14 @@ def animated():
     frames, buffer = [Image.new("L", (8, 8), shade) for shade in (0, 255)], io.BytesIO()
     frames[0].save(buffer, format="GIF", save_all=True, append_images=frames[1:])
     return buffer.getvalue()
+
+
+def test_photos_with_previews_are_read():
+    """Phones write several pictures into a JPEG file (MPO); the first is the photo, as in transformers."""
+    photo, preview, buffer = Image.new("RGB", (64, 32), "red"), Image.new("RGB", (8, 8)), io.BytesIO()
+    photo.save(buffer, format="MPO", save_all=True, append_images=[preview])
+    assert Image.open(io.BytesIO(buffer.getvalue())).n_frames == 2
+    assert decoded(buffer.getvalue()).size == (64, 32)
 
 
 def cut_off(directory):
@@ -430,6 +455,11 @@ def test_a_model_that_reads_no_images_refuses_them_and_ignores_other_columns(dir
     with pytest.raises(UserError, match=r"line 1: .*the model reads no images"):
         sft(directory, tokenizer, {"messages": [user(image(image="0.png")), says("a")]})
     assert len(sft(directory, tokenizer, {"messages": [user("a"), says("b")], "image": "any text"})) == 1
+    own = {"image": "cat", "images": ["dog", {"path": "y"}], "history": [user(image(path="z.png"))]}
+    source = write(directory, {"prompt": "a", **own})
+    assert load_prompt_dataset(source, tokenizer, config_of(source), 100).prompts[0].record == own, (
+        "as a judge reads it"
+    )
 
 
 def test_pillow_and_the_processor_must_be_there(directory, tokenizer, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Tests of programs that train on records with images."""
 
+import hashlib
 import json
+import pickle
 import shutil
 
 import pytest
@@ -124,6 +126,36 @@ def test_sft_with_images_resumes_under_another_layout_and_is_exported(files):
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
+def without_tower(checkpoint):
+    """Remove the vision tower from the index of a checkpoint, as in one from before it was part of the model."""
+    file = checkpoint / ".metadata"
+    index = pickle.loads(file.read_bytes())
+    index.state_dict_metadata = {k: v for k, v in index.state_dict_metadata.items() if "visual." not in k}
+    index.storage_data = {k: v for k, v in index.storage_data.items() if "visual." not in k.fqn}
+    index.planner_data = {k: v for k, v in (index.planner_data or {}).items() if "visual." not in k}
+    file.write_bytes(pickle.dumps(index))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[".metadata"] = [file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.long
+def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
+    """The tower then is that of the model directory."""
+    out = files / "out_text"
+    arguments = [f"output_dir={out}", "model.vision_tower=frozen", "optimizer.vision_tower_lr=null"]
+    run("train_sft.py", files / "sft.yaml", *arguments, "trainer.max_steps=2")
+    expected = load_file(out / "hf" / "model.safetensors")
+    (checkpoint,) = out.glob("checkpoints/iter_*2")
+    without_tower(checkpoint)
+    run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints", files / "of_text")
+    converted = load_file(files / "of_text" / "model.safetensors")
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
+    resumed = run("train_sft.py", files / "sft.yaml", *arguments, "trainer.max_steps=3")
+    assert "resumed from" in resumed.stdout_text
+
+
 @pytest.mark.long
 def test_dpo_with_images_has_the_same_numbers_with_each_kind_of_reference(files):
     run("train_dpo.py", files / "dpo.yaml", "dpo.reference=precompute")
@@ -200,7 +232,8 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
     ):
         out = f"output_dir={files / 'refused'}"
         with pytest.raises(UserError, match=message):
-            load_inputs(load_config(kind, files / f"{name}.yaml", [option, out]), world_size=1)
+            options = [option, out, "optimizer.vision_tower_lr=null"]
+            load_inputs(load_config(kind, files / f"{name}.yaml", options), world_size=1)
 
 
 @pytest.mark.long

@@ -18,7 +18,9 @@ from vision_cases import (
     model_arguments,
 )
 
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -126,3 +128,19 @@ def test_samples_do_not_depend_on_the_layout(layout, cases):
     other, difference, _ = run(cases, "qwen3_vl", layout, params, greedy=False)
     assert one == other
     assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("multiple", [2, 8, 256])
+def test_features_are_placed_where_the_decoder_divides_the_padded_tokens(multiple):
+    """Under sequence parallelism, ranks have equal parts of the padded tokens; FP8 pads to large multiples."""
+    from mcore_rl.models.megatron.vision import VisionTower, prompt_images
+
+    images = [PlacedImage(2, (1, 1, 3), "a", ""), PlacedImage(1, (1, 2, 2), "b", "")]
+    found = []
+    for rank in range(2):
+        topology = Topology(tensor=ParallelDimension(rank, 2), sequence_parallel=True)
+        tower = VisionTower(None, topology, merge=2, deepstack=0, is_trained=False)
+        placed = prompt_images([images[:1], images[1:]], [6, 7], tower, multiple)
+        part = -(-13 // multiple) * multiple // 2
+        found += [rank * part + place for place in placed.places.tolist()]
+    assert found == [2, 3, 4, 7, 8, 9, 10]

@@ -20,7 +20,7 @@ from vision_cases import (
     plain_outcome,
 )
 
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.collectives import gather_objects_along
@@ -413,7 +413,21 @@ def test_a_tower_is_trained_only_where_there_is_one_and_without_adapters(vision_
     hf = load_hf_config(vision_model_of("qwen3_vl"))
     with pytest.raises(UserError, match=r"model\.lora trains only adapters of the text model"):
         check_model_fits(hf, ParallelConfig(), 64, ModelConfig(**trained, lora={"rank": 2}))
-    assert OptimizerConfig(vision_tower_lr=1e-5).vision_tower_lr == 1e-5
+    values = make_sft_config(vision_model_of("qwen3_vl")).model_dump()
+    values["optimizer"]["vision_tower_lr"] = 1e-5
+    with pytest.raises(ValueError, match=r"vision_tower_lr: has no effect, because model\.vision_tower=frozen"):
+        type(make_sft_config(values["model"]["path"])).model_validate(values)
+    values["model"]["vision_tower"] = "trained"
+    assert type(make_sft_config(values["model"]["path"])).model_validate(values).optimizer.vision_tower_lr == 1e-5
+
+
+def test_a_text_model_needs_the_layers_to_which_features_are_added(vision_model_of):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    hf = load_hf_config(vision_model_of("qwen3_vl"))
+    hf.text_config.num_hidden_layers = 1
+    with pytest.raises(UserError, match="the text model has only 1; use a model with more layers"):
+        check_model_fits(hf, ParallelConfig(), 64)
 
 
 def test_every_family_has_a_case():

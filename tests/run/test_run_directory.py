@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
+from mcore_rl.config.sections import FP8Config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.lora import PEFTDirectory, write_peft_directory
 from mcore_rl.rollouts.recordings import check_record
@@ -183,6 +184,14 @@ def test_no_model_that_is_read_is_written_over(key, configured, out, tmp_path):
     with pytest.raises(UserError, match=rf"{key}: {links} is written by this run"):
         check_output(with_another(key, links, configured()))
     check_output(with_another(key, tmp_path / "model", configured(resume="none", overwrite=True)))
+
+
+def test_a_section_that_was_or_becomes_null_is_a_change(configured):
+    hf, without = SimpleNamespace(to_dict=lambda: {"model_type": "llama"}), configured()
+    of_fp8 = without.model_copy(update={"model": without.model.model_copy(update={"fp8": FP8Config()})})
+    one, other = (RunIdentity.from_json(RunIdentity.of(c, hf, "data").to_json()) for c in (without, of_fp8))
+    assert "model.fp8.recipe None → blockwise" in other.changes(one)
+    assert "model.fp8.recipe blockwise → None" in one.changes(other)
 
 
 @pytest.mark.parametrize("key", OTHERS)

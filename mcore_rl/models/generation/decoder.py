@@ -551,7 +551,7 @@ class Decoder:
         """Return the images of prompts that run as one pack; None on stages without the vision tower."""
         tower = self.model.tower
         assert tower is not None, "the model reads no images"
-        return prompt_images(prompts, lengths, tower) if self.topology.is_first_stage else None
+        return prompt_images(prompts, lengths, tower, self.token_multiple) if self.topology.is_first_stage else None
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, images: PackImages | None = None) -> Tensor:
         """Run the layers of all pipeline stages on T tokens; return the final hidden states [T, hidden].

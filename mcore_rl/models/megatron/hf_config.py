@@ -167,6 +167,11 @@ def _check_first_chunk(family: Family, parallel: ParallelConfig) -> None:
     first, *others = parallel.layers_of_chunks(family.num_layers)
     if first >= family.deepstack:
         return
+    if not others or family.num_layers < family.deepstack:
+        raise UserError(
+            f"model.path: features of images are added to the outputs of the first {family.deepstack} layers, but the "
+            f"text model has only {family.num_layers}; use a model with more layers"
+        )
     share, more = divmod(family.num_layers - family.deepstack, len(others))
     layers = [family.deepstack, *(share + (number < more) for number in range(len(others)))]
     layout = "|".join("t" * count for count in layers)

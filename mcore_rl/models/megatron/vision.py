@@ -396,11 +396,14 @@ def pack_images(microbatch: Microbatch, tower: VisionTower) -> PackImages:
     return PackImages(tower, division, *_own_places(local, tower.topology))
 
 
-def prompt_images(prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[int], tower: VisionTower) -> PackImages:
+def prompt_images(
+    prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[int], tower: VisionTower, multiple: int
+) -> PackImages:
     """Return the images of prompts that run as one pack in generation.
 
     Args:
         lengths: number of tokens of each prompt.
+        multiple: the decoder pads the tokens to a multiple of this number.
     """
     division = tower.divide(_distinct(prompts), over_tensor_ranks_only=True)
     first_rows, rows, first = division.first_rows(), torch.full((sum(lengths),), -1), 0
@@ -409,8 +412,7 @@ def prompt_images(prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[in
             own = slice(first + image.start, first + image.end)
             rows[own] = torch.arange(image.count) + first_rows[image.identity]
         first += length
-    if tower.topology.sequence_parallel:  # the decoder pads the tokens likewise
-        rows = F.pad(rows, (0, -len(rows) % tower.topology.tensor.size), value=-1)
+    rows = F.pad(rows, (0, -len(rows) % multiple), value=-1)
     return PackImages(tower, division, *_own_places(rows, tower.topology))
 
 

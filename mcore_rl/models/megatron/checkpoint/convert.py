@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from mcore_rl.models.megatron.checkpoint.load import (
     RegionReader,
     architecture_of_checkpoint,
     check_trusted,
+    has_vision_tower,
     load_weights,
     read_common,
 )
@@ -38,6 +40,7 @@ from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Vocabulary, assemble
 from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
@@ -176,7 +179,7 @@ def megatron_to_hf(
         found = ", ".join(sorted(map(_name, dtypes)))
         raise UserError(f"{iteration}: all weights must have the same precision, found {found}")
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
-        tensors = in_precision(_load_all(iteration, index, model, progress), SafetensorsDirectory(source))
+        tensors = in_precision(_load_all(iteration, index, model, progress, source), SafetensorsDirectory(source))
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
 
 
@@ -267,10 +270,21 @@ def _read_parts(
         yield item, numbers[part.first : end].clone().view(item.tensor_data.chunk.sizes)
 
 
-def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's weights as Hugging Face tensors with their names; each is read when it is needed."""
-    parts = _loaded_parts(RegionReader(iteration, index), list(_stored_parts(model)), model.vocab_size, progress)
-    yield from assemble(parts, model.family.shapes())
+def _load_all(
+    iteration: Path, index: Metadata, model: ModelShard, progress: Progress, source: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's weights as Hugging Face tensors with their names; each is read when it is needed.
+
+    Args:
+        source: directory that has the vision tower, if the checkpoint does not have it.
+    """
+    stored, own, directory = list(_stored_parts(model)), list[Mapping](), SafetensorsDirectory(source)
+    if not has_vision_tower(index):
+        own = [mapping for mapping, _ in stored if mapping.megatron.startswith(VISION_TOWER)]
+        stored = [(mapping, parts) for mapping, parts in stored if not mapping.megatron.startswith(VISION_TOWER)]
+    parts = _loaded_parts(RegionReader(iteration, index), stored, model.vocab_size, progress)
+    of_source = ((part, directory.read(part.name)) for mapping in own for part in mapping.parts)
+    yield from assemble(itertools.chain(parts, of_source), model.family.shapes())
 
 
 def _loaded_parts(

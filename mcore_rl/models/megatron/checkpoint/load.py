@@ -38,6 +38,7 @@ from mcore_rl.models.megatron.checkpoint.state import (
     tensor_regions,
 )
 from mcore_rl.models.megatron.parallel_state import seed_everything, set_random_states
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Shape
 from mcore_rl.models.megatron.weights import ADAPTER
 from mcore_rl.utils.checkpoint_store import digest_problems, stored_identity
@@ -556,6 +557,15 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
     _load_objects(iteration, index, model, weights)
 
 
+def has_vision_tower(index: Metadata) -> bool:
+    """Return whether a checkpoint has the vision tower. One from before the tower was part of the model has none."""
+    return any(map(_is_of_tower, index.state_dict_metadata))
+
+
+def _is_of_tower(key: str) -> bool:
+    return f".{VISION_TOWER}" in f".{key}"
+
+
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
     """Read `regions` (each rank its own) into their memory. An error of one rank is raised on all ranks. Collective.
 
@@ -563,6 +573,8 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
         UserError: the checkpoint lacks a tensor or has it in another shape, or one of its files is damaged.
     """
     problem = None
+    if not has_vision_tower(index):  # the tower keeps the weights of model.path
+        regions = [region for region in regions if not _is_of_tower(region.key)]
     try:
         RegionReader(iteration, index).read(regions)
     except UserError as error:
