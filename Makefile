@@ -79,6 +79,14 @@ define results
 	echo "report:  $$($(BIN)/mcore-rl report outputs/$(1)) (curves and samples, for a browser)"
 endef
 
+# A whole run: mcore-rl train ALGORITHM CONFIG, and where to look afterwards
+define train_and_show
+	rm -rf outputs/$(2)
+	@$(call train,$(1),$(2))
+	@echo
+	@$(call results,$(2))
+endef
+
 outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
 	rm -rf outputs/arithmetic
 	$(BIN)/python scripts/make_arithmetic_data.py outputs/arithmetic
@@ -88,16 +96,10 @@ outputs/sft_arithmetic/hf/config.json: outputs/arithmetic/model/config.json
 	$(BIN)/mcore-rl train sft --nproc-per-node $(TENSOR_PARALLEL) configs/sft_arithmetic.yaml
 
 demo-grpo: outputs/sft_arithmetic/hf/config.json
-	rm -rf outputs/grpo_cpu
-	@$(call train,grpo,grpo_cpu)
-	@echo
-	@$(call results,grpo_cpu)
+	$(call train_and_show,grpo,grpo_cpu)
 
 demo-ppo: outputs/sft_arithmetic/hf/config.json
-	rm -rf outputs/ppo_cpu
-	@$(call train,ppo,ppo_cpu)
-	@echo
-	@$(call results,ppo_cpu)
+	$(call train_and_show,ppo,ppo_cpu)
 
 outputs/images/model/config.json: scripts/make_image_data.py | install
 	rm -rf outputs/images
@@ -108,10 +110,7 @@ outputs/sft_images/hf/config.json: outputs/images/model/config.json
 	$(BIN)/mcore-rl train sft --nproc-per-node $(TENSOR_PARALLEL) configs/sft_images.yaml
 
 demo-images: outputs/sft_images/hf/config.json
-	rm -rf outputs/grpo_images
-	@$(call train,grpo,grpo_images)
-	@echo
-	@$(call results,grpo_images)
+	$(call train_and_show,grpo,grpo_images)
 
 outputs/smollm/model/config.json: scripts/make_smollm_data.py | .venv/installed-smollm
 	rm -rf outputs/smollm

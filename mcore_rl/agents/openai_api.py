@@ -120,7 +120,7 @@ def count_of(body: Mapping[str, Any], name: str, most: int | None = None, least:
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or not least <= value <= (value if most is None else most):
+    if type(value) is not int or value < least or (most is not None and value > most):
         range_ = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise BadRequest(f"{name}: must be an integer {range_}, got {json.dumps(value)}", name, "invalid_value")
     return value

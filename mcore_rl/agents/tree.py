@@ -281,7 +281,8 @@ class SessionTree:
         by_keys, keys, logged = dict[tuple[str, ...], Turn](), dict[int, str](), list[dict[str, Any]]()
         for turn in self.turns:
             # Turns share the messages that they have in common.
-            own = tuple(keys.setdefault(id(message), key_of(message)) for message in turn.messages)
+            keys |= {id(message): key_of(message) for message in turn.messages if id(message) not in keys}
+            own = tuple(keys[id(message)] for message in turn.messages)
             own_row = row_of.get(turn) if turn.is_delivered else None
             logged.append(self._logged(turn, own, by_keys) | {"row": own_row})
             if turn.is_delivered and own:

@@ -217,8 +217,8 @@ class ImageTokens:
 
 
 def reads_images(tokenizer: Any) -> bool:
-    """Return whether the tokenizer is that of a model that reads images."""
-    return getattr(tokenizer, "image_tokens", None) is not None
+    """Return whether the tokenizer is that of a model that reads images; False for one that is not loaded yet."""
+    return "image_tokens" in vars(tokenizer)
 
 
 def image_tokens(tokenizer: Any) -> ImageTokens:

@@ -296,9 +296,11 @@ class TokenStore(Sequence[SequenceGroup]):
 
     def image_files(self) -> dict[str, str]:
         """Return the digest of each image of the records, by the path of its file."""
-        ends = self._arrays["image_ends"].tolist()
+        ends = self._arrays["image_ends"]
+        starts = ends - np.diff(ends, prepend=0)
+        places = zip(starts[starts < ends].tolist(), ends[starts < ends].tolist(), strict=True)
         texts = self._arrays["images"][:].tobytes()
-        images = (decode_images(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+        images = (decode_images(texts[start:end]) for start, end in places)
         return {image.path: image.digest for of_sequence in images for image in of_sequence}
 
     def __len__(self) -> int:

@@ -209,7 +209,7 @@ def filled_sources(tokenizer: Any, messages: Messages, images: Sequence[Any]) ->
     sources = image_sources(messages)
     if sources:
         image_tokens(tokenizer)
-    elif images and getattr(tokenizer, "image_tokens", None) is None:
+    elif images and not reads_images(tokenizer):
         return []
     lacking = sum(source is None for source in sources)
     if lacking != len(images):
@@ -370,13 +370,12 @@ class TokenizationSpec:
             UserError: a record is invalid; the message names its position.
         """
         chunk, source = TokenizedChunk(), Path(records.source)
-        directory = source.absolute().parent if source.is_file() else None
+        directory = source.absolute().parent if reads_images(tokenizer) and source.is_file() else None
         for place, record in records.parsed():
             try:
                 record = self._renamed(record)
-                placed = record if directory is None else with_directory(record, directory)
-                if placed != record and reads_images(tokenizer):
-                    record = placed
+                if directory is not None:
+                    record = with_directory(record, directory)
                 unit = self.unit_of(tokenizer, record)
                 if self.needs_response and not all(sequence.is_trainable for sequence in unit):
                     raise ValueError("the record has no response tokens")

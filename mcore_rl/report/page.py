@@ -232,7 +232,7 @@ class TurnView:
     """A request of an agent's session, and the response to it.
 
     facts: numbers of tokens, and how the response ended and is trained on.
-    context: messages after those of the turn before; all messages if the turn begins a conversation of its own.
+    context: the messages since the turn that this one continues; all messages if it begins a conversation.
     said: pairs (kind, text) of the response: its thought, its content and its tool calls.
     is_trained: False if the response carries no loss.
     branches: other continuations of this turn than the one that follows in the list.

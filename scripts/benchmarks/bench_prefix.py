@@ -91,8 +91,13 @@ def measure(policy, rows, prompt, response, groups, repetitions):
 
     data = make_batch(rows, prompt, response, groups)
     loss_fn = DPOLossFn(DPOOptions()) if rows == 2 else ClippedPGLossFn(ClippedPGOptions())
-    apart = replace(policy.batching, rows_per_unit=2 if rows == 2 else 1, rows_per_group=0)
-    sharing = replace(apart, rows_per_group=rows)
+    policy.batching = replace(policy.batching, rows_per_unit=2 if rows == 2 else 1)
+    return compare_sharing(policy, data, loss_fn, rows, repetitions)
+
+
+def compare_sharing(policy, data, loss_fn, rows_per_group, repetitions):
+    """Return the tokens of a step without and with sharing in groups of rows, and the CPU seconds of both."""
+    apart, sharing = (replace(policy.batching, rows_per_group=rows) for rows in (0, rows_per_group))
     seconds = {apart: [], sharing: []}
     for _ in range(repetitions + 1):
         for batching, times in seconds.items():

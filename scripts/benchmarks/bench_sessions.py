@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_prefix import make_model
+from bench_prefix import compare_sharing, make_model
 from bench_results import Row, finish
 
 from mcore_rl.agents.templates import ChatTemplate
@@ -136,19 +133,8 @@ def measure(directory: Path, data: BatchedDataDict[Any], repetitions: int) -> tu
             "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": SESSIONS, "max_new_tokens": 128},
         }
     )
-    policy, loss_fn = MegatronPolicy(config, total_steps=1000), ClippedPGLossFn(ClippedPGOptions())
-    sharing = replace(policy.batching, rows_per_group=WHOLE_BATCH)
-    apart = replace(sharing, rows_per_group=0)
-    seconds: dict[Any, list[float]] = {apart: [], sharing: []}
-    for _ in range(repetitions + 1):
-        for batching, times in seconds.items():
-            policy.batching = batching
-            started = time.process_time()
-            policy.train(data, loss_fn)
-            times.append(time.process_time() - started)
-            print(f"{times[-1]:.2f} s", flush=True)
-    tokens = [sum(batching.pieces(data)[0]) for batching in (apart, sharing)]
-    return tokens, [statistics.median(times[1:]) for times in seconds.values()]  # the first is a warm-up
+    policy = MegatronPolicy(config, total_steps=1000)
+    return compare_sharing(policy, data, ClippedPGLossFn(ClippedPGOptions()), WHOLE_BATCH, repetitions)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from small_models import make_model
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.testing.layout_check import compute_layout_result
 
-# One head of 128 on each of two ranks, and experts of two blocks: smaller sizes would lie within a block in any layout.
+# Two heads of size 128, and experts of two blocks: smaller tensors would fit into one block, however they are sharded.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
 WIDE |= {"head_dim": 128, "moe_intermediate_size": 256, "initializer_range": 0.05}
 FEW_EXPERTS = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
