@@ -142,6 +142,9 @@ class PromptList:
     def source_of(self, index):
         return None
 
+    def images_column(self, indices):
+        return {}
+
 
 def make_model(path, arguments):
     torch.manual_seed(0)
