@@ -16,6 +16,7 @@ from mcore_rl.config.algorithms import TEACHER, teacher_configs
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.datasets import DistillationDataset
+from mcore_rl.data.images import images_column
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
@@ -74,15 +75,18 @@ class DistillationObjective(Objective):
         if not self.options.on_policy or batch.samples is None:
             return batch.rows
         sequences = [batch.dataset.units[index][0] for index in batch.indices]
-        prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for sequence in sequences]
-        asked: LocalBatch[Any] = LocalBatch(prompts_to_answer(prompts, batch.samples), batch.rows.share)
+        prompts = [sequence.truncate(sequence.token_mask.index(True)) for sequence in sequences]
+        images = [prompt.images for prompt in prompts]
+        read = prompts_to_answer([prompt.input_ids for prompt in prompts], batch.samples, images)
+        asked: LocalBatch[Any] = LocalBatch(read, batch.rows.share)
         answered, lengths = self.student.generate(asked), asked["input_lengths"]
         ends, columns = answered["unpadded_sequence_lengths"], torch.arange(answered["output_ids"].shape[1])
-        entries = {
+        entries: dict[str, Any] = {
             "input_ids": answered["output_ids"],
             "token_mask": ((columns >= lengths[:, None]) & (columns < ends[:, None])).float(),
             "input_lengths": ends,
             "sample_mask": torch.ones(len(prompts)),
+            **images_column(images),
         }
         if self.options.form == "sampled":
             entries["generation_logprobs"] = answered["logprobs"]

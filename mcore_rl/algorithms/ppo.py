@@ -14,6 +14,7 @@ from mcore_rl.algorithms.advantages import gae_advantages, token_rewards_with_pe
 from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout_worker
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.algorithms import CRITIC, critic_config
+from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
@@ -23,7 +24,7 @@ from mcore_rl.run.metrics import JsonLinesLog
 from mcore_rl.run.setup import warn_about_optimizer
 from mcore_rl.utils.console import PrintLine
 
-COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
+COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", IMAGES, "values", "returns")
 """Columns of a batch that the critic reads. The routed experts of the policy, for example, are not among them."""
 
 

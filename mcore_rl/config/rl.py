@@ -645,8 +645,8 @@ class CriticConfig(Section):
 
     path: Directory | None = None
     """Model that the critic starts from: a reward model, or a language model, which gets a new head of zeros. The
-    default is `model.path`. Another model needs the policy's vocabulary, and must fit the parallel layout; the router
-    options and recompute_modules of `model` do not apply to it."""
+    default is `model.path`. Another model needs the policy's vocabulary, and must fit the parallel layout; its
+    vision tower is frozen, and the router options and recompute_modules of `model` do not apply to it."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """Optimizer of the critic. A step updates the critic as often as the policy; pretraining_steps update only the
     critic."""
@@ -690,6 +690,15 @@ class PPOConfig(RLConfig):
             trust_remote_code=own.trust_remote_code,
             recompute_activations=own.recompute_activations,
         )
+
+    @model_validator(mode="after")
+    def _trains_tower(self) -> PPOConfig:
+        if self.critic.optimizer.vision_tower_lr is not None and self.critic_model.vision_tower == "frozen":
+            raise ValueError(
+                "critic.optimizer.vision_tower_lr: has no effect, because the critic's vision tower is frozen; leave "
+                "critic.optimizer.vision_tower_lr out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whitens(self) -> PPOConfig:

@@ -45,8 +45,9 @@ class LoRAConfig(Section):
     """Fraction of an adapter's inputs that dropout sets to zero during training."""
     target_modules: tuple[Name, ...] = ()
     """Projections to adapt, by their names in the Hugging Face model (`q_proj`, …; for routed experts
-    `experts.gate_up_proj`, `experts.down_proj`). The default is the projections of `path`. Without `path`, it is all
-    projections of attention and, except in MoE models, of the MLP."""
+    `experts.gate_up_proj`, `experts.down_proj`; for a trained vision tower `attn.qkv`, `attn.proj`, `mlp.linear_fc1`,
+    `mlp.linear_fc2`). The default is the projections of `path`. Without `path`, it is all projections of attention and,
+    except in MoE models, of the MLP, and those of a trained vision tower."""
     path: Directory | None = None
     """A PEFT adapter directory to start from."""
 
@@ -134,8 +135,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run code that comes with the model's configuration and tokenizer."""
     vision_tower: Literal["frozen", "trained"] = "frozen"
-    """Whether the vision tower of a model that reads images is trained too. The features of images are kept if it is
-    frozen."""
+    """Whether the vision tower of a model that reads images is trained too; with `lora`, it then gets adapters. The
+    features of images are kept if it is frozen."""
     lora: LoRAConfig | None = None
     """Train adapters; the model's own weights are frozen."""
     recompute_activations: bool = False
@@ -685,10 +686,11 @@ class TrainingConfig(Section):
                 "optimizer.embedding_lr: has no effect, because model.lora trains only adapters; leave "
                 "optimizer.embedding_lr out"
             )
-        if self.optimizer.vision_tower_lr is not None and self.model.vision_tower == "frozen":
+        is_trained = self.model.vision_tower == "trained" and self.model.lora is None
+        if self.optimizer.vision_tower_lr is not None and not is_trained:
+            reason = "model.vision_tower=frozen" if self.model.lora is None else "model.lora trains only adapters"
             raise ValueError(
-                "optimizer.vision_tower_lr: has no effect, because model.vision_tower=frozen; set "
-                "model.vision_tower=trained, or leave optimizer.vision_tower_lr out"
+                f"optimizer.vision_tower_lr: has no effect, because {reason}; leave optimizer.vision_tower_lr out"
             )
         return self
 

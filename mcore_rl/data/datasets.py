@@ -371,6 +371,9 @@ class Teaching:
             )
         if isinstance(prompt, str):
             return template.format_map({**record, "prompt": prompt})
+        prompt = check_messages(prompt, "prompt")
+        if any(map(has_images, prompt)):
+            raise ValueError("distillation.teacher_prompt: is a text, but the record's prompt has images")
         place = max(0, len(prompt) - 1 - is_prefill(prompt))
         filled = template.format_map({**record, "prompt": prompt[place]["content"]})
         return [*prompt[:place], {**prompt[place], "content": filled}, *prompt[place + 1 :]]

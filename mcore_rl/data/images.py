@@ -284,6 +284,12 @@ class ImageReader:
         grid, digest = self._grid(decoded(content)), hashlib.sha256(content).hexdigest()
         return PlacedImage(start, grid, digest, str(path or self._store(content, digest)))
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of pixels along a token's side, and smallest and largest number of pixels of a resized image."""
+        size = self.processor.size
+        return self.processor.patch_size * self.processor.merge_size, size["shortest_edge"], size["longest_edge"]
+
     def _store(self, content: bytes, digest: str) -> Path:
         path = self.stored.absolute() / digest
         if not path.is_file():
@@ -296,10 +302,8 @@ class ImageReader:
     def _grid(self, image: Any) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        processor, size = self.processor, self.processor.size
-        factor = processor.patch_size * processor.merge_size
-        limits = size["shortest_edge"], size["longest_edge"]
-        height, width = smart_resize(image.height, image.width, factor, *limits)
+        factor, least, most = self.sizes
+        height, width = smart_resize(image.height, image.width, factor, least, most)
         return 1, height // factor, width // factor
 
     def pixels(self, image: PlacedImage) -> Float[Tensor, "patches values"]:

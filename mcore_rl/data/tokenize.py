@@ -269,16 +269,22 @@ def _text_only(tokenizer: Any, sequence: TokenSequence, images: Sequence[Any] = 
     return sequence
 
 
-def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
+def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None, images: Sequence[Any] = ()) -> TokenSequence:
     """Return the tokens of a whole conversation for a reward model, which computes the reward at the last token.
 
     The tokens equal the tokens of transformers' `apply_chat_template`, including the template's text after the last
-    response.
+    response. No token carries loss.
+
+    Args:
+        images: sources of the images for the messages' image parts without a source.
 
     Raises:
-        ValueError: the tokenizer has no template, or the template fails.
+        ValueError: the tokenizer has no template, the template fails, an image cannot be read, or the model reads no
+            images.
     """
-    return list(tokenizer(render(tokenizer, messages, tools), add_special_tokens=False)["input_ids"])
+    sources = filled_sources(tokenizer, messages, images)
+    ids = tuple(tokenizer(render(tokenizer, messages, tools), add_special_tokens=False)["input_ids"])
+    return place_images(tokenizer, TokenSequence(ids, (False,) * len(ids)), sources)
 
 
 def tokenize_judged(
@@ -298,9 +304,7 @@ def tokenize_judged(
     if isinstance(prompt, str) or isinstance(response, str):
         return sequence
     messages, _, _ = _joined(prompt, response, continues)
-    ids = judged_tokens(tokenizer, messages, check_tools(tools))
-    whole = TokenSequence(tuple(ids), (False,) * len(ids))
-    whole = place_images(tokenizer, whole, filled_sources(tokenizer, messages, images))
+    whole = judged_tokens(tokenizer, messages, check_tools(tools), images)
     mask = (*sequence.token_mask, *whole.token_mask)[: len(whole)]
     return replace(whole, token_mask=mask)
 

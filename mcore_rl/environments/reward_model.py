@@ -13,6 +13,9 @@ from mcore_rl.config import RLConfig
 from mcore_rl.config.algorithms import judge_config
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import check_tools
+from mcore_rl.data.images import image_directory, images_column
+from mcore_rl.data.token_cache import default_directory
+from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.topology import ParallelDimension
@@ -35,7 +38,8 @@ class RewardModelEnvironment:
     def __init__(self, config: RLConfig, day: date | None = None, replicas: ParallelDimension | None = None) -> None:
         judge = judge_config(config)
         self.config, self.limit = config.environment, judge.data.max_sequence_length
-        self.tokenizer = load_tokenizer(judge.model.path, day=day)
+        images = image_directory(config.data.cache_dir or default_directory())
+        self.tokenizer = load_tokenizer(judge.model.path, day=day, images=images)
         self.model = ScoringModel(judge)
         self.replicas = self.model.topology.data if replicas is None else replicas
 
@@ -46,14 +50,16 @@ class RewardModelEnvironment:
         share = BatchShare.concatenated(len(fitting), self.replicas)
         if not share.total:
             return steps
-        entries = {**padded_rows(list(fitting.values())), "sample_mask": torch.ones(len(fitting))}
+        read = list(fitting.values())
+        entries: dict[str, Any] = padded_rows([row.input_ids for row in read])
+        entries |= {"sample_mask": torch.ones(len(read)), **images_column([row.images for row in read])}
         data: LocalBatch[Any] = LocalBatch(entries, share)
         for index, reward in zip(fitting, self.model.get_rewards(data)["rewards"][:, 0].tolist(), strict=True):
             finite = math.isfinite(reward)
             steps[index] = Step(reward) if finite else Step(error=f"the reward is {reward}")
         return steps
 
-    def _tokens(self, log: MessageLog, record: dict[str, Any]) -> list[int] | str:
+    def _tokens(self, log: MessageLog, record: dict[str, Any]) -> TokenSequence | str:
         """Return the conversation's tokens for the reward model.
 
         If the model cannot judge the conversation, return the reason instead.
@@ -61,12 +67,12 @@ class RewardModelEnvironment:
         try:
             if self.config.format == "text":
                 *before, response = (message["content"] for message in log)
-                tokens = list(tokenize_completion(self.tokenizer, "".join(before), response).input_ids)
+                tokens = tokenize_completion(self.tokenizer, "".join(before), response)
             else:
                 tokens = judged_tokens(self.tokenizer, list(log), check_tools(record.get("tools")))
         except ValueError as error:
             return str(error)
-        if not tokens:
+        if not len(tokens):
             return "there is nothing to judge"
         if len(tokens) > self.limit:
             return f"{len(tokens)} tokens are more than environment.max_sequence_length={self.limit}"

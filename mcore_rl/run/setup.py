@@ -20,7 +20,7 @@ from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, Train
 from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
 from mcore_rl.data.chat import chat_day, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
-from mcore_rl.data.images import image_directory
+from mcore_rl.data.images import ImageReader, image_directory
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.token_store import Order
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
@@ -414,19 +414,25 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
     if not any(dataset.has_images for dataset in datasets):
         return
     for key, hf in found.items():
-        if key != JUDGE and family_of(hf).vision_config is None:
+        if family_of(hf).vision_config is None:
             raise UserError(f"{key}: {hf.model_type} reads no images, but records have images; use a model that does")
-    if isinstance(config, DistillationConfig):
-        raise UserError("data.train: has images, which distillation does not read yet; leave these records out")
+    own = ImageReader(config.model.path).sizes
+    for key, other in second_model_configs(config).items():
+        if key != JUDGE and (sizes := ImageReader(other.model.path).sizes) != own:
+            raise UserError(
+                f"{key}: the image processor of {other.model.path} makes other numbers of tokens than that of {POLICY} "
+                f"(pixels of a token's side, at least, at most: {sizes} instead of {own}); use a model with the same "
+                "preprocessor_config.json"
+            )
     if isinstance(config, RLConfig) and config.generation.backend != "megatron":
         raise UserError(
             f"generation.backend={config.generation.backend}: gets no images yet, but data.train has prompts with "
             "images; set generation.backend=megatron"
         )
-    if isinstance(config, RLConfig) and config.environment.name in ("reward_model", "agent"):
+    if isinstance(config, RLConfig) and config.environment.name == "agent":
         raise UserError(
-            f"environment.name={config.environment.name}: reads no images, but data.train has prompts with images; use "
-            "another environment, or leave these prompts out"
+            "environment.name=agent: gets no images yet, but data.train has prompts with images; use another "
+            "environment, or leave these prompts out"
         )
 
 

@@ -346,6 +346,9 @@ def shrink_model(
     if family.vision_config is not None:
         model_class = AutoModelForImageTextToText
     model = model_class.from_config(config, dtype=torch.float32)
+    if has_reward_head(config) and family.vision_config is not None:  # transformers has few classifiers with towers
+        del model.lm_head
+        model.score = torch.nn.Linear(family.hf.hidden_size, 1, bias=False)
     with torch.no_grad():
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
@@ -369,7 +372,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     if config.path is not None:  # the adapter has another size
         given = PEFTDirectory(config.path)
         config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
-    lora = lora_of(config, family)
+    lora = lora_of(config, family, with_tower=model.vision_tower == "trained")
     generator = torch.Generator().manual_seed(0)
     tensors = ((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes_of(lora.table).items())
     write_peft_directory(tensors, destination, model.path, lora.settings, is_writer=True)

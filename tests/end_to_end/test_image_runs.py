@@ -8,13 +8,15 @@ import shutil
 import pytest
 import torch
 import yaml
+from peft import PeftModel, get_peft_model_state_dict
 from programs import ROOT, SUPPORT, metrics_of, run
+from reward_model_cases import judge as judge
 from safetensors.torch import load_file
 from small_models import make_model as make_text_model
 from transformers import AutoModelForImageTextToText
-from vision_cases import make_images, make_model
+from vision_cases import Qwen3VLForSequenceClassification, make_images, make_model
 
-from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig, load_config
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig, load_config
 from mcore_rl.errors import UserError
 
 
@@ -88,6 +90,7 @@ def files(tmp_path_factory):
 def assert_same_metrics(ours, theirs):
     assert [m["step"] for m in ours] == [m["step"] for m in theirs]
     for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
         for name, value in b.items():
             if not name.endswith(("seconds", "per_second")):
                 assert a[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (a["step"], name)
@@ -157,6 +160,34 @@ def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
 
 
 @pytest.mark.long
+def test_adapters_of_text_model_and_tower_resume_under_another_layout(files):
+    """The adapter directory is PEFT's, also after a conversion of the checkpoint."""
+    lora = ["model.lora={rank: 4}", "optimizer.vision_tower_lr=null"]
+    whole, out = files / "out_lora", files / "out_lora_resumed"
+    run("train_sft.py", files / "sft.yaml", f"output_dir={whole}", *lora)
+    shutil.copytree(whole, out)
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    shutil.rmtree(out / "adapter")
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+    resumed = run("train_sft.py", files / "sft.yaml", f"output_dir={out}", *lora, *layout, processes=2)
+    assert "resumed from" in resumed.stdout_text
+    assert_same_metrics(metrics_of(out), metrics_of(whole))
+    run("convert_checkpoint.py", "megatron-to-hf", whole / "checkpoints", files / "converted_adapter")
+    found, again, expected = (
+        load_file(where / "adapter_model.safetensors")
+        for where in (out / "adapter", files / "converted_adapter", whole / "adapter")
+    )
+    assert any(".visual." in name for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(again[name], tensor), name
+        assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+    base = AutoModelForImageTextToText.from_pretrained(files / "model", dtype=torch.float32)
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, whole / "adapter"))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.long
 def test_dpo_with_images_has_the_same_numbers_with_each_kind_of_reference(files):
     run("train_dpo.py", files / "dpo.yaml", "dpo.reference=precompute")
     other = files / "out_swap"
@@ -197,6 +228,65 @@ def test_grpo_with_images_has_the_same_numbers_under_layouts_and_when_replayed(f
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.long
+def test_a_reward_model_judges_and_values_images_under_layouts(files):
+    """A reward model is trained on pairs with images; PPO starts its critic from it, and it judges the responses."""
+    values = yaml.safe_load((files / "dpo.yaml").read_text())
+    values |= {"output_dir": str(files / "out_rm"), "trainer": {"max_steps": 3}}
+    (files / "rm.yaml").write_text(yaml.safe_dump(values))
+    run("train_rm.py", files / "rm.yaml")
+    run(
+        "train_rm.py", files / "rm.yaml", f"output_dir={files / 'rm2'}", "parallel.context_parallel_size=2", processes=2
+    )
+    expected = metrics_of(files / "out_rm")
+    assert_same_metrics(metrics_of(files / "rm2"), expected)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    exported = files / "out_rm" / "hf"
+    model, loading = Qwen3VLForSequenceClassification.from_pretrained(exported, output_loading_info=True)
+    assert model.config.architectures == ["Qwen3VLForSequenceClassification"]
+    assert not any(loading.values()), loading
+
+    values = yaml.safe_load((files / "grpo.yaml").read_text())
+    values |= {"output_dir": str(files / "out_ppo"), "trainer": {"max_steps": 3}, "ppo": values.pop("grpo")}
+    values["environment"] = {"name": "reward_model", "path": str(exported)}
+    values["loss"] = {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True}
+    optimizer = {**values["optimizer"], "lr": 1e-2}
+    values["critic"] = {"path": str(exported), "export_hf": True, "optimizer": optimizer}
+    (files / "ppo.yaml").write_text(yaml.safe_dump(values))
+    run("train_ppo.py", files / "ppo.yaml")
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "critic.offload=true")
+    run("train_ppo.py", files / "ppo.yaml", *layout, f"output_dir={files / 'ppo2'}", processes=2)
+    expected = metrics_of(files / "out_ppo")
+    assert expected[0]["reward_std"] > 0
+    assert_same_metrics(metrics_of(files / "ppo2"), expected)
+    critic = load_file(files / "out_ppo" / "critic" / "model.safetensors")
+    before = load_file(exported / "model.safetensors")
+    assert critic.keys() == before.keys()
+    assert not torch.equal(critic["score.weight"], before["score.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_distillation_with_images_has_the_same_numbers_under_layouts(files, on_policy):
+    teacher = make_model("qwen3_vl", files / f"teacher_{on_policy}", initializer_range=0.06)
+    values = yaml.safe_load((files / "sft.yaml").read_text())
+    values |= {"output_dir": str(files / f"out_distill_{on_policy}"), "trainer": {"max_steps": 2}}
+    values["distillation"] = {"teacher": str(teacher)} | (
+        {"on_policy": True, "max_new_tokens": 6, "topk": None} if on_policy else {"topk": 8}
+    )
+    config = files / f"distill_{on_policy}.yaml"
+    config.write_text(yaml.safe_dump(values))
+    run("train_distill.py", config)
+    out, expected = files / f"distill2_{on_policy}", metrics_of(files / f"out_distill_{on_policy}")
+    for layout, processes in (
+        (["parallel.tensor_model_parallel_size=2", "distillation.teacher_parallel={}"], 2),
+        (["parallel.context_parallel_size=2"], 2),
+    ):
+        shutil.rmtree(out, ignore_errors=True)
+        run("train_distill.py", config, f"output_dir={out}", *layout, processes=processes)
+        assert_same_metrics(metrics_of(out), expected)
+
+
 @pytest.fixture(scope="module")
 def text_model(files):
     """A model without a vision tower, with the tokenizer of the model that reads images."""
@@ -206,10 +296,17 @@ def text_model(files):
     return path
 
 
-def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files, text_model):
+def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files, text_model, judge):
     from mcore_rl.run.setup import load_inputs
 
     vllm = "generation={backend: vllm, vllm: {urls: [http://localhost:9]}}"
+    larger = shutil.copytree(files / "model", files / "larger")
+    processor = json.loads((larger / "preprocessor_config.json").read_text())
+    processor["size"]["longest_edge"] *= 2
+    (larger / "preprocessor_config.json").write_text(json.dumps(processor))
+    distill = yaml.safe_load((files / "sft.yaml").read_text())
+    distill["distillation"] = {"teacher": str(files / "model"), "topk": 4}
+    (files / "distill.yaml").write_text(yaml.safe_dump(distill))
     for kind, name, option, message in (
         (
             GRPOConfig,
@@ -222,6 +319,25 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
             "dpo",
             f"dpo.reference_model={text_model}",
             "dpo.reference_model: qwen3 reads no images, but records",
+        ),
+        (
+            DPOConfig,
+            "dpo",
+            f"dpo.reference_model={larger}",
+            r"dpo\.reference_model: the image processor of .*larger makes other numbers of tokens than that of "
+            r"model\.path .*\(8, 256, 5120\) instead of \(8, 256, 2560\)",
+        ),
+        (
+            GRPOConfig,
+            "grpo",
+            f"environment={{name: reward_model, path: {judge}}}",
+            "environment.path: .* reads no images",
+        ),
+        (
+            DistillationConfig,
+            "distill",
+            "distillation={teacher: policy, topk: 4, teacher_prompt: '{prompt} Why?'}",
+            r"sft\.jsonl, line 1: distillation\.teacher_prompt: is a text, but the record's prompt has images",
         ),
         (
             SFTConfig,

@@ -4,10 +4,11 @@ import copy
 import json
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 import vision_cases
-from layout_cases import make_config, make_sft_config
+from layout_cases import as_saved, make_config, make_sft_config, plain_loss
 from safetensors.torch import load_file, save_file
 from small_models import and_long
 from transformers import AutoModelForImageTextToText
@@ -25,8 +26,9 @@ from mcore_rl.data.images import PlacedImage
 from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.collectives import gather_objects_along
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.lora import TOWER_TARGETS
 from mcore_rl.models.megatron.vision import rope_positions, shared_out
-from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result
+from mcore_rl.testing.layout_check import LayoutResult, ParallelLayout, compare, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 LIMIT = 1e-5
@@ -404,20 +406,21 @@ def test_configurations_that_do_not_fit_together_are_refused(changes, message, v
         check_model_fits(load_hf_config(tmp_path), ParallelConfig(), 64)
 
 
-def test_a_tower_is_trained_only_where_there_is_one_and_without_adapters(vision_model_of, model_of):
+def test_a_tower_is_trained_only_where_there_is_one(vision_model_of, model_of):
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     trained = {"path": "unused", "vision_tower": "trained"}
     with pytest.raises(UserError, match="vision_tower: llama has no vision tower"):
         check_model_fits(load_hf_config(model_of("llama")), ParallelConfig(), 64, ModelConfig(**trained))
-    hf = load_hf_config(vision_model_of("qwen3_vl"))
-    with pytest.raises(UserError, match=r"model\.lora trains only adapters of the text model"):
-        check_model_fits(hf, ParallelConfig(), 64, ModelConfig(**trained, lora={"rank": 2}))
     values = make_sft_config(vision_model_of("qwen3_vl")).model_dump()
     values["optimizer"]["vision_tower_lr"] = 1e-5
     with pytest.raises(ValueError, match=r"vision_tower_lr: has no effect, because model\.vision_tower=frozen"):
         type(make_sft_config(values["model"]["path"])).model_validate(values)
     values["model"]["vision_tower"] = "trained"
+    with pytest.raises(ValueError, match=r"vision_tower_lr: has no effect, because model\.lora trains only adapters"):
+        type(make_sft_config(values["model"]["path"])).model_validate(
+            {**values, "model": {**values["model"], "lora": {"rank": 2}}}
+        )
     assert type(make_sft_config(values["model"]["path"])).model_validate(values).optimizer.vision_tower_lr == 1e-5
 
 
@@ -465,7 +468,9 @@ def test_experts_in_either_orientation_are_read_and_written(vision_model_of, tmp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shrunk_model_reads_images(family, vision_model_of, image_paths, tmp_path):
     """The models of scripts/verify_layouts.py: small, divisible as layouts require, and with the same image tokens."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
     from mcore_rl.testing.layout_check import shrink_model
 
     path, layout = vision_model_of(family), ParallelLayout(tp=2, sp=True, pp=2)
@@ -474,27 +479,118 @@ def test_a_shrunk_model_reads_images(family, vision_model_of, image_paths, tmp_p
     check_model_fits(load_hf_config(tmp_path), ParallelConfig(**sizes), 64)
     data, own = make_vision_data(path, image_paths), make_vision_data(tmp_path, image_paths)
     assert torch.equal(data["input_ids"], own["input_ids"])
+    with_head = tmp_path / "reward"
+    shrink_model(ModelConfig(path=path, head="reward"), with_head, [layout])
+    check_hf_tensors(load_hf_config(with_head, head="reward"), SafetensorsDirectory(with_head))
+    assert load_file(with_head / "model.safetensors")["score.weight"].any()
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     row, images = data["input_ids"][3, : data["input_lengths"][3]], data["images"][3]
     with torch.no_grad():
         assert model(**model_arguments(row, images, tmp_path)).logits.isfinite().all()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True)], ids=str)
-def test_adapters_trained_with_images_are_those_of_one_process(layout, vision_model_of, image_paths, tmp_path):
+@pytest.fixture(scope="module")
+def adapted(vision_model_of, image_paths, tmp_path_factory):
+    """Return a function that computes a configuration with adapters, the data, and PEFT's results, once."""
     from mcore_rl.testing.layout_check import invent_adapter
 
-    path = vision_model_of("qwen3_vl")
-    config, data = vision_config(path), make_vision_data(path, image_paths)
-    lora = ModelConfig(path=path, dtype="float32", lora={"rank": 4, "alpha": 8})
-    config = config.model_copy(update={"model": invent_adapter(lora, tmp_path / "adapter")})
-    one, found = (
-        run_processes(compute_layout_result, each.apply(config), copy.deepcopy(data), 3, world_size=each.world_size)[0]
-        for each in (ParallelLayout(), layout)
+    made = {}
+
+    def get(family, tower):
+        if (family, tower) not in made:
+            path = vision_model_of(family)
+            config, data = vision_config(path, tower), make_vision_data(path, image_paths)
+            model = ModelConfig(path=path, dtype="float32", vision_tower=tower, lora={"rank": 4, "alpha": 8})
+            adapter = tmp_path_factory.mktemp("adapter") / "peft"
+            config = config.model_copy(update={"model": invent_adapter(model, adapter)})
+            made[family, tower] = config, data, outcome_of_peft(config, data)
+        return made[family, tower]
+
+    return get
+
+
+def outcome_of_peft(config, data):
+    """Run the steps of `config` with PEFT's adapters on transformers' model."""
+    base = AutoModelForImageTextToText.from_pretrained(config.model.path, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, config.model.lora.path, is_trainable=True)
+    trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=config.optimizer.lr, eps=config.optimizer.adam_eps, weight_decay=0
     )
-    assert one.gradients and all(".visual." not in name for name in one.gradients)
-    assert compare(found, one).within(LIMIT, LIMIT)
-    before = load_file(path / "model.safetensors")
+    first, metrics = None, []
+    for _ in range(3):
+        optimizer.zero_grad()
+        logprobs = vision_cases.plain_logprobs(model, data, config.model.path)
+        loss, of_step = plain_loss(logprobs, data, config)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in trained.items()}
+        of_step["grad_norm"] = torch.nn.utils.clip_grad_norm_(trained.values(), config.optimizer.clip_grad).item()
+        optimizer.step()
+        metrics.append(of_step)
+        first = first or (logprobs.detach(), gradients)
+    merged = model.merge_and_unload()
+    return LayoutResult(metrics, *first, vision_cases.apart(as_saved(merged, lambda tensor: tensor)))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+@pytest.mark.parametrize(
+    "layout",
+    and_long(
+        [],
+        [ParallelLayout(tp=2, cp=2, sp=True)],
+        [ParallelLayout(), ParallelLayout(pp=2), ParallelLayout(tp=2), ParallelLayout(dp=2, prefix=True)],
+    ),
+    ids=str,
+)
+def test_adapters_trained_with_images_equal_pefts(layout, tower, adapted, vision_model_of):
+    """Log-probabilities, loss, the gradient of every adapter, and the merged weights after three steps."""
+    config, data, plain = adapted("qwen3_vl", tower)
+    found = run_processes(
+        compute_layout_result, layout.apply(config), copy.deepcopy(data), 3, world_size=layout.world_size
+    )[0]
+    of_tower = {name for name in found.gradients if ".visual." in name}
+    assert len(of_tower) == (2 * 4 * 3 if tower == "trained" else 0), "A and B of four projections in three layers"
+    assert compare(found, plain).within(LIMIT, LIMIT), compare(found, plain)
+    before = load_file(config.model.path / "model.safetensors")
     for name, weight in found.weights.items():
-        assert not name.startswith("model.visual.") or torch.equal(weight, before[name]), name
+        if name.startswith("model.visual."):
+            adapted_here = tower == "trained" and any(f".{end}.weight" in name for end in TOWER_TARGETS)
+            assert torch.equal(weight, before[name]) != adapted_here, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"recompute_activations": True}, {"lora": {"dropout": 0.1}}], ids=str)
+def test_adapters_of_a_tower_are_recomputed_and_dropped_out(options, adapted):
+    """Recomputation changes no gradient; dropout changes them."""
+    config, data, plain = adapted("qwen3_vl", "trained")
+    values = ParallelLayout(tp=2).apply(config).model_dump()
+    dropout = options.pop("lora", {})
+    values["model"] |= options
+    values["model"]["lora"] |= dropout
+    changed = type(config).model_validate(values)
+    found = run_processes(compute_layout_result, changed, copy.deepcopy(data), 3, world_size=2)[0]
+    difference = compare(found, plain)
+    assert difference.within(LIMIT, LIMIT) == (not dropout)
+    assert difference.scores < LIMIT, "scores have no dropout"
+
+
+@pytest.mark.parametrize(
+    ("lora", "tower", "message"),
+    [
+        (
+            {"target_modules": ["attn.qkv"]},
+            "frozen",
+            r"attn\.qkv is in the vision tower; set model\.vision_tower=trained",
+        ),
+        ({"target_modules": ["q_proj"]}, "trained", r"lora\.target_modules has no adapters in it; leave model\.vision"),
+        ({"target_modules": ["patch_embed.proj"]}, "trained", "has no patch_embed.proj to adapt; it has attn.qkv, "),
+    ],
+)
+def test_adapters_and_tower_must_fit_together(lora, tower, message, vision_model_of):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    path = vision_model_of("qwen3_vl")
+    model = ModelConfig(path=path, vision_tower=tower, lora=lora)
+    with pytest.raises(UserError, match=message):
+        check_model_fits(load_hf_config(path), ParallelConfig(), 64, model)

@@ -53,7 +53,7 @@ def test_every_token_of_the_rendering_is_there(model):
     whole = tokenizer.apply_chat_template([user, reply], tokenize=True, return_dict=True)["input_ids"]
     assert list(sequence.input_ids) == list(whole)
     assert tokenizer.convert_ids_to_tokens(sequence.input_ids[-2:]) == ["<|end|>", "\n"]
-    assert list(sequence.input_ids) == judged_tokens(tokenizer, [user, reply])
+    assert list(sequence.input_ids) == list(judged_tokens(tokenizer, [user, reply]).input_ids)
     assert len(sequence.token_mask) == len(sequence.input_ids) and not sequence.token_mask[-1]
     trained = [t for t, m in zip(sequence.input_ids, sequence.token_mask, strict=True) if m]
     assert tokenizer.convert_ids_to_tokens(trained)[-5:] == [*"abcd", "<|end|>"]

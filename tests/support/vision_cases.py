@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from layout_cases import STEPS, as_saved, gradient_of, plain_loss
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel
 
 from mcore_rl.data.images import ImageReader, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -99,6 +103,30 @@ def make_model(family: str, directory: Path, **changes) -> Path:
     make_tokenizer(SPECIAL, CHAT_TEMPLATE).save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return directory
+
+
+class Qwen3VLForSequenceClassification(GenericForSequenceClassification, Qwen3VLPreTrainedModel):
+    """transformers' generic classifier for Qwen3-VL. transformers itself has one for Qwen3.5 only."""
+
+
+def make_reward_model(model: Path, directory: Path) -> Path:
+    """Write the model with a random reward head instead of its LM head; return the directory."""
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.randn(1, SMALL["hidden_size"], generator=torch.Generator().manual_seed(6)) * 0.2
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")]
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def plain_rewards(model, data, path: Path) -> torch.Tensor:
+    """Compute the rewards [B] of a transformers classifier, row by row."""
+    rows = zip(data["input_ids"], data["input_lengths"].tolist(), data["images"], strict=True)
+    return torch.stack([model(**model_arguments(ids[:n], images, path)).logits[0, 0] for ids, n, images in rows])
 
 
 def make_images(directory: Path) -> list[Path]:

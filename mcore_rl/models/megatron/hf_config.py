@@ -244,6 +244,11 @@ def _check_flex_dispatcher(processes: int) -> None:
 
 
 def _check_options(family: Family, model: ModelConfig) -> None:
+    if model.vision_tower == "trained" and family.vision_config is None:
+        raise UserError(
+            f"model.vision_tower: {family.model_type} has no vision tower that can be trained; leave "
+            "model.vision_tower out"
+        )
     if model.lora is not None:
         _check_adapters(family, model, model.lora)
     is_mixture = isinstance(family, Mixture)
@@ -257,16 +262,6 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) not in (False, 0, "if_possible") and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave model.{name} out")
-    if model.vision_tower == "trained" and family.vision_config is None:
-        raise UserError(
-            f"model.vision_tower: {family.model_type} has no vision tower that can be trained; leave "
-            "model.vision_tower out"
-        )
-    if model.vision_tower == "trained" and model.lora is not None:
-        raise UserError(
-            "model.vision_tower: model.lora trains only adapters of the text model; leave model.vision_tower or "
-            "model.lora out"
-        )
     _check_recomputed(family, model)
 
 
@@ -294,7 +289,7 @@ def _grouped_gemm_problem(family: Family, model: ModelConfig, parallel: Parallel
     """
     if not isinstance(family, Mixture):
         return None  # refused by `_check_options`
-    if model.transformer_impl != "local" and not _adapts_experts(family, model.lora):
+    if model.transformer_impl != "local" and not _adapts_experts(family, model):
         return None
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm"
@@ -393,12 +388,15 @@ def _check_sizes(mapping: Mapping, fp8: FP8Config, parallel: ParallelConfig) -> 
             )
 
 
-def _adapts_experts(family: Family, lora: LoRAConfig | None) -> bool:
-    return lora is not None and any(map(is_expert_target, lora_of(lora, family).target_modules))
+def _adapts_experts(family: Family, model: ModelConfig) -> bool:
+    if model.lora is None:
+        return False
+    adapters = lora_of(model.lora, family, with_tower=model.vision_tower == "trained")
+    return any(map(is_expert_target, adapters.target_modules))
 
 
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
-    lora_of(lora, family)
+    lora_of(lora, family, with_tower=model.vision_tower == "trained")
     if model.head == "reward":
         raise UserError(
             "model.lora: is not supported for a reward model, because its new head must be trained too; leave "

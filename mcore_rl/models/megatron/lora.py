@@ -23,6 +23,8 @@ from mcore_rl.config import LoRAConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.families.vision_language import HF_TOWER
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import (
     AlternatingGateUp,
     Columns,
@@ -39,6 +41,8 @@ from mcore_rl.models.megatron.weight_mapping import (
 from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
 from mcore_rl.utils.model_directory import copy_companions, digest_of_weights
 
+TOWER_TARGETS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Targets in the layers of the vision tower."""
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 """Names of the experts' parameters in transformers that can have adapters."""
 MODULE = "mlp."
@@ -185,7 +189,7 @@ class PEFTDirectory:
     @property
     def target_modules(self) -> tuple[str, ...]:
         """Names of the adapted modules, such as `q_proj`, and experts' parameters, such as `experts.down_proj`."""
-        modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
+        modules = {_target_of(name.split(".lora_")[0].removesuffix(".base_layer")) for name in self.names}
         if self.target_parameters:
             modules.discard("experts")
         return tuple(sorted(modules | {_last_two(name) for name in self.target_parameters}))
@@ -243,6 +247,14 @@ class PEFTDirectory:
 
 def _last_two(name: str) -> str:
     return ".".join(name.split(".")[-2:])
+
+
+def _target_of(module: str) -> str:
+    """Return the name of a module's target: the end of its name, by which PEFT finds the module.
+
+    In the vision tower, `proj` is also the name of a convolution.
+    """
+    return _last_two(module) if HF_TOWER in module else module.rpartition(".")[2]
 
 
 def write_peft_directory(
@@ -334,18 +346,26 @@ class LoRA:
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
 
     def active_parameters(self, family: Family) -> float:
-        """Return the number of adapter parameters that one token uses; of the experts, only chosen ones count."""
+        """Return the number of adapter parameters that one token uses; of the experts, only chosen ones count.
+
+        Adapters of the vision tower are left out, because only images go through it.
+        """
         share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
-        shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
+        used = {name: mapping for name, mapping in self.table.items() if not name.startswith(VISION_TOWER)}
+        shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in used.items())
         sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
         return sum(size * share if is_expert else size for is_expert, size in sizes)
 
 
-def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
+def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool = False) -> LoRA:
     """Return the adapters that a configuration describes.
 
+    Args:
+        with_tower: whether the vision tower has adapters, too.
+
     Raises:
-        UserError: the model does not have a target, or the adapter directory does not fit.
+        UserError: the model does not have a target, no target is in the vision tower although it has adapters, or the
+            adapter directory does not fit.
     """
     directory = None if config.path is None else PEFTDirectory(config.path)
     rank, alpha, targets = config.rank, config.alpha, config.target_modules
@@ -362,9 +382,13 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
                 )
         rank, alpha, targets = directory.rank, directory.alpha, directory.target_modules
     key = "target_modules" if directory is None else f"path={config.path}"
-    rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
+    rank, known = rank or DEFAULT_RANK, adaptable_modules(family, with_tower)
     for target in targets:
         if target not in known:
+            if target in TOWER_TARGETS and family.vision_config is not None:
+                raise UserError(
+                    f"model.lora.{key}: {target} is in the vision tower; set model.vision_tower=trained to adapt it"
+                )
             experts = (
                 "; in mixtures, only attention and routed experts have adapters" if isinstance(family, Mixture) else ""
             )
@@ -372,6 +396,11 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
             )
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
+    if with_tower and not set(TOWER_TARGETS).intersection(targets):
+        raise UserError(
+            f"model.vision_tower: is trained, but model.lora.{key} has no adapters in it; leave model.vision_tower "
+            f"out, or adapt {', '.join(TOWER_TARGETS)}"
+        )
     if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
         raise UserError(
             f"model.lora.dropout: is not supported for {', '.join(adapted)}, because PEFT has no dropout "
@@ -380,7 +409,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     table = {
         adapter.megatron: adapter
         for mapping in family.table.values()
-        if _is_adaptable(mapping, family)
+        if _is_adaptable(mapping, family, with_tower)
         for adapter in _adapters_of(mapping, family, targets, rank)
     }
     source: TensorSource = InitialValues(_part_shapes(table), seed)
@@ -400,17 +429,24 @@ def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
     return tensor_shapes(table.values())
 
 
-def adaptable_modules(family: Family) -> tuple[str, ...]:
-    """Return the names of those projections (targets) of a family that can have adapters."""
-    adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family))
+def adaptable_modules(family: Family, with_tower: bool = False) -> tuple[str, ...]:
+    """Return the names of those projections (targets) of a family that can have adapters.
+
+    Args:
+        with_tower: whether the projections of the vision tower's layers are among them.
+    """
+    adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family, with_tower))
     return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
 
 
-def _is_adaptable(mapping: Mapping, family: Family) -> bool:
+def _is_adaptable(mapping: Mapping, family: Family, with_tower: bool) -> bool:
     """Return whether a weight can have an adapter.
 
-    Such weights are projections of attention, routed experts, and the MLPs of models without experts.
+    Such weights are projections of attention, routed experts, the MLPs of models without experts, and projections in
+    the layers of the vision tower.
     """
+    if mapping.megatron.startswith(VISION_TOWER):
+        return with_tower and mapping.megatron.removesuffix(".weight").endswith(TOWER_TARGETS)
     if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False
     is_projection = isinstance(mapping.kind, GateUp | Columns)
@@ -422,7 +458,7 @@ def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, s
     """Return (target, PEFT module, first row in B) for each part of a weight; target and module are names."""
     if not mapping.is_expert:
         modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
-        return [(module.rpartition(".")[2], module, first) for module, first in modules]
+        return [(_target_of(module), module, first) for module, first in modules]
     target = DOWN if isinstance(mapping.kind, Columns) else GATE_UP
     layer = mapping.parts[0].name.partition(".experts.")[0].rpartition(".")[0] + "."
     rows = _rows_of(mapping.parts[0])

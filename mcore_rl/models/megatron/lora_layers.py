@@ -22,6 +22,7 @@ from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
 from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
 from mcore_rl.models.megatron.lora import NO_ADAPTER_ROWS, LoRA, SourceByOwner, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
 from mcore_rl.models.megatron.weights import (
     ADAPTER,
@@ -174,8 +175,10 @@ def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
             if f"{path}adapter.lora_A" in lora.table:
                 layer_name, _, weight = name.rpartition(".")
                 layer: Any = chunk.get_submodule(layer_name)
-                adapter = _adapter(getattr(layer, weight), layer.is_column, path, lora, model)
-                if weight == "weight":
+                adapter = _adapter(getattr(layer, weight), getattr(layer, "is_column", None), path, lora, model)
+                if name.startswith(VISION_TOWER):
+                    _adapt_tower(layer, adapter, model)
+                elif weight == "weight":
                     layer.adapter = adapter
                 else:
                     layer.adapter.append(adapter)  # one of the experts of a grouped layer, in their order
@@ -183,6 +186,20 @@ def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
             # Recomputation returns gradients only if one of its inputs requires them; a frozen embedding does not.
             chunk.embedding.register_forward_hook(lambda module, inputs, embedded: _with_gradient(embedded))
     return model
+
+
+def _adapt_tower(layer: torch.nn.Module, adapter: Adapter, model: ModelShard) -> None:
+    """Add an adapter to a linear layer of the vision tower, which is an ordinary module of PyTorch."""
+    layer.adapter = adapter
+    layer.register_forward_hook(_plus_adapter)
+    # Tensor-parallel ranks have different images: their dropout masks differ, and `VisionTower.sum_gradients` sums.
+    adapter.fork = model.topology.tensor.size > 1
+    for parameter in adapter.parameters():
+        parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _plus_adapter(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return (output + layer.adapter(inputs[0])).to(output.dtype) if layer.adapter.enabled else output
 
 
 def _with_gradient(embedded: Tensor) -> Tensor:

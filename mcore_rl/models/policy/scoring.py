@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
-from mcore_rl.data.images import ImageReader
+from mcore_rl.data.images import IMAGES, ImageReader
 from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
@@ -98,7 +98,9 @@ class ScoringModel:
         if self.model.tower is not None:
             self.model.tower.source = ImageReader(config.model.path)
         if config.model.lora is not None:
-            self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
+            with_tower = config.model.vision_tower == "trained"
+            lora = lora_of(config.model.lora, self.model.family, config.seed, with_tower)
+            self.model = add_adapters(self.model, lora)
         self._count_flops()
         self.batching = replace(batching, attention_length=self._attention_length())
         self.chunks: list[Any] = list(self.model.chunks)
@@ -520,7 +522,7 @@ class ScoringModel:
             return run_microbatches(self.model, self.chunks, microbatches, head, train)
 
 
-COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask")
+COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask", IMAGES)
 """The columns of a batch that a model with another parallel layout needs."""
 
 
@@ -602,7 +604,7 @@ class TeacherModel(ScoringModel):
     def _logits_of_some(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         student, head = run_topology(), self.head
         rows: BatchedDataDict[Any] = BatchedDataDict.from_batches(
-            [{key: mb.data[key] for key in COLUMNS_OF_ROWS} for mb in microbatches]
+            [{key: mb.data[key] for key in COLUMNS_OF_ROWS if key in mb.data} for mb in microbatches]
         )
         local: LocalBatch[Any] = LocalBatch(rows.data, BatchShare.concatenated(rows.size, student.data))
         states = self._map_microbatches(

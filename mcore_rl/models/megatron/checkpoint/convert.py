@@ -165,9 +165,10 @@ def megatron_to_hf(
             f"{source} has another architecture than the checkpoint {iteration}: {key} is {now} instead of {was}; "
             "give the model that was trained"
         )
-    if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
-        lora = LoRAConfig.model_validate(adapters)
-        return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)
+    trained = read_yaml(iteration / "config.yaml").get("model") or {}
+    if adapters := trained.get("lora"):
+        lora, with_tower = LoRAConfig.model_validate(adapters), trained.get("vision_tower") == "trained"
+        return _adapters_to_peft(iteration, lora, with_tower, source, destination, hf_config, chat_template)
     stored, wide = index.state_dict_metadata, _float32_names(family_of(hf_config))
     weights = [
         entry
@@ -184,11 +185,17 @@ def megatron_to_hf(
 
 
 def _adapters_to_peft(
-    iteration: Path, config: LoRAConfig, source: Path, destination: Path, hf_config: Any, chat_template: str | None
+    iteration: Path,
+    config: LoRAConfig,
+    with_tower: bool,
+    source: Path,
+    destination: Path,
+    hf_config: Any,
+    chat_template: str | None,
 ) -> None:
     with _memoryless_model(hf_config, source, torch.float32) as model:
         own = config if config.rank is None else config.model_copy(update={"path": None})
-        lora = lora_of(own, model.family)
+        lora = lora_of(own, model.family, with_tower=with_tower)
         model = add_adapters(model, lora)
         load_weights(iteration, model)
         write_peft_directory(export_adapters(model), destination, source, lora.settings, True, chat_template)

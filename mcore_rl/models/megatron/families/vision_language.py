@@ -62,8 +62,6 @@ class VisionLanguage(Family):
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)
-        if self.has_reward_head:
-            raise UserError(f"model.head=reward: is not supported for {self.model_type}, which has a vision part")
         if self.vision_config.out_hidden_size != self.hidden_size:
             raise UserError(
                 f"model.path: vision_config.out_hidden_size ({self.vision_config.out_hidden_size}) must be the text "
