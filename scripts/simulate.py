@@ -113,8 +113,12 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
 
     if config.model.dtype not in gpu.flops_per_second:
         raise UserError(f"--hardware {arguments.hardware}: has no peak for model.dtype={config.model.dtype}")
-    if config.model.fp8 is not None and not (config.model.dtype == "bfloat16" and "float8" in gpu.flops_per_second):
-        raise UserError("model.fp8: is estimated for model.dtype=bfloat16 on hardware with a peak of float8 only")
+    if config.model.fp8 is not None:
+        if config.model.dtype != "bfloat16" or "float8" not in gpu.flops_per_second:
+            raise UserError("model.fp8: is estimated for model.dtype=bfloat16 on hardware with a peak of float8 only")
+        if (recipe := config.model.fp8.recipe) not in gpu.fp8_recipes:
+            known = ", ".join(gpu.fp8_recipes) or "no recipe (its fp8_recipes is empty)"
+            raise UserError(f"model.fp8.recipe={recipe}: --hardware {arguments.hardware} computes {known}")
     if arguments.transformer_engine and config.model.dtype != "bfloat16":
         raise UserError("--transformer-engine: is estimated for bfloat16 only; set model.dtype=bfloat16")
     factor, ranks = arguments.expert_imbalance, config.parallel.expert_model_parallel_size

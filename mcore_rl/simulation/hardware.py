@@ -43,6 +43,7 @@ class Hardware(BaseModel):
 
     memory_bytes, memory_bytes_per_second: size and bandwidth of the GPU's memory.
     flops_per_second: peak rate of dense products, by dtype; float8 stands for FP8 and MXFP8.
+    fp8_recipes: the values of `model.fp8.recipe` that the GPU can compute; none without a rate of float8.
     node_bytes_per_second, network_bytes_per_second: bandwidth of a GPU in one direction, inside of its node and across
         nodes.
     host_bytes_per_second: bandwidth between a GPU and its host.
@@ -60,6 +61,7 @@ class Hardware(BaseModel):
     memory_bytes: PositiveFloat
     memory_bytes_per_second: PositiveFloat
     flops_per_second: dict[str, PositiveFloat]
+    fp8_recipes: tuple[str, ...] = ()
     gpus_per_node: PositiveInt
     node_bytes_per_second: PositiveFloat
     network_bytes_per_second: PositiveFloat

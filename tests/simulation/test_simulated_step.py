@@ -450,6 +450,10 @@ WRONG = and_long(
             "error: --expert-imbalance 2: must be at least 1 and at most parallel.expert_mod",
         ),
         (["--lengths", "99", "model.fp8.recipe=blockwise"], "error: model.fp8: is estimated for model.dtype=bfloat16"),
+        (
+            ["--lengths", "99", "--hardware", "h100", "model.fp8.recipe=mxfp8", "model.dtype=bfloat16"],
+            "error: model.fp8.recipe=mxfp8: --hardware h100 computes blockwise, tensorwise",
+        ),
         (["--lengths", "99", "--transformer-engine"], "error: --transformer-engine: is estimated for bfloat16 only"),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
