@@ -29,7 +29,7 @@ MODEL_TYPES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "gemma3_text", "glm4", "seed_oss"),
     *("smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3"),
     *("deepseek_v32", "kimi_k2", "gpt_oss", "minimax_m2", "ernie4_5_moe", "qwen3_next"),
-    *("qwen3_5_text", "qwen3_5_moe_text", *VISION_MODEL_TYPES),
+    *("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", *VISION_MODEL_TYPES),
 )
 """The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
 PUSH = "checkpoint.push_to_hub"
@@ -249,7 +249,7 @@ def positions_of(values: Mapping[str, Any]) -> float:
         values: the content of the model's config.json.
     """
     text = values.get("text_config") or values
-    own = text.get("max_position_embeddings") or math.inf
+    own = text.get("max_position_embeddings") or text.get("model_max_length") or math.inf
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return float(max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own)))
 

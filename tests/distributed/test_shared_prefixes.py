@@ -217,6 +217,12 @@ def test_states_go_on_from_shared_prompts(layout, case, unshared, model_of):
     check(layout, case, unshared, model_of, "qwen3_5", gradients=5e-4)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_states_by_channel_go_on_from_shared_prompts(case, unshared, model_of):
+    check(ParallelLayout(prefix=True, cp=2), case, unshared, model_of, "kimi_linear")
+
+
 def test_prompts_are_shared_there(model_of):
     """The cases above do have something in common: fewer tokens go through the model."""
     for make, rows_per_group in ((make_pairs, 2), (make_groups, 4)):

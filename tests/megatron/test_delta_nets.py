@@ -12,7 +12,7 @@ from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, and_long, make_to
 from small_models import make_config as make_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config import ParallelConfig
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.delta_rule import (
@@ -32,14 +32,15 @@ WIDTH = 4
 LENGTHS = (150, 8, 64, 1, 33)
 
 
-def random_inputs(tokens):
+def random_inputs(tokens, per_channel=False):
     """Queries and keys of 2 heads, values, decays and rates of 3 value heads each, in float64."""
     generator = torch.Generator().manual_seed(5)
 
     def numbers(*shape):
         return torch.randn(tokens, *shape, dtype=torch.float64, generator=generator)
 
-    inputs = numbers(2, 5), numbers(2, 5), numbers(2, 3, 7), -numbers(2, 3).exp(), numbers(2, 3).sigmoid()
+    decays = -numbers(2, 3, *([5] if per_channel else [])).exp()
+    inputs = numbers(2, 5), numbers(2, 5), numbers(2, 3, 7), decays, numbers(2, 3).sigmoid()
     return [x.requires_grad_() for x in inputs]
 
 
@@ -57,9 +58,9 @@ def token_by_token(inputs, sequences, total):
     return torch.cat([outs.get(position, nothing) for position in range(total)]), torch.cat(states)
 
 
-def assert_rule_is_recurrence(layout, sequences, ends):
+def assert_rule_is_recurrence(layout, sequences, ends, per_channel):
     """Compare outputs, the states at `ends` (indices of segments) and all gradients."""
-    inputs = random_inputs(layout.total)
+    inputs = random_inputs(layout.total, per_channel)
     out, states = delta_rule(*inputs, plan_of(layout, WIDTH, torch.device("cpu")), with_states=True)
     expected, last = token_by_token(inputs, sequences, layout.total)
     weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
@@ -73,10 +74,31 @@ def assert_rule_is_recurrence(layout, sequences, ends):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-def test_the_rule_over_a_pack_is_the_recurrence_of_each_sequence():
+PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["decay by head", "decay by channel"])
+
+
+@PER_CHANNEL
+def test_the_rule_over_a_pack_is_the_recurrence_of_each_sequence(per_channel):
     layout = PackLayout.pack(LENGTHS, 1, 8)
     sequences = [range(start, start + n) for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
-    assert_rule_is_recurrence(layout, sequences, list(range(len(LENGTHS))))
+    assert_rule_is_recurrence(layout, sequences, list(range(len(LENGTHS))), per_channel)
+
+
+@pytest.mark.parametrize("strongest", [5.0, 60.0, 600.0])
+def test_strong_decays_by_channel_are_exact_in_float32(strongest):
+    """Sums of decays are never differences of longer sums, so neither outputs nor gradients lose digits."""
+    layout = PackLayout.pack((150, 40), 1, 8)
+    plan = plan_of(layout, WIDTH, torch.device("cpu"))
+    query, key, value, decay, rate = random_inputs(layout.total, per_channel=True)
+    decay = -strongest * torch.rand(decay.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    inputs = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        out, _ = delta_rule(*(x.to(dtype) for x in inputs), plan)
+        weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+        results.append([out, *torch.autograd.grad((out * weights).sum(), inputs)])
+    for exact, rough in zip(*results, strict=True):
+        assert (rough - exact).norm() <= 1e-6 * exact.norm()
 
 
 def make_tree():
@@ -85,13 +107,14 @@ def make_tree():
     return PrefixLayout.of(tree, 1, 8)
 
 
-def test_the_rule_over_a_tree_is_the_recurrence_of_each_row():
+@PER_CHANNEL
+def test_the_rule_over_a_tree_is_the_recurrence_of_each_row(per_channel):
     layout = make_tree()
     tree, starts = layout.tree, layout.cu_seqlens_padded.tolist()
     sequences = [
         [starts[s] + i for s in tree.path(end) for i in range(tree.lengths[s])] for end in tree.ends
     ]  # rows repeat the positions of what they share
-    assert_rule_is_recurrence(layout, sequences, list(tree.ends))
+    assert_rule_is_recurrence(layout, sequences, list(tree.ends), per_channel)
 
 
 def test_the_convolution_sees_only_earlier_tokens_of_its_sequence():
@@ -165,6 +188,7 @@ def weights_after(config, directory, load, steps):
             ("qwen3_5", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
             ("qwen3_next", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout()),
             ("qwen3_5", ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)),
+            ("kimi_linear", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout(pp=2)),
         ],
     ),
     ids=str,
@@ -180,7 +204,7 @@ def test_a_checkpoint_loads_under_another_layout(family, first, second, model_of
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next"]))
+@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next", "kimi_linear"]))
 def test_recomputed_layers_have_the_same_gradients(family, model_of):
     config = make_config(model_of(family))
     recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
@@ -222,6 +246,23 @@ def chunk_gated_delta_rule(
     return out.flatten(1, 2)[None], None
 
 
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+    lower_bound=None, disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None,
+    cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
+):  # fmt: skip
+    """Compute what fla 0.6.0 computes with these arguments, token by token."""
+    assert not (use_gate_in_kernel or use_beta_sigmoid_in_kernel or kwargs)
+    assert g.shape == (*v.shape[:3], q.shape[-1])
+    assert use_qk_l2norm_in_kernel and beta.shape == v.shape[:3]
+    repeats, ends = v.shape[2] // q.shape[2], cu_seqlens.tolist()
+    grouped = [x[0].unflatten(1, (-1, repeats)) for x in (v, g, beta)]
+    sequences = [range(start, end) for start, end in pairwise(ends)]
+    out, _ = token_by_token([q[0], k[0], *grouped], sequences, ends[-1])
+    return out.flatten(1, 2)[None], None
+
+
 def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
@@ -241,7 +282,11 @@ def causal_conv1d_fn(
 def with_kernels(monkeypatch):
     """Let stand-ins compute packs as the packages do on a GPU."""
     calls = []
-    for name, kernel in (("rule_kernel", chunk_gated_delta_rule), ("convolution_kernel", causal_conv1d_fn)):
+    for name, kernel in (
+        ("rule_kernel", chunk_gated_delta_rule),
+        ("channel_rule_kernel", chunk_kda),
+        ("convolution_kernel", causal_conv1d_fn),
+    ):
 
         def counted(*args, kernel=kernel, **kwargs):
             calls.append(kernel.__name__)
@@ -251,10 +296,11 @@ def with_kernels(monkeypatch):
     return calls
 
 
-def test_kernels_of_other_packages_get_the_right_arguments(with_kernels):
+@PER_CHANNEL
+def test_kernels_of_other_packages_get_the_right_arguments(with_kernels, per_channel):
     layout = PackLayout.pack(LENGTHS, 1, 8)
     plan = plan_of(layout, WIDTH, torch.device("cpu"))
-    inputs = random_inputs(layout.total)
+    inputs = random_inputs(layout.total, per_channel)
     is_token = torch.cat([torch.arange(n) < own for n, own in zip(layout.segment_lengths, LENGTHS, strict=False)])
     expected, _ = delta_rule(*inputs, plan)
     found = packed_rule(*inputs, layout, plan)
@@ -264,7 +310,7 @@ def test_kernels_of_other_packages_get_the_right_arguments(with_kernels):
     expected = causal_conv(x, weight, plan.before)
     found = packed_convolution(x, weight, layout, plan)
     torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-12)
-    assert with_kernels == ["chunk_gated_delta_rule", "causal_conv1d_fn"]
+    assert with_kernels == ["chunk_kda" if per_channel else "chunk_gated_delta_rule", "causal_conv1d_fn"]
 
 
 def test_shared_prompts_and_deterministic_runs_use_torch(with_kernels, monkeypatch):
@@ -361,11 +407,3 @@ def test_a_published_directory_is_trained_and_exported(kind, ties, packs, layout
     with torch.no_grad():
         expected = plain_logprobs(text, make_data())
     assert (logprobs - expected).norm() <= 2e-5 * expected.norm()
-
-
-def test_a_reward_model_with_a_vision_part_is_refused(tmp_path):
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-
-    path = make_published(tmp_path / "model", "qwen3_5", False, False)
-    with pytest.raises(UserError, match=r"model\.head=reward: is not supported for qwen3_5"):
-        check_model_fits(load_hf_config(path, head="reward"), ParallelConfig(), 64, ModelConfig(path=path))

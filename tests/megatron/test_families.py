@@ -1,6 +1,8 @@
 """Tests that logits equal Hugging Face's, and exports equal the input, for each family and layout."""
 
 import importlib.util
+import json
+import re
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from mcore_rl.models.megatron.families import family_of
 from mcore_rl.testing.processes import run_processes
 
 LENGTHS = (520, 8, 33, 1)
-# transformers' own logits of this model in fp32 are 3.6e-6 from those in float64, and ours 3.7e-6.
-LIMITS = {"gpt_oss": 5e-6}
+# transformers' own logits of these models in fp32 are 3.6e-6 and 2.3e-6 from those in float64, ours 3.7e-6 and 1.4e-6.
+LIMITS = {"gpt_oss": 5e-6, "kimi_linear": 5e-6}
 
 
 def token_rows():
@@ -343,7 +345,7 @@ def test_a_head_beside_tied_embeddings_is_that_of_transformers(family, sizes, he
     check_family(family, sizes, lambda _: path, tmp_path)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family != "kimi_linear"])
 def test_embeddings_are_untied_where_transformers_unties_them(family, tmp_path):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
@@ -368,6 +370,39 @@ def test_embeddings_are_untied_where_transformers_unties_them(family, tmp_path):
         check_hf_tensors(load_hf_config(path), SafetensorsDirectory(path))
     (path / "model.safetensors").unlink()
     assert load_hf_config(path).tie_word_embeddings  # a plan of a run needs no weights
+
+
+def test_kimi_linear_never_ties_its_embeddings(tmp_path):
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    path = make_model("kimi_linear", tmp_path, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert "lm_head.weight" in family_of(load_hf_config(path)).shapes()
+
+
+def test_a_published_kimi_linear_has_other_names_than_transformers_writes(tmp_path):
+    """The configuration counts layers of each kind from 1, and the MLPs of dense layers are called `mlp`."""
+    path = make_model("kimi_linear", tmp_path / "model")
+    values = json.loads((path / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del values[key]
+    sizes = {"head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4}
+    values["linear_attn_config"] = {**sizes, "full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+    values |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True}
+    (path / "config.json").write_text(json.dumps(values))
+    tensors = load_file(path / "model.safetensors")
+    dense = [name for name in tensors if re.search(r"block_sparse_moe\.(gate|up|down)_proj", name)]
+    assert len(dense) == 3
+    for name in dense:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    check_family("kimi_linear", {"pipeline_model_parallel_size": 2}, lambda _: path, tmp_path)
+    (path / "config.json").write_text(json.dumps({**values, "mla_use_nope": False}))
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    with pytest.raises(UserError, match="mla_use_nope=false"):
+        family_of(load_hf_config(path)).check(64)
 
 
 def test_weights_must_be_safetensors_and_complete(tmp_path):

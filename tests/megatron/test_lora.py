@@ -122,8 +122,10 @@ CASES = and_long(
         ("qwen3_5", "delta_nets", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", "delta_nets", ParallelLayout(pp=2)),
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
+        ("kimi_linear", "kimi", ParallelLayout(tp=2, cp=2, sp=True)),
     ],
     [
+        ("kimi_linear", "kimi", ParallelLayout(pp=2)),
         ("llama", "all", ParallelLayout()),
         ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
         ("olmo2", "all", ParallelLayout(tp=2)),
@@ -152,6 +154,7 @@ GROUPED_CASES = and_long(
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS |= {
     "attention": ALL[:4],
+    "kimi": [*EXPERTS, "q_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "kv_b_proj", "o_proj"],
     "latent": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "latent_queries": [*EXPERTS, "q_proj", "kv_b_proj"],
     "phi3_mlp": [*ALL[:4], "gate_up_proj", "down_proj"],

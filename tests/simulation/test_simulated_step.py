@@ -99,6 +99,12 @@ def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
     compare(config_of(make_model("qwen3_5", tmp_path / "model", **sizes)), layout, SEQUENCES)
 
 
+@pytest.mark.parametrize("layout", and_long([], [ParallelLayout(tp=2, cp=2, sp=True)], [ParallelLayout(pp=2)]), ids=str)
+def test_simulated_rank_with_kimi_delta_attention_equals_real_rank(layout, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "linear_head_dim": 32}
+    compare(config_of(make_model("kimi_linear", tmp_path / "model", **sizes)), layout, SEQUENCES)
+
+
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     """A smaller model of another family, and a reward model; the vocabulary is the policy's."""

@@ -1,6 +1,7 @@
 """Configurations, data and plain PyTorch results for tests of training under several layouts."""
 
 import copy
+import re
 import tempfile
 
 import pytest
@@ -122,13 +123,18 @@ def plain_router_losses(model, data):
 
 
 def as_saved(model, value_of):
-    """Return values of a model's parameters and buffers, with the names and shapes in which transformers saves them."""
+    """Return values of a model's parameters and buffers, with the names and shapes of published directories.
+
+    They are those in which transformers saves them, except for the MLPs of Kimi Linear's dense layers.
+    """
     copied = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
         for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):
             tensor.copy_(value_of(own))
         copied.save_pretrained(directory)
-        return load_file(f"{directory}/model.safetensors")
+        saved = load_file(f"{directory}/model.safetensors")
+    dense = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj)")
+    return {dense.sub(r".mlp.\1", name): tensor for name, tensor in saved.items()}
 
 
 def gradient_of(tensor):

@@ -320,6 +320,20 @@ FAMILIES = {
     "qwen3_next": ("qwen3_next", {**DELTA_NET_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3_5": ("qwen3_5_text", DELTA_NETS),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_NET_EXPERTS),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{name: value for name, value in LATENT.items() if name != "n_routed_experts"},
+            "rms_norm_eps": 1e-4,  # as in DELTA_NETS
+            "q_lora_rank": None,
+            "num_local_experts": 8,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "linear_conv_kernel_dim": 4,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+        },
+    ),
 }
 FAMILIES = {
     name: family for name, family in FAMILIES.items() if family[0] in CONFIG_MAPPING

@@ -79,8 +79,12 @@ EXPERT_LAYOUTS = and_long(
         ("ernie4_5_moe", ParallelLayout(cp=2, ep=2)),
         ("qwen3_next", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("qwen3_5_moe", ParallelLayout(cp=2, ep=2)),
+        ("kimi_linear", ParallelLayout(tp=2, cp=2, sp=True, ep=2, etp=2)),
     ],
     [
+        ("kimi_linear", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
+        ("kimi_linear", ParallelLayout(cp=4)),
+        ("kimi_linear", ParallelLayout(tp=2, ep=2, etp=1, sp=True, packing=False)),
         ("mixtral", ParallelLayout(dp=2, ep=2)),
         ("deepseek_v3", ParallelLayout(cp=2, ep=2)),
         ("gpt_oss", ParallelLayout(cp=2, ep=2)),
@@ -230,6 +234,7 @@ SFT = and_long(
         ("glm_moe_dsa", ParallelLayout(cp=2, ep=2), {}),
         ("gpt_oss", ParallelLayout(cp=2, ep=2), {"recompute_modules": ("moe",)}),
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
+        ("kimi_linear", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
         ("deepseek_v3", ParallelLayout(pp=2, dp=2, ep=2), {"recompute_activations": True}),

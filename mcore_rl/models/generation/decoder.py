@@ -27,7 +27,7 @@ from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
 from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet, rule_inputs
+from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
@@ -183,19 +183,19 @@ class StateLayerCache(LayerCache):
         there = (kept >= 0)[..., None, None]
         self.convolution[prompts.slots] = torch.where(there, mixed[kept.clamp(min=0)], 0)
         convolved = causal_conv(mixed, weights.convolution, plan.before)
-        out, states = delta_rule(*rule_inputs(self.net, convolved, others, weights), plan, with_states=True)
+        out, states = delta_rule(*self.net.rule_inputs(convolved, others, weights), plan, with_states=True)
         assert states is not None, "delta_rule returns states with with_states=True"
         self.states[prompts.slots] = states
         return out.flatten(1)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
         (rows,), weights = inputs, self.layer.weights()
-        mixed, others = rows.split((self.net.convolved_size, 2 * self.net.repeats), dim=-1)
+        mixed, others = rows.split((self.net.convolved_size, self.net.rates_and_decays_size), dim=-1)
         seen = torch.cat((self.convolution[step.slots], mixed[:, None]), dim=1)
         self.convolution[step.slots] = seen[:, 1:]
         convolved = convolve_last(seen, weights.convolution)
         old = self.states[step.slots]
-        out, self.states[step.slots] = delta_step(*rule_inputs(self.net, convolved, others, weights), old)
+        out, self.states[step.slots] = delta_step(*self.net.rule_inputs(convolved, others, weights), old)
         return out.flatten(1)
 
 

@@ -349,6 +349,8 @@ class LatentAttention(KeyValueMixer):
     value_dim: size of a value head.
     interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
     rope_factor: factor by which cos and sin are multiplied. eps: epsilon of the norms of the latent states.
+    rotates: whether there is a rotation. Without it (NoPE, Kimi Linear), the heads still share these elements of the
+        keys.
     """
 
     query_rank: int | None
@@ -358,6 +360,7 @@ class LatentAttention(KeyValueMixer):
     interleaved: bool
     rope_factor: float
     eps: float
+    rotates: bool = True
 
     @property
     def plain(self) -> int:
@@ -495,6 +498,8 @@ class PackLatentAttention(MegatronModule):
 
         In `x`, the two elements of a pair may be neighbours. In the result they are rotated / 2 elements apart.
         """
+        if not self.mixer.rotates:
+            return x
         angles = angles[0] if isinstance(angles, tuple) else angles
         if self.mixer.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)

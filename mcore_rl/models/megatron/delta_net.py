@@ -1,4 +1,4 @@
-"""Gated delta nets. They take the place of attention in most layers of Qwen3-Next and Qwen3.5.
+"""Gated delta nets. They take the place of attention in most layers of Qwen3-Next, Qwen3.5 and Kimi Linear.
 
 The rows of all weights are interleaved by key head. Each key head has a query, a key, several values with their gates,
 and the rates and decays of these values. A tensor-parallel rank has all rows of some key heads. Convolution and delta
@@ -9,6 +9,7 @@ The outputs are exchanged back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,9 +31,11 @@ from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, P
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+RuleInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,8 @@ class GatedDeltaNet(TokenMixer):
     """
 
     input_linear: ClassVar[str] = "in_proj"
+    float32_shifts: ClassVar[bool] = False
+    """Whether the shifts (`dt_bias`) are always fp32, whatever the model's precision is."""
     heads: int
     repeats: int
     key_dim: int
@@ -62,12 +67,42 @@ class GatedDeltaNet(TokenMixer):
         return 2 * self.key_dim + self.values_size
 
     @property
+    def projected_size(self) -> int:
+        """Number of outputs of the input projection for one key head."""
+        return self.convolved_size + self.values_size + self.rates_and_decays_size
+
+    @property
+    def rates_and_decays_size(self) -> int:
+        """Number of projections of one key head from which its rates and decays are computed."""
+        return 2 * self.repeats
+
+    @property
+    def shifts_size(self) -> int:
+        """Number of shifts (`dt_bias`) of one key head."""
+        return self.repeats
+
+    @property
     def mixed_size(self) -> int:
         return self.heads * self.values_size
 
     def spec(self, modules: LayerModules) -> ModuleSpec:
-        linears = {"in_proj": modules.column_linear, "out_proj": modules.row_linear}
-        return ModuleSpec(module=DeltaNetLayer, params={"net": self, **linears})
+        return ModuleSpec(module=DeltaNetLayer, params={"net": self, "modules": modules})
+
+    def activated(self, gate: Tensor) -> Tensor:
+        """Return the function of the gates by which the normalized outputs are multiplied."""
+        return F.silu(gate)
+
+    def rule_inputs(self, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights) -> RuleInputs:
+        """Return the inputs of the delta rule for T tokens: queries, keys, values, decays and rates.
+
+        Args:
+            convolved: output of the convolution, [T, heads, convolved channels].
+            rates_and_decays: projections from which rates and decays are computed, [T, heads, rates_and_decays_size].
+        """
+        query, key, value = convolved.split((self.key_dim, self.key_dim, self.values_size), dim=-1)
+        rate, change = rates_and_decays.split(self.repeats, dim=-1)
+        decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
+        return query, key, value.unflatten(-1, (self.repeats, -1)), decay, rate.sigmoid()
 
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         theirs += "linear_attn."
@@ -138,28 +173,13 @@ class InterleavedDeltaNet(GatedDeltaNet):
 class DeltaWeights(NamedTuple):
     """The weights of the convolution and of the delta rule, by key head.
 
-    convolution: [heads, convolved channels, width]. log_decay, shift: [heads, repeats], called A_log and dt_bias in
-    the Hugging Face model.
+    convolution: [heads, convolved channels, width]. log_decay: [heads, repeats], called A_log in the Hugging Face
+        model. shift: [heads, shifts], called dt_bias.
     """
 
     convolution: Tensor
     log_decay: Tensor
     shift: Tensor
-
-
-def rule_inputs(
-    net: GatedDeltaNet, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of the delta rule for T tokens: queries, keys, values, decays and rates.
-
-    Args:
-        convolved: output of the convolution, [T, heads, convolved channels].
-        rates_and_decays: projections from which rates and decays are computed, [T, heads, 2 · repeats].
-    """
-    query, key, value = convolved.split((net.key_dim, net.key_dim, net.values_size), dim=-1)
-    rate, change = rates_and_decays.split(net.repeats, dim=-1)
-    decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
-    return query, key, value.unflatten(-1, (net.repeats, -1)), decay, rate.sigmoid()
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -209,7 +229,7 @@ class PackedDeltaRule(torch.nn.Module):
         """Apply convolution and delta rule to the tokens in pack order; return the outputs, [T, key heads, values]."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
         convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
-        inputs = rule_inputs(self.net, convolved, rows[..., size:], weights)
+        inputs = self.net.rule_inputs(convolved, rows[..., size:], weights)
         return packed_rule(*inputs, layout, plan).flatten(2)
 
 
@@ -249,8 +269,7 @@ class DeltaNetLayer(MegatronModule):
     The weights of decay and norm are always fp32, whatever the model's precision is.
 
     Args:
-        in_proj: class of the input projection, a column-parallel linear layer.
-        out_proj: class of the output projection, a row-parallel linear layer.
+        modules: classes of the projections.
     """
 
     def __init__(
@@ -258,8 +277,7 @@ class DeltaNetLayer(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         net: GatedDeltaNet,
-        in_proj: Any,
-        out_proj: Any,
+        modules: LayerModules,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
@@ -267,19 +285,16 @@ class DeltaNetLayer(MegatronModule):
         groups = pg_collection or process_groups()
         self.net, self.layer_number, self.tp_group = net, layer_number, groups.tp
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
-        projected = net.heads * (net.convolved_size + net.values_size + 2 * net.repeats)
-        self.in_proj = build_module(
-            in_proj,
-            net.hidden,
-            projected,
+        column_linear = functools.partial(
+            modules.column_linear,
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
-            tp_comm_buffer_name="qkv",
             **common,
         )
-        self.out_proj = build_module(
-            out_proj,
+        self.in_proj = column_linear(net.hidden, net.heads * net.projected_size, tp_comm_buffer_name="qkv")
+        self.add_projections(column_linear)
+        self.out_proj = modules.row_linear(
             net.mixed_size,
             net.hidden,
             init_method=config.output_layer_init_method,
@@ -291,9 +306,17 @@ class DeltaNetLayer(MegatronModule):
         heads, dtype = net.heads // groups.tp.size(), config.params_dtype
         self.conv_weight = torch.nn.Parameter(torch.zeros(heads * net.convolved_size, 1, net.width, dtype=dtype))
         self.A_log = torch.nn.Parameter(torch.zeros(heads * net.repeats))
-        self.dt_bias = torch.nn.Parameter(torch.zeros(heads * net.repeats, dtype=dtype))
+        shift_dtype = torch.float32 if net.float32_shifts else dtype
+        self.dt_bias = torch.nn.Parameter(torch.zeros(heads * net.shifts_size, dtype=shift_dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(net.value_dim))
         self.core_attention: Any = PackedDeltaRule(net, config, groups.cp)
+
+    def add_projections(self, column_linear: Callable[..., Any]) -> None:
+        """Add further projections of the inputs.
+
+        Args:
+            column_linear: function that builds a column-parallel linear layer of given sizes.
+        """
 
     def weights(self) -> DeltaWeights:
         """Return the weights of convolution and delta rule for this rank's key heads."""
@@ -301,18 +324,14 @@ class DeltaNetLayer(MegatronModule):
         return DeltaWeights(
             self.conv_weight.view(-1, net.convolved_size, net.width),
             self.A_log.view(-1, net.repeats),
-            self.dt_bias.view(-1, net.repeats),
+            self.dt_bias.view(-1, net.shifts_size),
         )
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of the same shape."""
-        net = self.net
-        projected, _ = self.in_proj(hidden_states)
-        heads = projected.squeeze(1).unflatten(-1, (-1, net.convolved_size + net.values_size + 2 * net.repeats))
-        convolved, gate, others = heads.split((net.convolved_size, net.values_size, 2 * net.repeats), dim=-1)
-        rows = torch.cat((convolved, others), dim=-1)
+        rows, gate = self._projected(hidden_states)
         mixed = self.core_attention(rows, self.weights(), packed_seq_params=packed_seq_params)
         # All heads share the norm's weight: its gradient is summed over the ranks.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
@@ -320,14 +339,23 @@ class DeltaNetLayer(MegatronModule):
         out: tuple[Tensor, Tensor | None] = self.out_proj(normed[:, None])
         return out
 
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of `PackedDeltaRule`, [T, heads, …], and the gates of the outputs, [T, heads, values]."""
+        net = self.net
+        projected, _ = self.in_proj(hidden_states)
+        heads = projected.squeeze(1).unflatten(-1, (-1, net.projected_size))
+        sizes = net.convolved_size, net.values_size, net.rates_and_decays_size
+        convolved, gate, others = heads.split(sizes, dim=-1)
+        return torch.cat((convolved, others), dim=-1), gate
+
     def _gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Normalize each value head of `x` [T, values] by its RMS, and multiply it by `weight` and by silu(`gate`).
+        """Normalize each value head of `x` [T, values] by its RMS; multiply it by `weight` and the activated `gate`.
 
         The result is computed in fp32.
         """
         wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
-        return (weight * (wide * scale) * F.silu(gate)).flatten(1).to(x.dtype)
+        return (weight * (wide * scale) * self.net.activated(gate)).flatten(1).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return Megatron's sharded state dict, with the weights of heads sharded over tensor-parallel ranks."""

@@ -1,9 +1,11 @@
-"""The gated delta rule (arXiv:2412.06464) and its causal convolution over packs.
+"""The gated delta rule (arXiv:2412.06464), also with a decay for each channel, and its convolution over packs.
 
 Each value head has a state S [key dim, value dim]. S is 0 at the start of each sequence. Token t with query q, key k,
 value v, decay g ≤ 0 and rate β first changes S, then reads it:
 
     S ← exp(g) · S,    S ← S + β · k (v − Sᵀ k)ᵀ,    output = Sᵀ q
+
+In Kimi delta attention (arXiv:2510.26692), g is a vector, and row d of S decays by exp(g_d).
 
 `delta_rule` computes chunks of 64 tokens by matrix products. Only the states between the chunks of a sequence are
 computed one after the other. `delta_step` computes one token of each sequence. Several value heads share a key head.
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -194,7 +196,7 @@ def delta_rule(
     query: Float[Tensor, "tokens heads key_dim"],
     key: Float[Tensor, "tokens heads key_dim"],
     value: Float[Tensor, "tokens heads repeats value_dim"],
-    decay: Float[Tensor, "tokens heads repeats"],
+    decay: Float[Tensor, "tokens heads repeats *key_dim"],
     rate: Float[Tensor, "tokens heads repeats"],
     plan: ChunkPlan,
     with_states: bool = False,
@@ -204,7 +206,7 @@ def delta_rule(
     Args:
         query, key: queries and keys of the key heads; they are normalized here. Each key head has `repeats` value
             heads.
-        decay, rate: g and β of the value heads.
+        decay, rate: g and β of the value heads. With 4 dimensions, `decay` has a value for each channel of the key.
         with_states: whether to return the states.
 
     Returns:
@@ -216,24 +218,86 @@ def delta_rule(
     q = q * q.shape[-1] ** -0.5
     v = plan.chunked(value).transpose(2, 3).to(wide)  # [chunks, heads, repeats, CHUNK, value_dim]
     is_token = plan.is_token.view(-1, 1, CHUNK, 1)
-    g, b = ((plan.chunked(x).to(wide) * is_token).transpose(2, 3) for x in (decay, rate))
-    g = g.cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
-    between = (g[..., :, None] - g[..., None, :]).masked_fill(later, -torch.inf).exp()
-    system = (k @ k.mT)[:, :, None] * between * b[..., None]
-    inside = (q @ k.mT)[:, :, None] * between
-    decayed = g.exp()[..., None]
+    b = (plan.chunked(rate).to(wide) * is_token).transpose(2, 3)
+    g = plan.chunked(decay).to(wide)
+    g = (g * (is_token if g.ndim == 4 else is_token[..., None])).transpose(2, 3)
+    in_chunk = (_decayed_by_head if g.ndim == 4 else _decayed_by_channel)(q, k, g)
+    system, inside, decayed = in_chunk.keys * b[..., None], in_chunk.queries, in_chunk.from_start
     right = torch.cat((v * b[..., None], k[:, :, None] * (decayed * b[..., None])), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    k = k[:, :, None] * (g[..., -1:] - g).exp()[..., None]
-    corrected, states, ended = _scan(new, reads, k, decayed[..., -1:, :], plan.steps, with_states)
+    k = k[:, :, None] * in_chunk.to_end
+    corrected, states, ended = _scan(new, reads, k, decayed[..., -1:, :].mT, plan.steps, with_states)
     out = inside @ corrected
     if states is not None:
         first = plan.steps[0].count
         out = torch.cat((out[:first], out[first:] + (q[first:, :, None] * decayed[first:]) @ states))
     packed = plan.packed(out.transpose(2, 3)).to(dtype)
     return packed, None if ended is None else ended[plan.order]
+
+
+class _InChunk(NamedTuple):
+    """Products and decays inside the chunks, [chunks, heads, repeats, CHUNK, …].
+
+    keys, queries: [… CHUNK], products of each token's key (or query) with the key of each token up to it, times the
+        decay between the two tokens; 0 for later tokens.
+    from_start, to_end: [… 1 or key_dim], decay from the start of the chunk to the token, inclusive; and from the token,
+        exclusive, to the end of the chunk.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    from_start: Tensor
+    to_end: Tensor
+
+
+def _decayed_by_head(q: Tensor, k: Tensor, g: Tensor) -> _InChunk:
+    """Return products and decays for g [chunks, heads, repeats, CHUNK]."""
+    g = g.cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    between = (g[..., :, None] - g[..., None, :]).masked_fill(later, -torch.inf).exp()
+    keys, queries = ((x @ k.mT)[:, :, None] * between for x in (k, q))
+    return _InChunk(keys, queries, g.exp()[..., None], (g[..., -1:] - g).exp()[..., None])
+
+
+def _decayed_by_channel(q: Tensor, k: Tensor, g: Tensor) -> _InChunk:
+    """Return products and decays for g [chunks, heads, repeats, CHUNK, key_dim].
+
+    All sums of decays begin at the tokens between which they are. Differences of longer sums would lose digits: with
+    decays of up to 60 for a token, gradients of g would differ from those in float64 by 2e-5, not 2e-7.
+    """
+    keys, queries = (decayed_products(x[:, :, None], k[:, :, None], g) for x in (k, q))
+    return _InChunk(keys, queries, g.cumsum(-2).exp(), sums_of_later_rows(g).exp())
+
+
+def decayed_products(
+    x: Float[Tensor, "*chunks rows channels"],
+    key: Float[Tensor, "*chunks rows channels"],
+    decay: Float[Tensor, "*chunks rows channels"],
+) -> Float[Tensor, "*chunks rows rows"]:
+    """Return Σ_d x[i, d] · key[j, d] · exp(Σ_{j < m ≤ i} decay[m, d]) for j ≤ i, and 0 for j > i.
+
+    The decay cannot be divided into a factor of i and a factor of j, because exp of a sum of −decay overflows. But for
+    a row m with j ≤ m < i it is a product of the decays from j to m and from m to i, both at most 1. The number of
+    rows is a power of two. Blocks on the diagonal are doubled until one is left: in a block of twice the size, the
+    lower left quarter is a single matrix product, with m at the end of its upper half.
+    """
+    x, key = torch.broadcast_tensors(x, key)
+    blocks, size = (x * key).sum(-1)[..., None, None].expand(*decay.shape[:-1], 1, 1), 1
+    while size < decay.shape[-2]:
+        (_, below), (above, _), (of_above, of_below) = (
+            rows.unflatten(-2, (-1, 2, size)).unbind(-3) for rows in (x, key, decay)
+        )
+        quarter = (below * of_below.cumsum(-2).exp()) @ (above * sums_of_later_rows(of_above).exp()).mT
+        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat((first, torch.zeros_like(first)), dim=-1)
+        blocks, size = torch.cat((upper, torch.cat((quarter, second), dim=-1)), dim=-2), 2 * size
+    return blocks.squeeze(-3)
+
+
+def sums_of_later_rows(x: Float[Tensor, "*any rows channels"]) -> Float[Tensor, "*any rows channels"]:
+    """Return for each row the sum of the rows after it."""
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def _scan(
@@ -247,7 +311,7 @@ def _scan(
         new: [chunks, …, CHUNK, value_dim], values that the chunk's tokens would write if S were 0.
         reads: [chunks, …, CHUNK, key_dim], vectors by which the tokens read S; reads · S is subtracted from `new`.
         key: [chunks, …, CHUNK, key_dim], keys by which the values are written.
-        whole: [chunks, …, 1, 1], decay of the state over the whole chunk.
+        whole: [chunks, …, 1 or key_dim, 1], decay of the state over the whole chunk.
 
     Returns:
         Three values. First, new − reads · S of all chunks. Second, the state S before each chunk, except the chunks of
@@ -275,14 +339,15 @@ def delta_step(
     query: Float[Tensor, "n heads key_dim"],
     key: Float[Tensor, "n heads key_dim"],
     value: Float[Tensor, "n heads repeats value_dim"],
-    decay: Float[Tensor, "n heads repeats"],
+    decay: Float[Tensor, "n heads repeats *key_dim"],
     rate: Float[Tensor, "n heads repeats"],
     state: Float[Tensor, "n heads repeats key_dim value_dim"],
 ) -> tuple[Float[Tensor, "n heads repeats value_dim"], Float[Tensor, "n heads repeats key_dim value_dim"]]:
     """Apply the delta rule to one token of each of n sequences; return the outputs and the new states."""
     wide = state.dtype
     q, k = (l2_normalized(x.to(wide))[:, :, None, None] for x in (query, key))  # [n, heads, 1, 1, key_dim]
-    state = state * decay.to(wide).exp()[..., None, None]
+    factor = decay.to(wide).exp()[..., None]
+    state = state * (factor[..., None] if decay.ndim == 3 else factor)
     delta = (value.to(wide)[..., None, :] - k @ state) * rate.to(wide)[..., None, None]
     state = state + k.mT * delta
     out = (q * q.shape[-1] ** -0.5) @ state
@@ -292,6 +357,11 @@ def delta_step(
 def rule_kernel() -> Callable[..., Any] | None:
     """Return the delta rule's function in the package `fla`; None without a GPU or if the package is not installed."""
     return _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+
+def channel_rule_kernel() -> Callable[..., Any] | None:
+    """Return what `rule_kernel` returns, for a rule with a decay for each channel."""
+    return _kernel("fla.ops.kda", "chunk_kda")
 
 
 def convolution_kernel() -> Callable[..., Any] | None:
@@ -351,7 +421,7 @@ def packed_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, layout: PackLayout, plan: ChunkPlan
 ) -> Tensor:
     """Compute `delta_rule` over a pack, by the kernel if it can be used; return only the outputs."""
-    kernel = rule_kernel() if _fits(layout) else None
+    kernel = (rule_kernel() if decay.ndim == 3 else channel_rule_kernel()) if _fits(layout) else None
     if kernel is None:
         return delta_rule(query, key, value, decay, rate, plan)[0]
     ends, _ = _segments(layout, value.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -26,6 +27,9 @@ from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_compani
 
 MAX_SHARD_BYTES = 4 * 1024**3
 
+
+_DENSE_MLP = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$")
+"""The MLP of a dense layer of Kimi Linear as transformers names it; the model's publishers name it `mlp`."""
 
 FP8_SCALE = "_scale_inv"
 """Ending of the names of the scales of FP8 tensors, one for each block (DeepSeek-V3)."""
@@ -83,7 +87,8 @@ class SafetensorsDirectory:
     In some directories one tensor contains the weights of all experts of a layer: `experts.gate_up_proj` [experts,
     2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases; or both with the last two
     dimensions exchanged (Qwen3-VL). This class offers them under the names of separate weights, such as
-    `experts.0.gate_proj.weight`; `packed_like` puts them together again.
+    `experts.0.gate_proj.weight`. Tensors that transformers writes under other names than a model's publishers have the
+    publishers' names here. `packed_like` undoes both.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory, or
@@ -94,6 +99,7 @@ class SafetensorsDirectory:
         self.path = path
         self._open: dict[str, Any] = {}
         self.file_of = self._locate()
+        self.stored_name = {_DENSE_MLP.sub(r".mlp.\1", name): name for name in self.file_of if _DENSE_MLP.search(name)}
         self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:
@@ -139,7 +145,8 @@ class SafetensorsDirectory:
 
     def names(self) -> set[str]:
         packed = {part.packed for part in self.of_experts.values()}
-        names = {name.removesuffix(MXFP4_BLOCKS) for name in self.stored_names() - packed} | set(self.of_experts)
+        stored = self.stored_names() - packed - set(self.stored_name.values())
+        names = {name.removesuffix(MXFP4_BLOCKS) for name in stored} | set(self.of_experts) | set(self.stored_name)
         return {name for name in names if not name.endswith((FP8_SCALE, MXFP4_SCALES))}
 
     def stored_names(self) -> set[str]:
@@ -221,6 +228,7 @@ class SafetensorsDirectory:
         return None
 
     def _slice(self, name: str) -> Any:
+        name = self.stored_name.get(name, name)
         try:
             return self._opened(self.file_of[name]).get_slice(name)
         except SafetensorError:
@@ -268,16 +276,17 @@ def in_precision(
 
 
 def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors`; where `source` has one tensor for all experts, join the weights of these experts.
+    """Yield `tensors` in the form that they have in `source`: under the same names, and the weights of experts joined
+    where it has one tensor for all experts of a layer.
 
-    The joined tensor is yielded as soon as its last weight has come.
+    A joined tensor is yielded as soon as its last weight has come.
     """
     missing = Counter(part.packed for part in source.of_experts.values())
     begun: dict[str, Tensor] = {}
     for name, tensor in tensors:
         part = source.of_experts.get(name)
         if part is None:
-            yield name, tensor
+            yield source.stored_name.get(name, name), tensor
             continue
         if part.packed not in begun:
             begun[part.packed] = tensor.new_empty(source.shape(part.packed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
@@ -123,6 +124,23 @@ class Rows(Kind):
 
     def split(self, stacked: Tensor) -> list[Tensor]:
         return [stacked.flatten(0, 1)]
+
+
+@dataclass(frozen=True)
+class Reshaped(Kind):
+    """A parameter with one dimension, sharded; the Hugging Face tensor has the same values in another `shape`."""
+
+    shape: Shape
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        whole = parts[0].read(source).flatten()
+        return whole[_share(len(whole), rank, size)]
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [stacked.reshape(self.shape)]
+
+    def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
+        return (math.prod(self.shape) // size,)
 
 
 class Columns(Kind):

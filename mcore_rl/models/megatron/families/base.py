@@ -69,6 +69,8 @@ class Family:
     """Whether `layer_types` determines which layers have windows. It is False if transformers ignores it."""
     rotates_neighbours = False
     """Whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart."""
+    unadapted: ClassVar[tuple[str, ...]] = ()
+    """Projections that cannot have adapters: transformers has them in modules of other names than their tensors."""
     rotates_partly = False
     """Whether a configuration may restrict rotary embeddings to a part of each head."""
 

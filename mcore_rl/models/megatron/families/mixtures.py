@@ -312,7 +312,7 @@ class Glm4MoE(Mixture):
     def _experts(self, sparse_layers: tuple[bool, ...]) -> Experts:
         hf = self.hf
         return Experts(
-            hf.n_routed_experts,
+            getattr(hf, self.count_field),
             hf.num_experts_per_tok,
             hf.moe_intermediate_size,
             sparse_layers=sparse_layers,
@@ -362,6 +362,9 @@ class DeepseekV3(Glm4MoE):
         return scale
 
     def token_mixer(self, layer: int) -> TokenMixer:
+        return self._latent_attention(layer)
+
+    def _latent_attention(self, layer: int, rotates: bool = True) -> LatentAttention:
         hf = self.hf
         return LatentAttention(
             hidden=self.hidden_size,
@@ -376,6 +379,7 @@ class DeepseekV3(Glm4MoE):
             interleaved=bool(getattr(hf, "rope_interleave", True)),
             rope_factor=self.rope_factor(layer),
             eps=LATENT_NORM_EPS,
+            rotates=rotates,
         )
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
