@@ -126,9 +126,10 @@ def test_the_tables_of_bfloat16_are_those_of_its_run():
             "--hidden 64 --layers 1 --prompts 8 --new-tokens 12 --repetitions 1",
             "groups of 8, ",
         ),
+        ("benchmarks/bench_images.py", "--rows 4 --repetitions 1", "share of a tower: trained"),
     ],
 )
-def test_benchmarks_of_rollouts_run_on_small_sizes(script, sizes, row):
+def test_benchmarks_run_on_small_sizes(script, sizes, row):
     """Small sizes may miss the bounds (exit status 1), and are not kept."""
     done = run(script, *sizes.split(), check=False)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr_text, done.stderr_text
