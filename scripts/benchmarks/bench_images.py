@@ -57,7 +57,7 @@ def main() -> int:
         data = make_rows(directory, arguments.rows)
         rows = [measure_packing(directory, data, arguments.repetitions)]
         rows += measure_shares(directory, data, arguments.repetitions)
-    columns = ("padded, or step, s", "packed, or tower, s", "padded / packed, tower / step")
+    columns = ("padded, or tower, s", "packed, or step, s", "first / second")
     return finish("images", "Steps on rows with images", columns, rows, keep=arguments == parser.parse_args([]))
 
 
@@ -165,7 +165,7 @@ def measure_shares(directory, data, repetitions):
     rows = []
     for name, bound in SHARES.items():
         step, tower = (statistics.median(values) for values in zip(*times[name][1:], strict=True))
-        rows.append(Row(f"share of a tower: {name}", step, tower, tower / step, at_most=bound))
+        rows.append(Row(f"share of a tower: {name}", tower, step, tower / step, at_most=bound))
     return rows
 
 
