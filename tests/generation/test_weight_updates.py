@@ -7,8 +7,10 @@ from subprocess import PIPE, Popen
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_models import and_long
 from stand_in_vllm import calls, digest_of, serving
+from vision_cases import make_model as make_vision_model
 from vllm_cases import root as root
 
 from mcore_rl.config import GRPOConfig, load_config
@@ -19,11 +21,13 @@ UPDATES = 20
 
 
 def change(policy, step):
-    """Change no, few or all elements of each weight, equally on all ranks that have it."""
+    """Change no, few or all elements of each weight that is trained, equally on all ranks that have it."""
     from mcore_rl.models.megatron.weights import named_mappings
 
     with torch.no_grad():
         for mapping, tensor in named_mappings(policy.model):
+            if not tensor.requires_grad:
+                continue
             seed = zlib.crc32(f"{mapping.megatron} {step}".encode())
             generator = torch.Generator().manual_seed(seed)
             where = torch.rand(tensor.shape, generator=generator) < (0, 0.01, 0.2, 1)[seed % 4]
@@ -144,7 +148,34 @@ def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
     assert len(again) >= 3, "after each restart or lost version, of which some may coincide"
 
 
-def follow_slowly(config):
+@pytest.mark.long
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "differences"])
+def test_a_frozen_tower_is_sent_to_each_server_once(delta, root, tmp_path):
+    """Also to a server that was started again. All servers have all weights bit for bit after each update."""
+    path = make_vision_model("qwen3_vl", tmp_path / "model")
+    dies = ["--digests", "--die", "/update_weights", 3, tmp_path / "died"]
+    with (
+        serving(path, tmp_path, ["--digests"], dies) as (urls, processes, logs),
+        Restarting(processes) as restarting,
+    ):
+        config = config_of(root, path, urls, delta, ParallelLayout(tp=2, pp=2), "data.max_sequence_length=60")
+        outcomes = run_processes(follow_slowly, config, 10, world_size=4, timeout=200)
+    results, said = outcomes[0]
+    assert restarting.starts == 1 and any("answers again" in line for line in said), said
+    assert digests(logs[0]) == [digest for digest, *_ in results]
+    had = [digest for digest, servers, *_ in results if len(servers) == 2]
+    assert digests(logs[1]) == had and len(had) >= 3
+    tower = sum(x.nbytes for name, x in load_file(path / "model.safetensors").items() if ".visual." in name) // 2
+    sent = [sum(of_rank[step][2] for of_rank, _ in outcomes) for step in range(10)]
+    whole = results[0][3]
+    if delta:
+        assert all(bytes_ < 0.75 * (whole - tower) for bytes_ in (sent[1], sent[-1]))
+    else:
+        assert sent[0] == whole and sorted(set(sent)) == [whole - tower, whole, 2 * whole - tower]
+        assert sent.count(2 * whole - tower) == 1
+
+
+def follow_slowly(config, updates=UPDATES):
     """Call `follow`, and wait before each update, so that a server has time to start again."""
     import mcore_rl.models.generation.vllm_weights as module
 
@@ -155,4 +186,4 @@ def follow_slowly(config):
         return send(self, *args)
 
     module.VLLMWeights.send = slowly
-    return follow(config, UPDATES)
+    return follow(config, updates)

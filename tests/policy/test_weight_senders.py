@@ -4,6 +4,7 @@ import pytest
 import torch
 from layout_cases import lora_config, make_config
 from small_models import and_long
+from vision_cases import make_model as make_vision_model
 
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -56,6 +57,40 @@ def test_each_weight_is_sent_once_as_it_is_exported(family, layout, senders, mod
 def test_adapters_are_merged(model_of):
     layout = ParallelLayout(tp=2, pp=2)
     check(layout.apply(lora_config(model_of("qwen3"), rank=4)), layout, 4)
+
+
+def test_a_frozen_tower_is_sent_last(tmp_path):
+    """The number of tensors then says which of them an update has."""
+    config = make_config(make_vision_model("qwen3_vl", tmp_path))
+    ((frozen, names),) = run_processes(planned, config, world_size=1)
+    assert frozen == sorted(frozen) and set(frozen) == {False, True}
+    assert [is_frozen for is_frozen, of in zip(frozen, names, strict=True) for _ in of] == [
+        ".visual." in name for of in names for name in of
+    ]
+    ((frozen, _),) = run_processes(planned, with_tower(config, "trained"), world_size=1)
+    assert set(frozen) == {False}
+
+
+def with_tower(config, tower):
+    return config.model_copy(update={"model": config.model.model_copy(update={"vision_tower": tower})})
+
+
+def planned(config):
+    from mcore_rl.models.megatron.weight_mapping import tensor_shapes
+    from mcore_rl.models.megatron.weight_senders import plan_shipments
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    shipments = plan_shipments(policy.model, BUCKET_BYTES)
+    policy.shutdown()
+    return [s.is_frozen for s in shipments], [list(tensor_shapes(s.mappings)) for s in shipments]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_the_tower_is_sent_as_it_is_exported(tower, tmp_path):
+    layout = ParallelLayout(tp=2, pp=2)
+    check(layout.apply(with_tower(make_config(make_vision_model("qwen3_vl", tmp_path)), tower)), layout, 4)
 
 
 def check(config, layout, senders):

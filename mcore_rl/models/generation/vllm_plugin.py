@@ -67,10 +67,12 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
 
     base: version from which differences begin; None if the update has all weights.
     version: version of the weights after the update.
+    count: number of tensors in the update. The server keeps its values of the others, which have not changed.
     """
 
     base: int | None
     version: int
+    count: int
 
 
 class DirectCopies(TorchFunctionMode):
@@ -166,7 +168,7 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
         if self.receiver is None:
             raise RuntimeError("update_weights: call init_weight_transfer_engine first")
-        self.receiver.update_weights_from_collective(update_info.base, update_info.version)
+        self.receiver.update_weights_from_collective(update_info.base, update_info.version, update_info.count)
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):

@@ -4,6 +4,9 @@ Several ranks send (`weight_senders`): each has a process group with the process
 pauses the servers, lets them receive while the senders send, and drops those that fail. A server receives from all
 senders in turn.
 
+A frozen vision tower is part of the first update that a server gets, because the server may have another run's tower.
+Later updates leave it out.
+
 With `generation.vllm.weight_updates=delta`, the senders send differences from the version that a server has. A server
 that has another version, because it failed or was started again, gets all weights.
 """
@@ -25,7 +28,7 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.vllm_client import ServerError, ServerPool, VLLMServer
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.weight_mapping import tensor_shapes
-from mcore_rl.models.megatron.weight_senders import gather_shipments, plan_shipments, sends
+from mcore_rl.models.megatron.weight_senders import Shipment, gather_shipments, plan_shipments, sends
 from mcore_rl.models.policy.refit import (
     BucketSender,
     RefitGroup,
@@ -88,6 +91,7 @@ class VLLMWeights:
         self.config, self.policy, self.pool, self.on_host = config, policy, pool, on_host
         self._lead, self.seconds = lead, seconds
         self.shipments = plan_shipments(policy.model, BUCKET_BYTES)
+        self.changing = [shipment for shipment in self.shipments if not shipment.is_frozen]
         self.own = [number for number, shipment in enumerate(self.shipments) if sends(shipment, policy.model)]
         self.encoder = DeltaEncoder() if config.generation.vllm.weight_updates == "delta" else None
         self.bytes_sent = 0
@@ -168,19 +172,27 @@ class VLLMWeights:
         self.bytes_sent = 0
         base = None if self.encoder is None else self.encoder.version
         receivers = [url for url in everyone if base is None or self._versions.get(url) == base]
-        self._transfer(receivers, base, number, self._send_gathered)
+        parts = [(receivers, self.shipments)]
+        if len(self.changing) < len(self.shipments):
+            known = [url for url in receivers if url in self._versions]
+            fresh = [url for url in receivers if url not in self._versions]
+            # The encoder must have every version, even if no server can take the differences to it.
+            parts = [(known, self.changing)] if known or base is not None else []
+            parts += [(fresh, self.shipments)] if fresh else []
+        for urls, shipments in parts:
+            self._transfer(urls, base, number, shipments, partial(self._send_gathered, shipments))
         if self.encoder is not None:
             self.encoder.version = number
             left = self._lead(lambda: list(self._servers.servers))
             if behind := [url for url in left if self._versions.get(url) != number]:
-                self._transfer(behind, None, number, self._send_copies)
+                self._transfer(behind, None, number, self.shipments, self._send_copies)
         return list(self._lead(lambda: self._servers.each(partial(_finish, name=name, seconds=self.seconds))))
 
-    def _send_gathered(self, group: RefitGroups) -> int:
-        """Gather the weights and send those of which this rank is the sender; return the number of bytes."""
+    def _send_gathered(self, shipments: Sequence[Shipment], group: RefitGroups) -> int:
+        """Gather the weights of `shipments` and send those of which this rank is the sender; return the bytes sent."""
         numbers = {name: number for number, name in enumerate(self.policy.prepare_refit_info())}
         sender = BucketSender(group, self.encoder, self.on_host)
-        for shipment, tensors in gather_shipments(self.policy.model, self.shipments):
+        for shipment, tensors in gather_shipments(self.policy.model, shipments):
             if sends(shipment, self.policy.model):
                 sender.send_together(((numbers[name], tensor) for name, tensor in tensors), shipment.nbytes)
             else:
@@ -200,16 +212,24 @@ class VLLMWeights:
         return sender.bytes_sent
 
     def _transfer(
-        self, receivers: Sequence[str], base: int | None, number: int, send: Callable[[RefitGroups], int]
+        self,
+        receivers: Sequence[str],
+        base: int | None,
+        number: int,
+        shipments: Sequence[Shipment],
+        send: Callable[[RefitGroups], int],
     ) -> None:
         """Send one update to the servers `receivers`, and record which of them then have version `number`.
+
+        `send` sends the weights of `shipments`.
 
         A server that fails is dropped, unless it only refuses differences: then it can still take all weights.
         """
 
         def begin() -> None:
             self._servers.each(_start_update, receivers)
-            update = {"base": base, "version": number}
+            count = sum(len(tensor_shapes(shipment.mappings)) for shipment in shipments)
+            update = {"base": base, "version": number, "count": count}
             self._receiving = self._servers.begin_each(partial(_receive, update, 2 * self.seconds), receivers)
 
         def finish() -> dict[str, int]:

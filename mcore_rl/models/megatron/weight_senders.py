@@ -49,26 +49,29 @@ class Shipment:
 
     mappings: the weights; those with Hugging Face tensors in common are together.
     nbytes: size of their Hugging Face tensors.
+    is_frozen: whether they are weights of a frozen vision tower, which never change.
     """
 
     sender: Sender
     mappings: tuple[Mapping, ...]
     nbytes: int
+    is_frozen: bool = False
 
 
 def plan_shipments(model: ModelShard, bucket_bytes: int) -> list[Shipment]:
     """Divide the model's weights among senders; the result is the same on every rank.
 
-    A shipment has at most `bucket_bytes` bytes, or only weights that cannot be divided. Ranks gather, send and receive
-    the shipments of a stage in the order of this list. Otherwise a sender could wait for a receiver that waits for
-    another sender, which waits for the first one to gather.
+    A shipment has at most `bucket_bytes` bytes, or only weights that cannot be divided. Shipments of weights that never
+    change are the last ones. Ranks gather, send and receive the shipments of a stage in the order of this list.
+    Otherwise a sender could wait for a receiver that waits for another sender, which waits for the first one to gather.
     """
     sizes = _sizes(model)
-    open_ones, closed = dict[tuple[int, int | None], _Open](), list[_Open]()
-    for mappings in joined(_changing(model)):
+    open_ones, closed = dict[tuple[int, int | None, bool], _Open](), list[_Open]()
+    for mappings in joined(model.family.table.values()):
         stages = {stage_of(mapping, model) for mapping in mappings}
         assert len(stages) == 1, f"{mappings[0].hf_names} are on several pipeline stages"
-        place = stages.pop(), expert_rank_of(mappings[0], model) if mappings[0].is_expert else None
+        expert = expert_rank_of(mappings[0], model) if mappings[0].is_expert else None
+        place = stages.pop(), expert, _is_frozen(mappings[0], model)
         nbytes = sum(sizes[name] for name in tensor_shapes(mappings))
         current = open_ones.get(place)
         if current is None or current.nbytes + nbytes > bucket_bytes:
@@ -79,27 +82,26 @@ def plan_shipments(model: ModelShard, bucket_bytes: int) -> list[Shipment]:
         current.mappings += mappings
         current.nbytes += nbytes
     counts = Counter[int]()
-    turns = list[tuple[int, int, Shipment]]()
+    turns = list[tuple[bool, int, int, Shipment]]()
     for one in closed:  # stages take turns, because they gather at the same time
-        stage, expert = one.place
-        shipment = Shipment(Sender(stage, expert, one.shard), tuple(one.mappings), one.nbytes)
-        turns.append((counts[stage], stage, shipment))
+        stage, expert, is_frozen = one.place
+        shipment = Shipment(Sender(stage, expert, one.shard), tuple(one.mappings), one.nbytes, is_frozen)
+        turns.append((is_frozen, counts[stage], stage, shipment))
         counts[stage] += 1
-    return [shipment for *_, shipment in sorted(turns, key=lambda turn: turn[:2])]
+    return [shipment for *_, shipment in sorted(turns, key=lambda turn: turn[:3])]
 
 
 @dataclass
 class _Open:
-    place: tuple[int, int | None]
+    place: tuple[int, int | None, bool]
     shard: int
     nbytes: int = 0
     mappings: list[Mapping] = field(default_factory=list)
 
 
-def _changing(model: ModelShard) -> list[Mapping]:
-    """Return the mappings of the weights that can change: all but those of a frozen vision tower."""
-    is_frozen = model.tower is not None and not model.tower.is_trained
-    return [m for m in model.family.table.values() if not (is_frozen and m.megatron.startswith(VISION_TOWER))]
+def _is_frozen(mapping: Mapping, model: ModelShard) -> bool:
+    """Return whether a weight belongs to a frozen vision tower."""
+    return model.tower is not None and not model.tower.is_trained and mapping.megatron.startswith(VISION_TOWER)
 
 
 def _sizes(model: ModelShard) -> dict[str, int]:

@@ -387,12 +387,15 @@ class RefitReceiver:
         on_host = self.device.type == "cpu" or self.copy is not None
         self.groups.append(RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host))
 
-    def update_weights_from_collective(self, base: int | None = None, version: int | None = None) -> None:
+    def update_weights_from_collective(
+        self, base: int | None = None, version: int | None = None, count: int | None = None
+    ) -> None:
         """Receive all weights while the policy runs `broadcast_weights_for_collective`.
 
         Args:
             base: version of the weights from which differences begin; None if all weights are sent whole.
             version: version of the weights that are sent.
+            count: number of tensors that are sent; None for all. The engine keeps its values of the others.
 
         Raises:
             RuntimeError: `init_collective` was not called.
@@ -401,26 +404,29 @@ class RefitReceiver:
         """
         if not self.groups:
             raise RuntimeError("update_weights_from_collective: call init_collective first")
+        expected = len(self.info) if count is None else count
         if self.copy is None:
-            self._receive(self._load)
+            self._receive(self._load, expected)
             return
         failure, changed, copy = None, list[tuple[int, Tensor]](), self.copy
         try:
             copy.begin(base)
         except RefusedUpdate as error:
             failure = error
-        self._receive(lambda numbers, payload: changed.extend(copy.update(numbers, payload)), failure)
+        self._receive(lambda numbers, payload: changed.extend(copy.update(numbers, payload)), expected, failure)
         names = list(self.info)
         # Only now, because an engine cannot end an update of which it has loaded a part.
         self.load_weights((names[number], tensor.to(self.device)) for number, tensor in changed)
         copy.end(version)
 
-    def _receive(self, use: Callable[[list[int], Tensor], Any], failure: Exception | None = None) -> None:
-        """Receive an update, and call `use` with each bucket: the tensors' numbers, and their bytes.
+    def _receive(
+        self, use: Callable[[list[int], Tensor], Any], expected: int, failure: Exception | None = None
+    ) -> None:
+        """Receive an update of `expected` tensors; call `use` with each bucket: the tensors' numbers, and their bytes.
 
         If there is a `failure`, or `use` fails, the rest is still received, because the senders wait for that.
         """
-        for numbers, payload in self._ahead():
+        for numbers, payload in self._ahead(expected):
             if failure is None:
                 try:
                     use(numbers, payload)
@@ -439,9 +445,9 @@ class RefitReceiver:
         entries = list(self.info.items())
         self.load_weights(_cut(payload, lay_out(entries[number] for number in numbers)[0]))
 
-    def _ahead(self) -> Iterator[tuple[list[int], Tensor]]:
+    def _ahead(self, expected: int) -> Iterator[tuple[list[int], Tensor]]:
         """Yield the buckets of an update; while one is used, the next one is received."""
-        buckets = self._buckets()
+        buckets = self._buckets(expected)
         use = functools.partial(platform.use_device, self.device)
         with ThreadPoolExecutor(1, "refit", initializer=use) as beside:
             coming = beside.submit(next, buckets, None)
@@ -449,11 +455,11 @@ class RefitReceiver:
                 coming = beside.submit(next, buckets, None)
                 yield bucket
 
-    def _buckets(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Receive buckets until all tensors have come; yield each bucket's numbers and bytes."""
+    def _buckets(self, expected: int) -> Iterator[tuple[list[int], Tensor]]:
+        """Receive buckets until `expected` tensors have come; yield each bucket's numbers and bytes."""
         device = torch.device("cpu") if self.copy is not None else self.device
         received, order = 0, iter(self.order)
-        while received < len(self.info):
+        while received < expected:
             group = self.groups[next(order, 0)]
             header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=device)
             count, size = group.broadcast(header).tolist()
