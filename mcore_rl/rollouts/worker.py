@@ -206,7 +206,8 @@ class RolloutWorker:
         assert isinstance(self.generation, StreamingGeneration)
         while True:
             rollout, group = conversation.rollout, conversation.prompt.input_ids
-            asked = self.generation.submit(tuple(rollout.input_ids), rollout.sample_id, group, greedy)
+            ids, images = tuple(rollout.input_ids), conversation.prompt.images
+            asked = self.generation.submit(ids, rollout.sample_id, group, greedy, images=images)
             try:
                 conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
             except RequestError as error:

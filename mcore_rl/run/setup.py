@@ -424,11 +424,6 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
                 f"(pixels of a token's side, at least, at most: {sizes} instead of {own}); use a model with the same "
                 "preprocessor_config.json"
             )
-    if isinstance(config, RLConfig) and config.generation.backend != "megatron":
-        raise UserError(
-            f"generation.backend={config.generation.backend}: gets no images yet, but data.train has prompts with "
-            "images; set generation.backend=megatron"
-        )
     if isinstance(config, RLConfig) and config.environment.name == "agent":
         raise UserError(
             "environment.name=agent: gets no images yet, but data.train has prompts with images; use another "

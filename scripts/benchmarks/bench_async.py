@@ -94,7 +94,7 @@ def make_engine(latency):
         def __init__(self):
             self.places, self.version, self.latency = ThreadPoolExecutor(PROMPTS * GROUP), 0, latency
 
-        def submit(self, prompt, sample_id, group, greedy=False):
+        def submit(self, prompt, sample_id, group, greedy=False, images=()):
             return self.places.submit(self.answer, sample_id)
 
         def answer(self, sample_id):

@@ -299,7 +299,6 @@ def text_model(files):
 def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files, text_model, judge):
     from mcore_rl.run.setup import load_inputs
 
-    vllm = "generation={backend: vllm, vllm: {urls: [http://localhost:9]}}"
     larger = shutil.copytree(files / "model", files / "larger")
     processor = json.loads((larger / "preprocessor_config.json").read_text())
     processor["size"]["longest_edge"] *= 2
@@ -308,12 +307,6 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
     distill["distillation"] = {"teacher": str(files / "model"), "topk": 4}
     (files / "distill.yaml").write_text(yaml.safe_dump(distill))
     for kind, name, option, message in (
-        (
-            GRPOConfig,
-            "grpo",
-            vllm,
-            "generation.backend=vllm: gets no images yet, but data.train has prompts with images",
-        ),
         (
             DPOConfig,
             "dpo",

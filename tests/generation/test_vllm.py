@@ -19,10 +19,12 @@ import torch
 import yaml
 from generation_cases import drawn_logprobs, make_prompts
 from ports import free_port
-from programs import ROOT, metrics_of, run
+from programs import metrics_of, run
 from safetensors.torch import load_file, save_file
 from small_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
+from vllm_servers import PYTHON, START_SECONDS, Serving
+from vllm_servers import vllm_environment as vllm_environment  # a fixture
 
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.data.tokenize import count_ids
@@ -32,15 +34,8 @@ from mcore_rl.testing.processes import run_processes
 
 pytestmark = pytest.mark.vllm
 
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 LIMIT, NEW_TOKENS, STEPS = 100, 24, 5
 CLOSE = 1e-5
-START_SECONDS = 240
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_environment():
-    subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -78,27 +73,6 @@ def root(tmp_path_factory):
     }
     (root / "grpo.yaml").write_text(yaml.safe_dump(config))
     return root
-
-
-class Serving:
-    """scripts/serve_vllm.py, as a user runs it; `urls` as it prints them."""
-
-    def __init__(self, root, *overrides):
-        self.port = free_port()
-        options = [f"generation.vllm.port={self.port}", f"output_dir={root / f'served_{self.port}'}", *overrides]
-        command = [sys.executable, ROOT / "scripts" / "serve_vllm.py", root / "grpo.yaml", *options]
-        self.process = subprocess.Popen(
-            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-
-    def __enter__(self):
-        self.urls = self.process.stdout.readline().strip()  # it ends after start_seconds
-        assert self.urls.startswith("generation.vllm.urls=["), self.process.communicate(timeout=60)
-        return self
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        self.said, self.error = self.process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ class Engine(StreamingGeneration):
     def __init__(self, fails_at=None):
         self.threads, self.fails_at, self.ended = ThreadPoolExecutor(8), fails_at, {}
 
-    def submit(self, prompt, sample_id, group, greedy=False):
+    def submit(self, prompt, sample_id, group, greedy=False, images=()):
         assert prompt[: len(group)] == group
         return self.threads.submit(self._answer, prompt, sample_id, greedy)
 

@@ -23,11 +23,14 @@ ROUTES = {
 
 FIELDS = {
     "vllm/entrypoints/scale_out/token_in_token_out/protocol.py": {
-        "GenerateRequest": ("token_ids", "sampling_params"),
+        "GenerateRequest": ("token_ids", "sampling_params", "content_parts", "return_token_ids"),
+        "PlaceholderRangeInfo": ("offset", "length"),
+        "GenerateResponseBase": ("prompt_token_ids", "mm_placeholders"),
         "GenerateChoiceBase": (
             "finish_reason", "token_ids", "routed_experts", "sampling_mask", "weight_versions",
         ),
-        "GenerateLogProb": ("logprob", "token_id", "top_logprobs"),
+        "GenerateLogProb": ("logprob", "token_id"),
+        "GenerateLogProbsContent": ("top_logprobs",),
     },
     "vllm/sampling_params.py": {
         "SamplingParams": (

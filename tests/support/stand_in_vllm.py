@@ -22,9 +22,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import requests
 import torch
+from PIL import Image
 from ports import free_port
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
 from mcore_rl.models.policy.refit_copy import HostCopy
@@ -68,7 +69,7 @@ class Engine:
         return status * (modulus > 0 and body["sampling_params"]["seed"] % modulus == 0)
 
     def generate(self, body):
-        sampling, prompt = body["sampling_params"], body["token_ids"]
+        sampling, (prompt, images, places) = body["sampling_params"], self.read_images(body)
         assert (sampling["top_p"], sampling["min_p"]) == (1.0, 0.0)
         if self.options.masks:
             assert sampling["top_k"] > 0 and sampling["temperature"] > 0, "as vLLM requires with --return-sampling-mask"
@@ -82,7 +83,7 @@ class Engine:
             self.running.wait()
             with self.lock:
                 assert not self.asleep, "asked in its sleep"
-                drawn = self.draw(ids, sampling["temperature"], sampling["top_k"], generator, biases)
+                drawn = self.draw(ids, images, sampling["temperature"], sampling["top_k"], generator, biases)
                 (token, scores, mask), version = drawn, self.version
             ids.append(token)
             masks.append(mask)
@@ -102,11 +103,30 @@ class Engine:
             choice["routed_experts"] = encode(told_experts(self.config, len(ids) - 1))
         if self.options.masks:
             choice["sampling_mask"] = masks
-        return {"choices": [choice]}
+        told = {"prompt_token_ids": prompt, "mm_placeholders": places} if body.get("return_token_ids") else {}
+        return {"choices": [choice], **told}
+
+    def read_images(self, body):
+        """Return the expanded prompt, the model's inputs for its images, and the images' places, as vLLM tells them."""
+        parts, ids, places = body.get("content_parts"), list(body["token_ids"]), []
+        if not parts:
+            return ids, {}, None
+        contents = [base64.b64decode(part["url"].removeprefix("data:image/png;base64,")) for part in parts]
+        processor = AutoImageProcessor.from_pretrained(self.options.model, backend="pil")
+        images = processor(images=[Image.open(io.BytesIO(content)) for content in contents], return_tensors="pt")
+        counts = (images["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
+        start = 0
+        for count in counts:
+            start = ids.index(self.config.image_token_id, start)
+            ids[start : start + 1] = [self.config.image_token_id] * count
+            places.append({"offset": start, "length": count})
+            start += count
+        return ids, images, {"image": places}
 
     @torch.no_grad()
-    def draw(self, ids, temperature, top_k, generator, biases):
-        logits = self.model(torch.tensor([ids])).logits[0, -1].double()
+    def draw(self, ids, images, temperature, top_k, generator, biases):
+        kinds = {"mm_token_type_ids": (torch.tensor([ids]) == self.config.image_token_id).long()} if images else {}
+        logits = self.model(torch.tensor([ids]), **images, **kinds).logits[0, -1].double()
         for token, bias in biases.items():
             logits[int(token)] += bias
         kept = logits.topk(top_k or len(logits)).indices.sort().values
@@ -135,7 +155,9 @@ class Engine:
             self.config.save_pretrained(directory)
             tensors = {name: tensor.contiguous() for name, tensor in self.received.items()}
             save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            reads_images = hasattr(self.config, "vision_config")
+            kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+            model = kind.from_pretrained(directory, dtype=torch.float32).eval()
         if self.options.experts:
             send_to_told_experts(model)
         with self.lock:

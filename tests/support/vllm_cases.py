@@ -68,7 +68,7 @@ PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), st
 
 class Stub(BaseHTTPRequestHandler):
     """Server stub whose response is the prompt's last token and the seed, in vLLM's format; `server.behave` may
-    refuse."""
+    refuse. Subclasses may set `told`, further entries of the answer."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -83,7 +83,8 @@ class Stub(BaseHTTPRequestHandler):
             "weight_versions": [{"version": "a.3", "start": 0, "end": 2}],
             "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
         }
-        answer = {"choices": [{**choice, **change}]} if status == 200 else {"error": {"message": "told so"}}
+        told = getattr(self, "told", {})
+        answer = {"choices": [{**choice, **change}], **told} if status == 200 else {"error": {"message": "told so"}}
         content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))

@@ -172,7 +172,23 @@ class RequestEngine(ABC):
 
 
 class StreamingGeneration(GenerationInterface, RequestEngine):
-    """A backend that also returns responses one by one."""
+    """A backend that also returns responses one by one, to prompts that may have images."""
+
+    @abstractmethod
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sample_id: int,
+        group: tuple[int, ...],
+        greedy: bool = False,
+        options: RequestOptions = NO_OPTIONS,
+        images: Sequence[PlacedImage] = (),
+    ) -> Future[Response]:
+        """Start a request; see `RequestEngine.submit`.
+
+        Args:
+            images: the images among the prompt's tokens.
+        """
 
 
 def prompts_to_answer(

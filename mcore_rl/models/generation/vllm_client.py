@@ -26,10 +26,12 @@ import torch
 from jaxtyping import Int16
 from torch import Tensor
 
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError, Response
 from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.generation.vllm_images import ImageEncoder, check_prompt, with_single_tokens
 from mcore_rl.models.megatron.families.mixtures import Experts
 
 DTYPES = ("uint8", "uint16", "int32")
@@ -137,6 +139,7 @@ class Request:
     priority: requests with a lower number are served first.
     group: leading tokens that the prompt has in common with the prompts of other requests.
     num_likeliest: number of the likeliest tokens at each position that are returned with the response.
+    images: the images among the prompt's tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -145,6 +148,7 @@ class Request:
     priority: int
     group: tuple[int, ...]
     num_likeliest: int = 0
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,10 +179,13 @@ class VLLMServer:
         connections: maximum number of concurrent requests for responses.
         experts: description of the model's experts, if a response must contain, for each token, the experts that
             computed it; otherwise None.
+        encoder: makes the parts of requests that contain images; None if no request has images.
     """
 
-    def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
-        self.url, self.connections, self.experts = url, connections, experts
+    def __init__(
+        self, url: str, connections: int, experts: Experts | None = None, encoder: ImageEncoder | None = None
+    ) -> None:
+        self.url, self.connections, self.experts, self.encoder = url, connections, experts, encoder
 
     def get(self, path: str, seconds: float) -> Any:
         return asyncio.run(self._ask_once("GET", path, None, seconds))
@@ -231,11 +238,24 @@ class VLLMServer:
 
         Raises:
             ServerError: the server does not answer in time, fails, or aborts the request; or its answer lacks the
-                routed experts or the sampling mask that this run needs.
+                routed experts or the sampling mask that this run needs, or it has other tokens for images.
             RequestError: the server rejects the request as invalid.
+            UserError: an image's file is missing, or has changed since its record was tokenized.
         """
-        body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
+        body: dict[str, Any] = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
+        if request.images:
+            encoder = self.encoder
+            assert encoder is not None, "a server without an encoder gets no requests with images"
+            # Reading and encoding takes milliseconds, in which the loop would serve no other request.
+            parts = await asyncio.to_thread(lambda: list(map(encoder.part, request.images)))
+            ids = with_single_tokens(request.token_ids, request.images)
+            body |= {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
         content = await self._ask(session, "POST", "/inference/v1/generate", body, seconds)
+        if request.images:
+            try:
+                check_prompt(content, request.token_ids, request.images)
+            except ValueError as error:
+                raise WrongServerError(f"{self.url}: its response has {error}") from None
         (choice,) = content["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise ServerError(

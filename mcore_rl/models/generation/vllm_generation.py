@@ -20,6 +20,7 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import SERVER_LOGS
+from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import broadcast_result, settle
 from mcore_rl.distributed.topology import Topology
@@ -38,6 +39,7 @@ from mcore_rl.models.generation.interfaces import (
 )
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_images import ImageEncoder
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm_weights import CONTROL_SECONDS, VLLMWeights, WeightSource
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
@@ -83,6 +85,7 @@ class VLLMGeneration(StreamingGeneration):
         self.weight_version: int | None = None
         self._launch = ""
         self._beside = ThreadPoolExecutor(1, "generation")
+        self._encoder = ImageEncoder(ImageReader(config.model.path))
         self._service: VLLMServerProcesses | None = None
         self._pool: ServerPool | None = None
         self._weights: VLLMWeights | None = None
@@ -130,11 +133,12 @@ class VLLMGeneration(StreamingGeneration):
         group: tuple[int, ...],
         greedy: bool = False,
         options: RequestOptions = NO_OPTIONS,
+        images: Sequence[PlacedImage] = (),
     ) -> Future[Response]:
         """Start a request for one response and return the future response.
 
         The response's random numbers depend on seed, sample id and prompt length. The future raises TrainingError if no
-        server is left, and RequestError if this request fails.
+        server is left, RequestError if this request fails, and UserError if an image cannot be read.
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
@@ -144,7 +148,8 @@ class VLLMGeneration(StreamingGeneration):
         longest = min(asked, params.max_new_tokens, self.max_sequence_length - len(prompt))
         states = random_states(params.seed, torch.tensor([sample_id]))
         seed = int(uniforms(states, torch.tensor([len(prompt)])).item() * 2**53)
-        return self._pool.submit(Request(prompt, longest, seed, sample_id, group, options.num_likeliest), params)
+        request = Request(prompt, longest, seed, sample_id, group, options.num_likeliest, tuple(images))
+        return self._pool.submit(request, params)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -152,15 +157,19 @@ class VLLMGeneration(StreamingGeneration):
         """Return a response to the prompt in each row of `data`; each is requested as in `submit`.
 
         Raises:
-            UserError: a prompt is empty, or leaves no room for a response.
+            UserError: a prompt is empty, or leaves no room for a response; or an image cannot be read.
             TrainingError: no server is left.
         """
         if not self._is_connected:
             self.prepare_for_generation()
         rows = prompts_of(data, self.max_sequence_length)
+        images = data.get(IMAGES) or [()] * len(rows)
 
         def ask() -> list[Response]:
-            asked = [self.submit(prompt, sample_id, prompt, greedy) for sample_id, prompt in rows]
+            asked = [
+                self.submit(prompt, sample_id, prompt, greedy, images=of_prompt or ())
+                for (sample_id, prompt), of_prompt in zip(rows, images, strict=True)
+            ]
             return [self._result(future, prompt) for future, (_, prompt) in zip(asked, rows, strict=True)]
 
         if isinstance(data, LocalBatch):
@@ -238,7 +247,7 @@ class VLLMGeneration(StreamingGeneration):
 
     def _server(self, url: str) -> VLLMServer:
         connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
-        return VLLMServer(url, connections, self._experts())
+        return VLLMServer(url, connections, self._experts(), self._encoder)
 
     def _experts(self) -> Experts | None:
         """Return the family's `experts` if servers must report the experts of each token; otherwise None."""

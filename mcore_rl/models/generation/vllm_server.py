@@ -13,7 +13,7 @@ from typing import Any
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
-from mcore_rl.utils.model_directory import missing_files
+from mcore_rl.utils.model_directory import missing_files, vision_model_config
 from mcore_rl.utils.process_groups import GroupKeeper, end_groups
 
 MODEL_NAME = "policy"
@@ -49,6 +49,10 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         command.append("--enable-return-routed-experts")
     if _returns_masks(config):
         command.append("--return-sampling-mask")
+    if vision_model_config(config.model.path) is not None:
+        # An update of the weights clears the cache of processed images in the server's API process and its engine one
+        # after the other. A request in between would leave an image in one of them alone, which ends the server.
+        command += ["--mm-processor-cache-gb", "0", "--limit-mm-per-prompt", json.dumps({"video": 0})]
     if overrides := _overrides(config.model):
         command += ["--hf-overrides", json.dumps(overrides)]
     if config.generation.offload and platform.has_gpu():  # vLLM rejects it on the CPU, where sleep calls free nothing
@@ -186,16 +190,24 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
-    """Return fields of config.json to change: vLLM would tie an LM head that the trainer trains as separate weights."""
-    if missing_files(model.path):
-        return {}
-    from mcore_rl.models.megatron.hf_config import has_separate_head  # imports Megatron
+    """Return fields of config.json to change.
 
-    if not has_separate_head(model.path, model.trust_remote_code):
-        return {}
-    untied: dict[str, Any] = {"tie_word_embeddings": False}
-    has_parts = "text_config" in _fields(model.path)
-    return {**untied, "text_config": untied} if has_parts else untied
+    vLLM would tie an LM head that the trainer trains as separate weights. It would rotate by sections in blocks if
+    `mrope_interleaved` is missing, where transformers and the trainer always interleave them.
+    """
+    fields, found = _fields(model.path), dict[str, Any]()
+    parts = {**fields.get("text_config", {})}
+    if not missing_files(model.path):
+        from mcore_rl.models.megatron.hf_config import has_separate_head  # imports Megatron
+
+        if has_separate_head(model.path, model.trust_remote_code):
+            found = {"tie_word_embeddings": False}
+    of_text = dict(found) if parts else {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = parts.get(key) or {}
+        if vision_model_config(model.path) and "mrope_section" in rope and not rope.get("mrope_interleaved"):
+            of_text[key] = {**rope, "mrope_interleaved": True}
+    return {**found, "text_config": of_text} if of_text else found
 
 
 def _returns_masks(config: RLConfig) -> bool:

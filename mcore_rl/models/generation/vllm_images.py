@@ -1,0 +1,78 @@
+"""Images in requests to vLLM's servers.
+
+A request has one token for each image, and the images. The server repeats the token as its own image processor tells,
+and returns the prompt's tokens. `check_prompt` compares them with the trainer's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from mcore_rl.data.images import ImageReader, PlacedImage
+
+ENCODED_IMAGES = 64
+"""Number of encoded images that are kept, for further responses to the same prompts."""
+
+
+class ImageEncoder:
+    """Makes the parts of requests that contain images, and keeps the last ones."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self._reader = reader
+        self._encoded = lru_cache(maxsize=ENCODED_IMAGES)(self._encode)
+
+    def part(self, image: PlacedImage) -> dict[str, str]:
+        """Return the entry of an image in a request's `content_parts`. Any thread may call this.
+
+        Raises:
+            UserError: the image's file is missing, or has changed since its record was tokenized.
+        """
+        return self._encoded(PlacedImage(0, image.grid, image.digest, image.path))
+
+    def _encode(self, image: PlacedImage) -> dict[str, str]:
+        png = self._reader.resized_png(image)
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        # The server keeps features by this name, so images that differ must have different names.
+        return {"type": "image_url", "url": url, "uuid": hashlib.sha256(png).hexdigest()}
+
+
+def with_single_tokens(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
+    """Return the tokens of a prompt with only the first token of each image."""
+    found, start = list[int](), 0
+    for image in images:
+        found += token_ids[start : image.start + 1]
+        start = image.end
+    return [*found, *token_ids[start:]]
+
+
+def check_prompt(answer: Mapping[str, Any], token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+    """Compare the prompt that a server has made of a request with the trainer's.
+
+    Args:
+        answer: the server's answer, with `prompt_token_ids` and `mm_placeholders`.
+        token_ids, images: the trainer's prompt.
+
+    Raises:
+        ValueError: the prompts differ; the message says what the server's is.
+    """
+    theirs = answer.get("prompt_token_ids")
+    if theirs is None:
+        raise ValueError("no prompt_token_ids; images need vLLM 0.32 or newer")
+    places = (answer.get("mm_placeholders") or {}).get("image") or []
+    if len(places) != len(images):
+        raise ValueError(f"{len(places)} images in its prompt instead of {len(images)}")
+    for place, image in zip(places, images, strict=True):
+        if (place["offset"], place["length"]) != (image.start, image.count):
+            raise ValueError(
+                f"{place['length']} tokens at {place['offset']} for the image {image.path} instead of {image.count} at "
+                f"{image.start}; the server must have the preprocessor_config.json of model.path"
+            )
+    if len(theirs) != len(token_ids):
+        raise ValueError(f"a prompt of {len(theirs)} tokens instead of {len(token_ids)}")
+    if theirs != list(token_ids):
+        at = next(at for at, (a, b) in enumerate(zip(theirs, token_ids, strict=True)) if a != b)
+        raise ValueError(f"the token {theirs[at]} at {at} of its prompt instead of {token_ids[at]}")
