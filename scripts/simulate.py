@@ -20,6 +20,7 @@ from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
 from mcore_rl.run.preflight import check_layout, check_lengths, check_sources
 from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.model_directory import vision_model_config
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", help="lengths of the sequences in tokens: 2048,512,…")
     parser.add_argument("--response-part", type=float, help="with --lengths, fraction of response tokens (default 0.5)")
+    parser.add_argument("--image-tokens", help="with --lengths, tokens of the images in each prompt: 256,1024,…")
     parser.add_argument("--ranks", help="ranks: distinct (default), first, last, stages, or numbers")
     parser.add_argument(
         "--expert-imbalance", type=float, default=1.0, metavar="F",
@@ -55,7 +57,7 @@ def main() -> None:
         config = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
         gpu = Hardware.load(arguments.hardware)
         check_options(config, gpu, arguments)
-        lengths = lengths_of(config, arguments)
+        lengths, image_tokens = lengths_of(config, arguments), image_tokens_of(arguments)
         config = with_local_models(config, with_weights=False)
         # A search ignores the layout of the configuration, which need not fit.
         checked = config.model_copy(update={"parallel": ParallelConfig()}) if arguments.search else config
@@ -67,7 +69,7 @@ def main() -> None:
         from mcore_rl.platform import initialize_platform  # imports PyTorch
 
         initialize_platform()
-        report(config, sequences_of(checked, lengths, arguments), gpu, arguments)
+        report(config, sequences_of(checked, lengths, image_tokens, arguments), gpu, arguments)
 
 
 def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None:
@@ -99,6 +101,8 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
         return
     ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
     rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
+    if of_images := sum(image.count for images in sequences.images for image in images):
+        rows += f" ({of_images:,} of images)"
     print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step", flush=True)
     reports = simulate(config, size, ranks, sequences, arguments.workers, assumed, say)
     print("\n".join(describe(config, size, reports, gpu, assumed)))
@@ -159,18 +163,36 @@ def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None
     return lengths
 
 
-def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: Namespace):
+def image_tokens_of(arguments: Namespace) -> list[int]:
+    """Return the numbers of --image-tokens; [] without the option.
+
+    Raises:
+        UserError: the option is not a list of numbers, or is given without --lengths.
+    """
+    if arguments.image_tokens is None:
+        return []
+    if arguments.lengths is None:
+        raise UserError("--image-tokens: needs --lengths; without --lengths the data determine the images")
+    found = [whole_number(word) or 0 for word in arguments.image_tokens.split(",")]
+    if min(found) < 1:
+        raise UserError(f"--image-tokens {arguments.image_tokens[:80]}: write numbers of tokens, separated by commas")
+    return found
+
+
+def sequences_of(config: TrainingConfig, lengths: list[int] | None, image_tokens: list[int], arguments: Namespace):
     """Return sequences of these lengths, or of the first global batch with responses of maximum length. Models and data
     are checked first."""
     from mcore_rl.cli.dry_run import first_batch
     from mcore_rl.run.setup import check_models, check_weights, load_inputs
-    from mcore_rl.simulation.step import sequences_of
+    from mcore_rl.simulation.sequences import sequences_of
 
     if lengths is None:
         sequences, _ = first_batch(config, load_inputs(config, arguments.world_size, needs_weights=False).train)
         return sequences
     check_weights(config, check_models(config), needed=False)
-    return sequences_of(config, lengths, arguments.response_part)
+    if image_tokens and vision_model_config(config.model.path) is None:
+        raise UserError(f"--image-tokens: the model in {config.model.path} reads no images; leave the option out")
+    return sequences_of(config, lengths, arguments.response_part, image_tokens)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
-from mcore_rl.simulation.step import Sequences, sequences_of
+from mcore_rl.simulation.sequences import Sequences, sequences_of
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import counted
 from mcore_rl.utils.model_directory import has_only_config
@@ -124,31 +125,39 @@ def describe_run(
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
-    """Return the lengths of the first step's sequences, and the first of these sequences.
+    """Return the lengths and images of the first step's sequences, and the first of these sequences.
 
     Responses that are generated are assumed to have the maximum length.
     """
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
-        prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
-        shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
+        prompts = [dataset.prompts[i] for i in order.indices(0, config.rollouts.num_prompts_per_step)]
+        shown = [TokenSequence(one.input_ids, (False,) * len(one.input_ids)) for one in prompts[:SHOWN_RECORDS]]
         group = config.rollouts.num_generations_per_prompt
-        return _answered(config, [len(prompt) for prompt in prompts for _ in range(group)]), shown
+        asked = [prompt for prompt in prompts for _ in range(group)]
+        return _answered(config, [len(one.input_ids) for one in asked], [one.images for one in asked]), shown
     size, epochs = config.batch.global_batch_size, config.trainer.max_epochs
     count = size if epochs is None else min(size, epochs * len(dataset))
     units = [dataset.units[i] for i in order.indices(0, count)]
     rows = [sequence for unit in units for sequence in unit]
+    of_rows = [sequence.images for sequence in rows]
     shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]
     if config.max_answer_length is not None:
-        return _answered(config, [sequence.token_mask.index(True) for sequence in rows]), shown
-    return Sequences(tuple(map(len, rows)), tuple(sum(sequence.token_mask) for sequence in rows)), shown
+        return _answered(config, [sequence.token_mask.index(True) for sequence in rows], of_rows), shown
+    trained = tuple(sum(sequence.token_mask) for sequence in rows)
+    return Sequences(tuple(map(len, rows)), trained, _images(of_rows)), shown
 
 
-def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
-    """Return the lengths of sequences: each has a prompt of the given length and an answer of maximum length."""
+def _images(of_rows: Sequence[Sequence[PlacedImage]]) -> tuple[tuple[PlacedImage, ...], ...]:
+    return tuple(map(tuple, of_rows)) if any(of_rows) else ()
+
+
+def _answered(config: TrainingConfig, prompts: Sequence[int], images: Sequence[Sequence[PlacedImage]]) -> Sequences:
+    """Return sequences: each has a prompt of the given length, with its images, and an answer of maximum length."""
     assert config.max_answer_length is not None, "the policy answers"
     lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
-    return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
+    responses = tuple(whole - n for whole, n in zip(lengths, prompts, strict=True))
+    return Sequences(lengths, responses, _images(images))
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:

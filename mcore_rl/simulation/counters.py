@@ -136,6 +136,7 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 
 PRODUCTS = {*flop_registry, *_LEFT_OUT}
 """Functions that compute matrix products."""
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 ADDED_PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
 """Functions of `PRODUCTS` that add the product to their first argument."""
 
@@ -210,6 +211,8 @@ class ProductCounter(FlopCounterMode):
             a, b, *more = args[int(func_packet in ADDED_PRODUCTS) :]
             is_grouped = func_packet in _LEFT_OUT and func_packet not in ADDED_PRODUCTS
             ends = kwargs.get("offs", more[0] if more else None) if is_grouped else None
+            if func_packet in CONVOLUTIONS:  # of the vision tower, whose patches do not overlap: a product of matrices
+                a, b = a.flatten(1), b.flatten(1).T
             kind = Product.of(*self._now(), a, b, ends)
             self.counts[kind] += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             self.operands[kind.phase, kind.part] += sum(x.numel() for x in (a, b) if not self._is_state(x))
@@ -612,7 +615,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 LM_HEAD, OTHER = "LM head", "other"
+TOWER = "visual"
+"""Name of the vision tower among the modules. All modules in it are one part of the model."""
 OF_MODULES = {
+    TOWER: "vision tower",
     "self_attention": "projections",
     "mlp": "MLP",
     "router": "router",
@@ -625,7 +631,9 @@ OF_MODULES = {
 
 def part_of(name: str) -> str:
     """Return which part of the model (MLP, experts, …) the module or parameter called `name` belongs to."""
-    return next((OF_MODULES[one] for one in reversed(name.split(".")) if one in OF_MODULES), OTHER)
+    names = name.split(".")
+    found = [TOWER] if TOWER in names else [one for one in reversed(names) if one in OF_MODULES]
+    return OF_MODULES[found[0]] if found else OTHER
 
 
 class Parts:
@@ -656,7 +664,8 @@ class Parts:
         Only forward hooks are used, because other hooks would keep the inputs and outputs of modules alive.
         """
         for name, module in (named for model in models for named in model.named_modules()):
-            part = OF_MODULES.get(name.rpartition(".")[2])
+            *outer, own = name.split(".")
+            part = None if TOWER in outer else OF_MODULES.get(own)
             if part is not None:
                 module.register_forward_pre_hook(lambda *_, part=part: self._enter(part))
                 module.register_forward_hook(lambda *_: self._leave())

@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, own_layouts, second_model_configs
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
 from mcore_rl.utils.console import quiet_libraries
@@ -197,13 +198,14 @@ class ShapesOnly:
         return whole[rows] if columns is None else whole[rows, columns]
 
 
-def flash_stand_in(flops: AttentionFlops) -> Kernel:
-    """Return an attention kernel that computes nothing, but allocates and saves the tensors of a flash kernel.
+def flash_attention(flops: AttentionFlops) -> Any:
+    """Return an autograd function that computes nothing, but allocates and saves the tensors of a flash kernel.
+
+    Its arguments are query, key, value, and the number of operations of the forward pass.
 
     Args:
         flops: counter that receives the operations of a flash kernel.
     """
-    from mcore_rl.models.megatron.attention_kernels import Kernel
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -221,6 +223,19 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
             flops.total += ctx.count * 5 // 2  # five products, one of them recomputed
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
+    return Attention
+
+
+def flash_stand_in(flops: AttentionFlops) -> Kernel:
+    """Return an attention kernel that calls `flash_attention`.
+
+    Args:
+        flops: counter that receives the operations of a flash kernel.
+    """
+    from mcore_rl.models.megatron.attention_kernels import Kernel
+
+    attention = flash_attention(flops)
+
     def attend(
         query: Tensor,
         key: Tensor,
@@ -232,9 +247,61 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
     ) -> Tensor:
         width = math.prod(query.shape[1:])
         count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, window, width)
-        return Attention.apply(query, key, value, count)
+        result: Tensor = attention.apply(query, key, value, count)
+        return result
 
     return Kernel(attend)
+
+
+def tower_stand_in(flops: AttentionFlops) -> Callable[[Any, Tensor, Tensor], Any]:
+    """Return a replacement of `vision.run_module`. Attention is that of `flash_attention`, as on a GPU.
+
+    The positions of patches, which are computed on the host from the grids of the images, have no values.
+
+    Args:
+        flops: counter that receives the operations of attention.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = flash_attention(flops)
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        heads, patches, width = query.shape[1:]
+        return attention.apply(query, key, value, 4 * patches**2 * heads * width).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("simulated", attend)
+
+    def run(module: Any, pixels: Tensor, grids: Tensor) -> Any:
+        module.config._attn_implementation = "simulated"
+        count = len(pixels)
+        ends = grids.prod(-1).repeat_interleave(grids[:, 0]).cumsum(0)  # of images, which have one frame
+        return module(
+            pixels,
+            grids,
+            interp_indices=torch.empty(count, 4, dtype=torch.long, device=pixels.device),
+            interp_weights=torch.empty(count, 4, device=pixels.device),
+            position_ids=torch.empty(count, 2, dtype=torch.long, device=pixels.device),
+            cu_seqlens=torch.nn.functional.pad(ends, (1, 0)),
+        )
+
+    return run
+
+
+def keep_untouched(kept: Any, identity: Any, features: Tensor) -> None:
+    """Replacement of `KeptFeatures.put`. It copies no values: memory that is never written takes no space."""
+    kept._features[identity] = torch.empty(features.shape, dtype=features.dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class InventedPixels:
+    """Source of pixels without values, for a tower with this configuration of transformers."""
+
+    vision_config: Any
+
+    def pixels(self, image: PlacedImage) -> Tensor:
+        vision = self.vision_config
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(image.count * vision.spatial_merge_size**2, values, device=platform.device())
 
 
 def alike(reduced: Any) -> Any:
@@ -311,7 +378,7 @@ def simulated_process(
     import torch
 
     from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import attention_kernels, moe, weights
+    from mcore_rl.models.megatron import attention_kernels, moe, vision, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
@@ -338,6 +405,8 @@ def simulated_process(
         replaced(batched_data_dict.LocalBatch, "all_rows", rows_of_all),
         replaced(scoring, "fetch_rows", rows_from_others),
         replaced(moe.BalancedDispatcher, "imbalance", imbalance),
+        replaced(vision, "run_module", tower_stand_in(seen.attention)),
+        replaced(vision.KeptFeatures, "put", keep_untouched),
     ):
         yield seen
 

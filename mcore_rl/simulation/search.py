@@ -24,12 +24,12 @@ from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.rank import PHASES, prepare_process
+from mcore_rl.simulation.sequences import Sequences
 from mcore_rl.simulation.step import (
     LOCAL,
     Implementation,
     LoadingReport,
     RankReport,
-    Sequences,
     simulate_loading,
     simulate_rank,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
-from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.config import PPOConfig, TrainingConfig
 from mcore_rl.config.sections import FP8Config
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension
-from mcore_rl.errors import UserError
-from mcore_rl.losses.options import OF_BATCH
 from mcore_rl.simulation.counters import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -46,11 +43,13 @@ from mcore_rl.simulation.rank import (
     SCORING,
     TRAINING,
     UPDATE,
+    InventedPixels,
     Models,
     run_step,
     simulated_process,
     updates_of,
 )
+from mcore_rl.simulation.sequences import Sequences, invented_batch
 from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
@@ -189,18 +188,6 @@ class Watch:
             self.kernels.bytes[self._now()] += 2 * made  # a later step reads and writes it
 
         return update
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The lengths of a global batch's sequences.
-
-    lengths: number of tokens of each sequence.
-    responses: number of trained tokens at the end of each sequence.
-    """
-
-    lengths: tuple[int, ...]
-    responses: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -422,6 +409,9 @@ def measure_step(
     with watch.of_step():
         models = Models.build(config)
         watch.parts.of_modules(models.chunks)
+        for model in models.all:
+            if model.model.tower is not None:
+                model.model.tower.source = InventedPixels(model.model.family.vision_config)
         policy = models.policy
         batch = invented_batch(config, sequences)
         own = planned_rows(policy, batch) if platform.simulates() else policy.own_rows(batch)
@@ -456,7 +446,8 @@ def measure_step(
         packs=len(watch.layouts),
         tokens=(sum(sum(one.lengths) for one in watch.layouts), sum(one.total for one in watch.layouts)),
         work=(work[policy.topology.data.rank], max(work)),
-        model_flops=updates * sum(model.training_flops(sequences.lengths) for model in models.trained),
+        model_flops=updates
+        * sum(m.training_flops(sequences.lengths) + m.tower_flops(sequences.images) for m in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
         part_in_fp8=part_in_fp8(policy.model),
@@ -578,96 +569,6 @@ def memory_of(
     state = {kind: size - on_host[phase].get(kind, 0) for kind, size in state.items()}
     rest = peaks[phase] - sum(state.values()) - sum(of_kind.values())
     return {**state, ACTIVATIONS: rest, **of_kind}, phase
-
-
-def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
-    """Return an invented global batch with sequences of these lengths, and with all columns that the loss reads."""
-    import torch
-
-    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-
-    lengths, responses = torch.tensor(sequences.lengths), torch.tensor(sequences.responses)
-    shape = (len(lengths), int(lengths.max()))
-    places, rows = torch.arange(shape[1]), torch.arange(shape[0])[:, None]
-    starts = (lengths - responses)[:, None]
-    is_response = places >= starts
-    trained = (places < lengths[:, None]) & is_response
-    # One prompt per group. Prompts and responses begin with digits of their numbers, so no others have common prefixes.
-    numbers = torch.where(is_response, rows, rows // config.rows_per_group)
-    digits = numbers // 50 ** torch.where(is_response, places - starts, places).clamp(max=5)
-    data: dict[str, Any] = {
-        "input_ids": 1 + (places + 7 * digits) % 50,  # not the padding token, whose embedding is 0
-        "input_lengths": lengths,
-        "token_mask": trained.float(),
-        "sample_mask": torch.ones(shape[0]),
-    }
-    columns: tuple[str, ...] = ()
-    if config.keeps_reference or (isinstance(config, DPOConfig) and config.dpo.needs_reference):
-        columns = ("reference_policy_logprobs",)
-    if isinstance(config, RLConfig):
-        columns += ("generation_logprobs", "advantages", *(["prev_logprobs"] if config.scores_samples() else []))
-        if config.loss.positive_example_nll_weight:
-            data["rewards"], data["num_positive_tokens"] = torch.ones(shape[0]), trained.sum().expand(shape[0]).float()
-        if config.loss.observation_nll_weight:
-            data["num_observation_tokens"] = torch.ones(shape[0])
-    if isinstance(config, PPOConfig):
-        columns += ("values", "returns")
-    data |= {name: torch.zeros(shape) for name in columns}
-    if isinstance(config, DPOConfig):
-        data |= {f"{kind}_partner": torch.zeros(shape[0]) for kind in config.dpo.preference_losses if kind in OF_BATCH}
-    if isinstance(config, KTOConfig):
-        data["kl_reference_point"] = torch.zeros(shape[0])
-        data["desirable"] = torch.arange(shape[0]) % 2 == 0
-    if isinstance(config, DistillationConfig) and config.distillation.form == "sampled":
-        data["teacher_logprobs"] = torch.zeros(shape)
-    elif isinstance(config, DistillationConfig) and config.distillation.topk is not None:
-        likeliest = torch.arange(config.distillation.topk).expand(*shape, -1)
-        data["teacher_topk_indices"], data["teacher_topk_logits"] = likeliest.contiguous(), likeliest.float()
-    return BatchedDataDict(data)
-
-
-def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """Return the lengths of all sequences of a global batch. The sequences take the given `lengths` in turn.
-
-    Args:
-        response_part: number of response (trained) tokens in each sequence, as a fraction of its length. The default is
-            the value nearest to a half that the limits of generated responses and their prompts allow.
-
-    Raises:
-        UserError: the run cannot have responses of such lengths.
-    """
-    rows = rows_of_batch(config)
-    chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
-    if response_part is None:
-        limits = [answers_of(config, n) for n in chosen]
-        nearest = (min(max(math.ceil(n / 2), low), high) for n, (low, high) in zip(chosen, limits, strict=True))
-        return Sequences(tuple(chosen), tuple(nearest))
-    responses = tuple(math.ceil(n * response_part - 1e-9) for n in chosen)  # 0.1 × 30 gives 3, not 4
-    for length, response in zip(chosen, responses, strict=True):
-        least, most = answers_of(config, length)
-        if not least <= response <= most:
-            raise UserError(
-                f"--response-part {response_part:g}: a response would have {response} of {length} tokens; "
-                f"max_new_tokens, turns and data.max_sequence_length allow {least} to {most}"
-            )
-    return Sequences(tuple(chosen), responses)
-
-
-def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
-    """Return the minimum and the maximum number of response (trained) tokens in a sequence of `length` tokens."""
-    longest = config.max_answer_length
-    if longest is None:
-        return 1, length
-    if isinstance(config, RLConfig) and config.environment.max_turns == 1:  # the other tokens are the prompt
-        return max(1, length - config.max_prompt_length), min(longest, length - 1)
-    return 1, min(longest, length - 1)
-
-
-def rows_of_batch(config: TrainingConfig) -> int:
-    """Return the number of sequences in the batch of a step."""
-    if isinstance(config, RLConfig):
-        return config.rollouts.num_prompts_per_step * config.rollouts.num_generations_per_prompt
-    return config.batch.global_batch_size * config.rows_per_unit
 
 
 LOADING = "loading"

@@ -235,7 +235,7 @@ def trace(rehearses: bool) -> list[Row]:
     from torch.profiler import ProfilerActivity, profile
 
     from mcore_rl.simulation.rank import Models, run_step
-    from mcore_rl.simulation.step import invented_batch
+    from mcore_rl.simulation.sequences import invented_batch
 
     case, dtype = (REHEARSED if rehearses else CASES)["sft_1b"][0], "float32" if rehearses else "bfloat16"
     with tempfile.TemporaryDirectory() as name:

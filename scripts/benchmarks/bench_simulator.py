@@ -22,7 +22,8 @@ from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.config import SFTConfig
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import simulate
-from mcore_rl.simulation.step import Implementation, RankReport, Sequences
+from mcore_rl.simulation.sequences import Sequences
+from mcore_rl.simulation.step import Implementation, RankReport
 
 TE = Implementation(transformer_engine=True)
 SECONDS, MEMORY = (0.85, 1.15), (0.9, 1.1)

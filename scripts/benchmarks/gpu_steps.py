@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import DPOConfig, SFTConfig, TrainingConfig
-from mcore_rl.simulation.step import RankReport, Sequences, sequences_of
+from mcore_rl.simulation.sequences import Sequences, sequences_of
+from mcore_rl.simulation.step import RankReport
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {  # Llama 3.2
@@ -173,7 +174,7 @@ def measure_case(case: Case, directory: Path, dtype: str) -> Measured:
 
     platform.initialize_platform()
     from mcore_rl.simulation.rank import Models, run_step
-    from mcore_rl.simulation.step import invented_batch
+    from mcore_rl.simulation.sequences import invented_batch
 
     meter = DeviceMeter()
     config = case.config(write_weights(case.write_config(directory), dtype), dtype)

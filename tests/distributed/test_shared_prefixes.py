@@ -17,7 +17,8 @@ from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.prefix_plan import PrefixForest
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import LossPositions, PackLayout, PrefixLayout, PrefixTree, slice_context_parallel
-from mcore_rl.simulation.step import Sequences, simulate_rank
+from mcore_rl.simulation.sequences import Sequences
+from mcore_rl.simulation.step import simulate_rank
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 

@@ -500,6 +500,8 @@ OPTIONS = [
         "--response-part 0.0: must be a fraction of a sequence, above 0 and at most 1",
     ),
     (["--lengths", "9", "--response-part", "nan"], "--response-part nan: must be a fraction of a sequence, above 0"),
+    (["--image-tokens", "64"], "--image-tokens: needs --lengths"),
+    (["--lengths", "9", "--image-tokens", "4,x"], "--image-tokens 4,x: write numbers of tokens, separated by commas"),
     (
         ["--hardware", "tpu"],
         "--hardware tpu: must be one of a100, b200, gb200, gb300, h100, h200; for a GPU that a file of yours describes, write FILE:NAME",

@@ -181,7 +181,7 @@ def check_losses():
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.simulation.step import Sequences, invented_batch
+    from mcore_rl.simulation.sequences import Sequences, invented_batch
 
     common = {
         "output_dir": "unused", "model": {"path": "unused"}, "optimizer": {"lr": 1e-3}, "trainer": {"max_steps": 1},

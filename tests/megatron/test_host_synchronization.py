@@ -10,7 +10,7 @@ from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.simulation.rank import simulated_process
-from mcore_rl.simulation.step import Sequences, invented_batch
+from mcore_rl.simulation.sequences import Sequences, invented_batch
 from mcore_rl.testing.layout_check import ParallelLayout
 
 GRPO = {

@@ -15,7 +15,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_config import check_model_fits
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import layouts_to_try, simulate
-from mcore_rl.simulation.step import Sequences
+from mcore_rl.simulation.sequences import Sequences
 from mcore_rl.testing.processes import run_processes
 
 # A layer with experts calls itself once, and its experts twice within the recomputed part.

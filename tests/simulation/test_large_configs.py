@@ -6,7 +6,7 @@ from small_models import and_long
 
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.simulation.search import chosen_ranks, simulate
-from mcore_rl.simulation.step import Sequences
+from mcore_rl.simulation.sequences import Sequences
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

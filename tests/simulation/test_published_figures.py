@@ -9,7 +9,8 @@ from small_models import and_long
 
 from mcore_rl.config import DPOConfig
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
+from mcore_rl.simulation.sequences import Sequences
+from mcore_rl.simulation.step import simulate_loading, simulate_rank
 
 
 def llama(directory, **sizes):

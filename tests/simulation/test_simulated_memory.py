@@ -9,7 +9,8 @@ from simulated_cases import EQUAL, SEQUENCES, config_of, in_processes, prepare_r
 from small_models import and_long, make_model
 
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.simulation.step import invented_batch, simulate_rank
+from mcore_rl.simulation.sequences import invented_batch
+from mcore_rl.simulation.step import simulate_rank
 
 SIZES = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,

@@ -11,7 +11,8 @@ from simulated_cases import in_processes, prepare_real_process
 from small_models import and_long, make_model
 
 from mcore_rl.cli.train import PROGRAMS
-from mcore_rl.simulation.step import Sequences, simulate_rank
+from mcore_rl.simulation.sequences import Sequences
+from mcore_rl.simulation.step import simulate_rank
 
 PROMPT, ANSWER = "say it ", "ab" * 4
 

@@ -24,7 +24,8 @@ from mcore_rl.simulation import counters
 from mcore_rl.simulation.counters import HostReads, Kernels, LiveBytes, Product, ProductCounter, Transfer
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import describe
-from mcore_rl.simulation.step import Implementation, Sequences, sequences_of, simulate_rank
+from mcore_rl.simulation.sequences import Sequences, sequences_of
+from mcore_rl.simulation.step import Implementation, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
@@ -452,7 +453,7 @@ def test_answers_are_such_as_a_run_can_have(length, turns, given, answers):
 def test_answers_to_prompts_are_as_long_as_they_may_be(turns, length, monkeypatch):
     environment = {"max_turns": turns, "name": "function", "function": "a:b"}
     config = config_of("unused", GRPOConfig, grpo=ROLLOUTS, environment=environment)
-    prompts = PromptDataset([SimpleNamespace(input_ids=(1,) * 10)])
+    prompts = PromptDataset([SimpleNamespace(input_ids=(1,) * 10, images=())])
     monkeypatch.setattr(PromptDataset, "order", lambda *_: SimpleNamespace(indices=lambda *_: [0]))
     assert first_batch(config, prompts)[0] == Sequences((length,) * 2, (length - 10,) * 2)
 

@@ -35,7 +35,8 @@ from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import Transfer
 from mcore_rl.simulation.rank import PHASES
 from mcore_rl.simulation.search import chosen_ranks, simulate
-from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
+from mcore_rl.simulation.sequences import Sequences
+from mcore_rl.simulation.step import simulate_loading, simulate_rank
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from mcore_rl.config import RLConfig, SFTConfig
 from mcore_rl.config.algorithms import critic_config
 from mcore_rl.simulation.counters import bytes_of
 from mcore_rl.simulation.rank import prepare_process
-from mcore_rl.simulation.step import RankReport, Sequences, invented_batch, measure_step
+from mcore_rl.simulation.sequences import Sequences, invented_batch
+from mcore_rl.simulation.step import RankReport, measure_step
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
 SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))

@@ -67,6 +67,11 @@ def build_tower(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
+def run_module(module: Any, pixels: Float[Tensor, "patches values"], grids: Int[Tensor, "images 3"]) -> Any:
+    """Return the output of transformers' module for images whose grids count patches. `grids` are on the host."""
+    return module(pixels, platform.sent(grids, pixels.device))
+
+
 def tower_shapes(config: Any) -> dict[str, Shape]:
     """Return the shapes of a tower's parameters by their names in transformers' module."""
     kind: Any = type(config)
@@ -181,7 +186,7 @@ class VisionTower:
         self.computed += len(images)
         pixels = torch.cat([self.source.pixels(image) for image in images])
         grids = torch.tensor([(t, h * self.merge, w * self.merge) for t, h, w in (image.grid for image in images)])
-        out = self.module(platform.sent(pixels, weight.device).to(weight.dtype), platform.sent(grids, weight.device))
+        out = run_module(self.module, platform.sent(pixels, weight.device).to(weight.dtype), grids)
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=-1)
 
     # ------------------------------------------------------------ division of images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
-from mcore_rl.data.images import IMAGES, ImageReader
+from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
 from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_from_holder, fetch_rows
@@ -24,6 +24,7 @@ from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError
 from mcore_rl.losses.common import token_mask_of
 from mcore_rl.models.megatron.build import build_model
+from mcore_rl.models.megatron.families.vision_language import VisionLanguage
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
     RewardOfSequences,
@@ -235,7 +236,8 @@ class ScoringModel:
         Each parameter costs 6 operations per token; a frozen parameter under an adapter costs 4. The input embedding
         costs none, because it is a lookup. The LM head costs nothing for tokens whose prediction no loss reads. The
         operations of the token mixers are added: for causal attention over n tokens, 6·n²·heads·head_dim per layer; for
-        a gated delta net, the products with its states. Recomputation and a vision tower are not counted.
+        a gated delta net, the products with its states. Recomputation and a vision tower (`tower_flops`) are not
+        counted.
 
         Args:
             lengths: number of tokens in each sequence.
@@ -265,12 +267,24 @@ class ScoringModel:
         return (self._flops_of_weights + per_token) / squared if squared else math.inf
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
-        """Return `training_flops` of a global batch, with the LM head for the tokens that carry loss.
+        """Return `training_flops` and `tower_flops` of a global batch, with the LM head for the tokens that carry loss.
 
         A common prefix counts once if the model computes it once.
         """
         predicted = float(token_mask_of(data, data["token_mask"]).count_nonzero()) if "token_mask" in data else None
-        return batch_share(data).sum(self.training_flops(*self.batching.pieces(data), predicted))[0]
+        flops = self.training_flops(*self.batching.pieces(data), predicted) + self.tower_flops(data.get(IMAGES) or ())
+        return batch_share(data).sum(flops)[0]
+
+    def tower_flops(self, of_rows: Iterable[Sequence[PlacedImage] | None]) -> float:
+        """Return the number of floating-point operations for forward and backward of a trained vision tower.
+
+        Each distinct image of the rows counts once. A frozen tower counts nothing: like scoring, it is no training,
+        and the features of an image are computed only once in a run.
+        """
+        tower, family = self.model.tower, self.model.family
+        if tower is None or not tower.is_trained or not isinstance(family, VisionLanguage):
+            return 0.0
+        return 3.0 * family.tower_flops({image.identity: image for row in of_rows for image in row or ()}.values())
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, ModelConfig, resolved_yaml
-from mcore_rl.simulation.step import Sequences, sequences_of
+from mcore_rl.simulation.sequences import Sequences, sequences_of
 from mcore_rl.testing.cluster.plan import (
     MIXTURE,
     Plan,

@@ -312,7 +312,7 @@ def speed(plan: Plan, processes: Processes) -> dict[str, Any]:
     from mcore_rl.distributed.collectives import gather_objects
     from mcore_rl.simulation.counters import LiveBytes
     from mcore_rl.simulation.rank import Models, run_step
-    from mcore_rl.simulation.step import invented_batch
+    from mcore_rl.simulation.sequences import invented_batch
 
     config = platform.resolve(load_config(DPOConfig, plan.directory / "configs" / "speed.yaml"))
     sequences, live = speed_sequences(config), LiveBytes("cpu")

@@ -6,7 +6,7 @@ Their text models rotate queries and keys by three positions (M-RoPE). A vision 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.families.dense import Qwen3
@@ -80,6 +81,19 @@ class VisionLanguage(Family):
     def tower_parameters(self) -> int:
         """Return the number of parameters of the vision tower."""
         return sum(math.prod(shape) for shape in self._tower_shapes.values())
+
+    def tower_flops(self, images: Iterable[PlacedImage]) -> float:
+        """Return the number of floating-point operations of the tower's forward pass over `images`.
+
+        A weight of a matrix costs 2 operations per patch, or per token in the mergers. Attention over the n patches of
+        an image costs 4·n²·hidden_size in each block.
+        """
+        vision, of_merge = self.vision_config, self.vision_config.spatial_merge_size**2
+        patches = [image.count * of_merge for image in images]
+        weights = {n: math.prod(s) for n, s in self._tower_shapes.items() if len(s) > 1 and not n.startswith("pos_")}
+        of_tokens = sum(size for name, size in weights.items() if "merger" in name)
+        of_weights = 2.0 * sum(patches) * (sum(weights.values()) - of_tokens + of_tokens / of_merge)
+        return of_weights + 4.0 * vision.depth * vision.hidden_size * sum(n * n for n in patches)
 
     def active_parameters(self) -> int:
         """Return `Family.active_parameters` without the tower, because only images go through it."""
