@@ -52,6 +52,7 @@ OPTIONAL = {
     "causal-conv1d": "convolutions of gated delta nets on GPUs (pip install causal-conv1d)",
     "vllm": "generation.backend=vllm (make install-vllm, or generation.vllm.python)",
     "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
+    "pillow": "images (pip install 'mcore_rl[vision]')",
     "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
     "tensorboard": "logging.tensorboard (pip install 'mcore_rl[tensorboard]')",
     "plotly": "mcore-rl report (pip install 'mcore_rl[report]')",

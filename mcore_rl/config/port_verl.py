@@ -46,6 +46,21 @@ def _mini_batch(value: Any, given: Given) -> Outcome:
     return {"grpo.train_global_batch_size": int(number(value, "ppo_mini_batch_size") * given.number(f"{ROLLOUT}.n", 1))}
 
 
+def _columns(value: Any, given: Given) -> Outcome:
+    """Return the columns that have other names than the fields. The rules of all keys of columns return the same."""
+    keys = {"prompt": "data.prompt_key", "images": "data.image_key"}
+    named = {field: given(key, field) for field, key in keys.items()}
+    others = {field: name for field, name in named.items() if name != field}
+    return {"data.columns": others} if others else f"{value} is the default"
+
+
+def _tower(value: Any, given: Given) -> Outcome:
+    if value in (True, "true", "True"):
+        return {"model.vision_tower": "frozen"}
+    reads_images = given.values.get("data.image_key") is not None
+    return {"model.vision_tower": "trained"} if reads_images else "data.image_key is not set"
+
+
 def _length(value: Any, given: Given) -> Outcome:
     prompt, response = (int(given.number(f"data.max_{part}_length")) for part in ("prompt", "response"))
     return {"data.max_sequence_length": prompt + response}
@@ -217,9 +232,9 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", "data.train_files"): _sources("data.train"),
     ("", "data.val_files"): _sources("data.validation"),
     ("", "data.max_prompt_length"): _length,
-    ("", "data.prompt_key"): lambda value, given: (
-        "prompt is the default" if value == "prompt" else {"data.columns": {"prompt": value}}
-    ),
+    ("", "data.prompt_key"): _columns,
+    ("", "data.image_key"): _columns,
+    ("", f"{ACTOR}.freeze_vision_tower"): _tower,
     ("", "data.train_max_samples"): positive("data.max_samples", "all records are used by default"),
     ("", "data.truncation"): said("prompts are never truncated; longer ones are dropped"),
     ("", "data.filter_overlong_prompts"): said("longer prompts are always dropped"),

@@ -60,7 +60,8 @@ def load_tokenizer(
         images: directory in which images of records that have no file are stored. None: no record has images.
 
     Raises:
-        UserError: there is no tokenizer or no end token, or the template is invalid.
+        UserError: there is no tokenizer or no end token, the template is invalid, or the configuration of a model that
+            reads images has no image token.
     """
     from jinja2 import Environment, TemplateError
     from transformers import AutoTokenizer
@@ -86,6 +87,11 @@ def load_tokenizer(
         tokenizer.chat_template = chat_template
     set_chat_day(tokenizer, day or date.today())
     if images is not None and (config := vision_model_config(path)) is not None:
+        if not isinstance(config.get("image_token_id"), int):
+            raise UserError(
+                f"model.path: {path / 'config.json'} has no image_token_id, the id of the token that stands for an "
+                "image in a text; add it"
+            )
         text = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
         reader = ImageReader(path, images)
         tokenizer.image_tokens = ImageTokens(text, config["image_token_id"], config.get("video_token_id"), reader)

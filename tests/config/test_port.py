@@ -91,6 +91,25 @@ def test_file_of_verl_becomes_the_documented_command(tmp_path):
     assert translated(command, tmp_path)[0] == config
 
 
+@pytest.mark.parametrize(
+    ("freezes", "image_key", "tower"),
+    [(True, "pictures", "frozen"), (False, "pictures", "trained"), (False, None, "frozen"), (None, "images", "frozen")],
+)
+def test_images_of_verl(freezes, image_key, tower, tmp_path):
+    text = VERL
+    if image_key is not None:
+        text = text.replace("{train_files", f"{{image_key: {image_key}, prompt_key: question, train_files")
+    if freezes is not None:
+        text = text.replace("actor: {", f"actor: {{freeze_vision_tower: {str(freezes).lower()}, ")
+    config, ported = translated(text, tmp_path, "verl.yaml")
+    assert config.model.vision_tower == tower
+    named = {} if image_key in (None, "images") else {"images": image_key}
+    assert config.data.columns == ({} if image_key is None else {"prompt": "question", **named})
+    assert not [line for line in ported.todo if "does not know" in line]
+    if freezes is False and image_key is None:
+        assert any("freeze_vision_tower" in line and "data.image_key is not set" in line for line in ported.left)
+
+
 NEMO_RL = """\
 grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32, max_num_epochs: 1, use_leave_one_out_baseline: true,
        seed: 42, max_rollout_turns: 1}

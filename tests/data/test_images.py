@@ -472,3 +472,10 @@ def test_pillow_and_the_processor_must_be_there(directory, tokenizer, tmp_path, 
     monkeypatch.setattr("mcore_rl.data.images.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"images need Pillow, .* pip install 'mcore_rl\[vision\]'"):
         sft(directory, tokenizer, record)
+
+
+def test_a_configuration_without_image_token_is_refused(tmp_path):
+    make_tokenizer(SPECIAL, CHAT_TEMPLATE).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    with pytest.raises(UserError, match=r"config\.json has no image_token_id, the id of the token that stands for"):
+        load_tokenizer(tmp_path, images=tmp_path)
