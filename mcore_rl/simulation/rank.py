@@ -63,7 +63,7 @@ class Models:
 
     @classmethod
     def build(cls, config: TrainingConfig) -> Models:
-        """Build all models of the configuration."""
+        """Build all models of the configuration. Vision towers get invented pixels."""
         from mcore_rl.models.policy.megatron_policy import MegatronPolicy
         from mcore_rl.models.policy.scoring import ScoringModel, TeacherModel
 
@@ -77,6 +77,9 @@ class Models:
                 beside[key] = TeacherModel(other, policy.model.vocab_size)
             else:
                 beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
+        for tower, family in ((one.model.tower, one.model.family) for one in (policy, *beside.values())):
+            if tower is not None:
+                tower.source = InventedPixels(family.vision_config)
         return cls(policy, beside)
 
     @property

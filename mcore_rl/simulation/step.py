@@ -43,7 +43,6 @@ from mcore_rl.simulation.rank import (
     SCORING,
     TRAINING,
     UPDATE,
-    InventedPixels,
     Models,
     run_step,
     simulated_process,
@@ -409,9 +408,6 @@ def measure_step(
     with watch.of_step():
         models = Models.build(config)
         watch.parts.of_modules(models.chunks)
-        for model in models.all:
-            if model.model.tower is not None:
-                model.model.tower.source = InventedPixels(model.model.family.vision_config)
         policy = models.policy
         batch = invented_batch(config, sequences)
         own = planned_rows(policy, batch) if platform.simulates() else policy.own_rows(batch)
