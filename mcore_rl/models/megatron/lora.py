@@ -447,7 +447,7 @@ def _is_adaptable(mapping: Mapping, family: Family, with_tower: bool) -> bool:
     """
     if mapping.megatron.startswith(VISION_TOWER):
         return with_tower and mapping.megatron.removesuffix(".weight").endswith(TOWER_TARGETS)
-    if mapping.parts[0].name.removesuffix(".weight").endswith(family.unadapted):
+    if mapping.is_frozen or mapping.parts[0].name.removesuffix(".weight").endswith(family.unadapted):
         return False
     if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False

@@ -377,6 +377,7 @@ class Mapping:
     is_expert: whether the parameter belongs to a routed expert. Routed experts are distributed over expert-parallel
         ranks.
     is_float32: whether the parameter is always float32, whatever the model's precision is.
+    is_frozen: whether the parameter is never trained, and has no adapter.
     """
 
     megatron: str
@@ -384,6 +385,7 @@ class Mapping:
     kind: Kind
     is_expert: bool = False
     is_float32: bool = False
+    is_frozen: bool = False
 
     @property
     def hf_names(self) -> tuple[str, ...]:

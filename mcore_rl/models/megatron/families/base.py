@@ -316,9 +316,10 @@ class Family:
 
     def active_parameters(self) -> int:
         """Return how many parameters one token is multiplied with, including the LM head: the input embedding does not
-        count, unless it is the LM head too."""
+        count, unless it is the LM head too. Indexers do not count: their cost is part of `TokenMixer.flops`."""
         is_head = self.ties_embeddings and not self.has_reward_head
-        return self.num_parameters() - (0 if is_head else self.vocab_size * self.hidden_size)
+        frozen = (math.prod(part.shape) for m in self.table.values() if m.is_frozen for part in m.parts)
+        return self.num_parameters() - (0 if is_head else self.vocab_size * self.hidden_size) - sum(frozen)
 
     def _mappings(self) -> Iterator[Mapping]:
         vocabulary, hidden = Vocabulary(self.vocab_size), self.hidden_size
