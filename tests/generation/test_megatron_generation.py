@@ -114,6 +114,8 @@ ELSEWHERE = and_long(
         ("qwen3_next", ParallelLayout(tp=2, ep=2, etp=1, sp=True), 3),
         ("qwen3_next", ParallelLayout(dp=2, ep=2), 4),
         ("qwen3_5", ParallelLayout(tp=2, pp=2, sp=True), 4),
+        ("deepseek_v32", ParallelLayout(tp=2, ep=2, etp=1, sp=True), 3),
+        ("glm_moe_dsa", ParallelLayout(pp=2, dp=2, ep=2), 4),
     ],
 )
 

@@ -58,6 +58,8 @@ ELSEWHERE = and_long(
         ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True), ParallelLayout()),
         ("olmo2", ParallelLayout(tp=2, sp=True), ParallelLayout()),
         ("gemma3", ParallelLayout(), ParallelLayout(tp=2, sp=True)),
+        ("deepseek_v32", ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)),
+        ("glm_moe_dsa", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
     ],
 )
 MORE = [
@@ -97,6 +99,7 @@ MIXED = and_long(
     [
         ("deepseek_v3", ParallelLayout(), {}),
         ("deepseek_v3", ParallelLayout(tp=2, sp=True), {"name": "muon"}),
+        ("deepseek_v32", ParallelLayout(dp=2, ep=2), {}),
     ],
 )
 

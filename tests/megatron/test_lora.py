@@ -134,6 +134,8 @@ CASES = and_long(
         ("mixtral", "experts", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
         ("qwen3_moe", "experts_and_attention", ParallelLayout(pp=2, cp=2, ep=2)),
         ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
+        ("deepseek_v32", "latent", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("glm_moe_dsa", "latent", ParallelLayout(pp=2)),
     ],
 )
 GROUPED_CASES = and_long(

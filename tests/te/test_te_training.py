@@ -87,6 +87,8 @@ LONG_CASES = {
     "mixtral tp2 sp": ("mixtral", TP2, {"model": GROUPED}),
     "latent attention tp2 sp": ("deepseek_v3", TP2, {"model": GROUPED}),
     "latent attention cp2": ("moonlight", CP2, {}),
+    "chosen keys tp2 sp": ("deepseek_v32", TP2, {"model": GROUPED}),
+    "chosen keys cp2": ("glm_moe_dsa", CP2, {}),
     "adapters of latent attention tp2 sp": ("deepseek_v3", TP2, {"lora": LORA}),
     "sinks and biases tp2 sp": ("gpt_oss", TP2, {}),
     "sinks and grouped biases tp2 sp": ("gpt_oss", TP2, {"model": GROUPED}),
@@ -211,7 +213,7 @@ def test_adapters_in_float32_beside_weights_in_bfloat16(family, changes, model_o
 
 def assert_attention_is_chosen(family, layout, calls):
     """Every layer runs Transformer Engine's attention, except on packs and in layers that it does not support."""
-    if family in ("windows", "gemma3", "olmo3", "gpt_oss") or layout.prefix:
+    if family in ("windows", "gemma3", "olmo3", "gpt_oss", "deepseek_v32", "glm_moe_dsa") or layout.prefix:
         assert calls["DotProductAttention"] < calls["CoreAttention"]
     else:
         assert calls["DotProductAttention"] == calls["CoreAttention"] > 0

@@ -38,6 +38,8 @@ LONG = [
     ("gpt_oss", "dp2 ep2 prefix"),
     ("deepseek_v3", "pp2 vpp2 prefix"),
     ("qwen3_next", "cp2 ep2 prefix"),
+    ("deepseek_v32", "cp2 ep2 prefix"),
+    ("glm_moe_dsa", "tp2 ep2 etp1 sp prefix"),
 ]
 ALL = ["qwen3", "deep", "gemma3", "windows", "qwen3_5", "mixtral", *(name for name, _ in [*QUICK, *LONG[1:]])]
 GRADIENTS = {"gpt_oss": 3e-4}

@@ -32,6 +32,14 @@ from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delt
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
+from mcore_rl.models.megatron.sparse_attention import (
+    Indexer,
+    IndexerLayer,
+    choose,
+    highest,
+    index_scores,
+    selected_attention,
+)
 from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -118,12 +126,14 @@ class _Step:
     places: for each last token, its place in the blocks, counted in tokens from the start of block 0.
     seen: for each window size of the layers' attention, a mask [sequences, keys] of the keys that the last tokens see.
     slots: for each sequence, the slot that stores its recurrent states.
+    lengths: for each sequence, its number of tokens including the last.
     """
 
     parts: Sequence[_Part]
     places: Tensor
     seen: dict[int | None, Tensor]
     slots: Tensor
+    lengths: Tensor
 
 
 class LayerCache(ABC):
@@ -133,11 +143,11 @@ class LayerCache(ABC):
     """
 
     @abstractmethod
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor | None:
         """Run whole prompts through the core attention, and store in the cache what later tokens need."""
 
     @abstractmethod
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor | None:
         """Run the last token of each sequence through the core attention, and store what later tokens need."""
 
 
@@ -199,12 +209,87 @@ class StateLayerCache(LayerCache):
         return out.flatten(1)
 
 
-class KeyValueLayerCache(LayerCache):
-    """Cache of one layer's keys and values.
+class BlockLayerCache(LayerCache):
+    """Cache of one tensor per token, in blocks.
 
-    storage: [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-    gathered: map from the shape of a block to a workspace, which all layers share. Before attention, the blocks of a
-        part of the sequences are copied to the workspace.
+    storage: [blocks, BLOCK_SIZE, …].
+    gathered: map from the shape of a block to a workspace, which all layers share. The blocks of a part of the
+        sequences are copied to the workspace before they are read.
+
+    Args:
+        shape: shape of one token's tensor.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
+        self.gathered = gathered
+        self.storage = torch.zeros((0, BLOCK_SIZE, *shape), dtype=dtype, device=platform.device())
+
+    @property
+    def token_bytes(self) -> int:
+        """Number of bytes of one token's tensor."""
+        return math.prod(self.storage.shape[2:]) * self.storage.itemsize
+
+    def grow(self, blocks: int) -> None:
+        """Extend the storage to `blocks` blocks."""
+        self.storage = _grown(self.storage, blocks)
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy the contents of the blocks `sources` to the blocks `destinations`."""
+        self.storage[destinations] = self.storage[sources]
+
+    def make_workspace(self, blocks: int) -> None:
+        """Create a workspace into which `blocks` blocks can be gathered, unless there is one of this size or larger."""
+        shape = self.storage.shape[1:]
+        if shape not in self.gathered or len(self.gathered[shape]) < blocks:
+            self.gathered[shape] = self.storage.new_empty(blocks, *shape)
+
+    def _rows(self, part: _Part) -> Tensor:
+        """Return the tensors of all tokens of the sequences in `part`, [sequences of the part, longest, …]."""
+        gathered = self.gathered[self.storage.shape[1:]][: part.table.numel()]
+        torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
+        return gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
+
+    def _write(self, places: Tensor, values: Tensor) -> None:
+        """Write the tensors `values` [T, …] to `places` [T], counted in tokens from the start of block 0."""
+        self.storage.flatten(0, 1).index_copy_(0, places, values)
+
+
+class IndexLayerCache(BlockLayerCache):
+    """Cache of the keys of one layer's indexer, [blocks, BLOCK_SIZE, head_dim].
+
+    `prefill` and `step` take the indexer's states and return its choice, int32 [T, topk]; None if no sequence has more
+    than `topk` tokens.
+    """
+
+    def __init__(self, indexer: Indexer, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
+        super().__init__((indexer.head_dim,), dtype, gathered)
+        self.topk = indexer.topk
+
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor | None:
+        query, key, weight = inputs
+        self._write(prompts.places, key)
+        if max(prompts.visible.layout.row_lengths) <= self.topk:
+            return None
+        return choose(query, key, weight, prompts.visible, self.topk)
+
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor | None:
+        query, key, weight = inputs
+        self._write(step.places, key)
+        if step.parts[0].longest <= self.topk:
+            return None
+        chosen = torch.full((len(query), self.topk), -1, dtype=torch.int32, device=query.device)
+        for part in step.parts:
+            q, w = query[part.rows, None], weight[part.rows, None]
+            scores = index_scores(q, self._rows(part), w).squeeze(1)
+            found = highest(scores, step.lengths[part.rows, None], self.topk)
+            chosen[part.rows, : found.shape[1]] = found
+        return chosen
+
+
+class KeyValueLayerCache(BlockLayerCache):
+    """Cache of one layer's keys and values, [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
+
+    The inputs of `prefill` and `step` are queries, keys and values; and the choice of an indexer, if keys are chosen.
 
     Args:
         sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
@@ -219,74 +304,62 @@ class KeyValueLayerCache(LayerCache):
         sinks: Tensor | None,
     ) -> None:
         # If there are fewer key-value heads than ranks, several ranks share a head and divide its queries.
-        self.mixer, self.groups, self.gathered = mixer, max(1, mixer.groups // tensor_parallel), gathered
-        self.sinks = sinks
-        shape = (0, BLOCK_SIZE, 2, self.groups, mixer.head_dim)
-        self.storage = torch.zeros(shape, dtype=dtype, device=platform.device())
-
-    @property
-    def token_bytes(self) -> int:
-        """Number of bytes of one token's keys and values."""
-        return math.prod(self.storage.shape[2:]) * self.storage.itemsize
-
-    def grow(self, blocks: int) -> None:
-        """Extend the storage to `blocks` blocks."""
-        self.storage = _grown(self.storage, blocks)
-
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy the contents of the blocks `sources` to the blocks `destinations`."""
-        self.storage[destinations] = self.storage[sources]
+        self.mixer, self.groups, self.sinks = mixer, max(1, mixer.groups // tensor_parallel), sinks
+        super().__init__((2, self.groups, mixer.head_dim), dtype, gathered)
 
     def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
         """Compute attention inside each prompt, [T, heads · d], and store the prompts' keys and values."""
-        query, key, value = inputs
-        self._write(prompts.places, key, value)
+        query, key, value, *chosen = inputs
+        self._write(prompts.places, torch.stack((key, value), dim=1))
         scale, window = self.mixer.scale, self.mixer.window
+        if chosen:
+            return selected_attention(query, key, value, prompts.visible, chosen[0], scale).flatten(1)
         return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
         """Store the key and value of each sequence's last token; return that token's attention, [n, heads · d]."""
-        query, key, value = inputs
-        self._write(step.places, key, value)
-        seen = step.seen[self.mixer.window]
-        outs = [self._attend(part, query, seen) for part in step.parts]
+        query, key, value, *chosen = inputs
+        self._write(step.places, torch.stack((key, value), dim=1))
+        if chosen:
+            outs = [self._attend_to_chosen(part, query, chosen[0][part.rows]) for part in step.parts]
+        else:
+            seen = step.seen[self.mixer.window]
+            masks = (seen[part.rows, : part.longest] for part in step.parts)
+            outs = [self._attend(query[p.rows], self._rows(p), mask) for p, mask in zip(step.parts, masks, strict=True)]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def make_workspace(self, blocks: int) -> None:
-        """Create a workspace into which `blocks` blocks can be gathered, unless there is one of this size or larger."""
-        shape = self.storage.shape[1:]
-        if shape not in self.gathered or len(self.gathered[shape]) < blocks:
-            self.gathered[shape] = self.storage.new_empty(blocks, *shape)
-
-    def _attend(self, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
-        """Return the attention of the sequences in `part`, [sequences of the part, heads · d].
+    def _attend_to_chosen(self, part: _Part, query: Tensor, chosen: Tensor) -> Tensor:
+        """Return the attention of the sequences in `part` over their chosen keys; only these are read.
 
         Args:
             query: queries [n, heads, d] of all n sequences.
-            seen: mask [n, keys] of the keys that each query sees.
+            chosen: positions of the keys, [sequences of the part, topk]; −1 for none.
         """
-        gathered = self.gathered[self.storage.shape[1:]][: part.table.numel()]
-        torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
-        rows = gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
+        positions = chosen.clamp(min=0).long()
+        places = part.table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
+        return self._attend(query[part.rows], self.storage.flatten(0, 1)[places], chosen >= 0)
+
+    def _attend(self, query: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+        """Return the attention of n sequences, [n, heads · d].
+
+        Args:
+            query: [n, heads, d]. rows: keys and values [n, keys, 2, groups, d]. seen: mask [n, keys].
+        """
         keys, values = rows.transpose(1, 3).unbind(2)
-        mask = seen[part.rows, None, None, : part.longest]
+        mask = seen[:, None, None]
         if self.sinks is not None:
             scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
             sinks = self.sinks.view(1, self.groups, -1).expand(len(mask), -1, -1)
             keys, values, mask = with_sink_key(keys, values, scores, sinks)
         # The query heads of a group take the place of positions, because all of them see the same keys.
         attended = F.scaled_dot_product_attention(
-            query[part.rows].unflatten(1, (self.groups, -1)),
+            query.unflatten(1, (self.groups, -1)),
             keys,
             values,
             attn_mask=mask,
             scale=self.mixer.scale,
         )
         return attended.flatten(1)
-
-    def _write(self, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write T keys and values [T, groups, d] to `places` [T], counted in tokens from the start of block 0."""
-        self.storage.flatten(0, 1).index_copy_(0, places, torch.stack((key, value), dim=1))
 
 
 class SequenceCache:
@@ -299,7 +372,8 @@ class SequenceCache:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.blocks, self.slots = decoder, Blocks(), Blocks()
         self.layers = decoder.layer_caches()
-        self.with_keys = [layer for layer in self.layers if isinstance(layer, KeyValueLayerCache)]
+        self.with_blocks = [layer for layer in self.layers if isinstance(layer, BlockLayerCache)]
+        self.with_keys = [layer for layer in self.with_blocks if isinstance(layer, KeyValueLayerCache)]
         self.with_states = [layer for layer in self.layers if isinstance(layer, StateLayerCache)]
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.slots_of_rows = self.table[0:0]
@@ -341,7 +415,7 @@ class SequenceCache:
         """In every layer, copy the contents of the blocks `sources` to the blocks `destinations`."""
         self._fit()
         blocks = platform.to_device([sources, destinations])
-        for layer in self.with_keys:
+        for layer in self.with_blocks:
             layer.copy(*blocks)
 
     def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -396,7 +470,7 @@ class SequenceCache:
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
         windows = {layer.mixer.window for layer in self.with_keys}
         seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
-        step = _Step(parts, places, seen, self.slots_of_rows)
+        step = _Step(parts, places, seen, self.slots_of_rows, positions + 1)
         x = self.decoder.forward(tokens, positions + shifts, lambda layer, *x: self.layers[layer].step(step, *x))
         if self.grows:
             self.lengths = [length + 1 for length in self.lengths]
@@ -421,12 +495,12 @@ class SequenceCache:
     def addresses(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses and lengths of all storages and workspaces. They change when the cache grows."""
         states = [storage for layer in self.with_states for storage in (layer.convolution, layer.states)]
-        keys = [storage for layer in self.with_keys for storage in (layer.storage, *layer.gathered.values())]
+        keys = [storage for layer in self.with_blocks for storage in (layer.storage, *layer.gathered.values())]
         return tuple((storage.data_ptr(), len(storage)) for storage in (*states, *keys))
 
     def _make_workspaces(self, ranges: Sequence[tuple[slice, int]]) -> None:
         largest = max((rows.stop - rows.start) * blocks_for(longest) for rows, longest in ranges)
-        for layer in self.with_keys:
+        for layer in self.with_blocks:
             layer.make_workspace(largest)
 
     def _fit(self) -> None:
@@ -434,7 +508,7 @@ class SequenceCache:
 
         One layer grows after the other: growth copies the storage, so only one layer's copy needs memory at a time.
         """
-        for keys in self.with_keys:
+        for keys in self.with_blocks:
             keys.grow(len(self.blocks.users))
         for states in self.with_states:
             states.grow(len(self.slots.users))
@@ -445,28 +519,51 @@ def _each_token(blocks: Sequence[int], length: int) -> list[int]:
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
-# A function that mixes the tokens in one layer: from the layer's number on this rank and the inputs [T, …] of its core
-# attention (such as queries, keys and values) to [T, heads · d].
-Attend = Callable[..., Tensor]
+# A function that mixes the tokens in one layer: from the number of the layer's cache on this rank and the inputs [T, …]
+# of its core attention (such as queries, keys and values) to [T, heads · d]; or from an indexer's states to its choice.
+Attend = Callable[..., Any]
 
 
 class CachedMixer(torch.nn.Module):
     """Replaces a layer's core attention during generation, and reads and writes the layer's cache.
 
-    In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]. Its output is
-    [T, heads · d]. In a gated delta net it has 1 input tensor, [T, heads, …], with queries, keys, values, rates and
-    decays. Its output is [T, heads · value dimension].
+    In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]; and the choice
+    of an indexer, `chosen`, if keys are chosen. Its output is [T, heads · d]. In a gated delta net it has 1 input
+    tensor, [T, heads, …], with queries, keys, values, rates and decays. Its output is [T, heads · value dimension].
 
     Args:
-        inputs: number of input tensors, 3 or 1; further arguments of `forward` are ignored.
+        inputs: number of input tensors, 3 or 1; further arguments of `forward` but `chosen` are ignored.
     """
 
     def __init__(self, decoder: Decoder, layer: int, inputs: int) -> None:
         super().__init__()
         self.decoder, self.layer, self.inputs = [decoder], layer, inputs  # a decoder in a list is not a submodule
 
-    def forward(self, *arguments: Any, **kwargs: Any) -> Tensor:
-        return self.decoder[0].attend(self.layer, *arguments[: self.inputs])
+    def forward(self, *arguments: Any, chosen: Tensor | None = None, **kwargs: Any) -> Tensor:
+        inputs = arguments[: self.inputs] if chosen is None else (*arguments[: self.inputs], chosen)
+        out: Tensor = self.decoder[0].attend(self.layer, *inputs)
+        return out
+
+
+class CachedIndexer(torch.nn.Module):
+    """Replaces a layer's indexer during generation, and reads and writes the cache of its keys.
+
+    Args:
+        number: number of the cache.
+    """
+
+    def __init__(self, decoder: Decoder, indexer: IndexerLayer, number: int) -> None:
+        super().__init__()
+        self.decoder, self.number, self.indexer = [decoder], number, indexer
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: Any = None) -> Tensor | None:
+        """Return the keys that are chosen for all tokens of this pass, int32 [T, topk]; None if all keys are seen."""
+        states: Sequence[Tensor] = self.indexer.states(hidden, latent, angles)
+        if self.indexer.sequence_parallel:
+            states = [all_gather(x, self.decoder[0].topology.tensor.group).flatten(0, 1) for x in states]
+        chosen: Tensor | None = self.decoder[0].attend(self.number, *states)
+        return chosen
 
 
 class Decoder:
@@ -484,6 +581,8 @@ class Decoder:
         self.model, self.topology = model, model.topology
         self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        attentions = [layer.self_attention for layer in self.layers]
+        self.with_indexers = [layer for layer in attentions if getattr(layer, "indexer", None) is not None]
         # Read here, because `generating` replaces the modules that contain the sinks.
         self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = model.chunks[0].config.params_dtype
@@ -493,7 +592,7 @@ class Decoder:
         self.routers = routers_of(model) if record_experts else []
 
     def layer_caches(self) -> list[LayerCache]:
-        """Return an empty cache for each layer of this rank."""
+        """Return an empty cache for each layer of this rank, and then one for each indexer."""
         size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
         caches: list[LayerCache] = []
         for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):
@@ -501,7 +600,8 @@ class Decoder:
                 caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
             else:
                 caches.append(StateLayerCache(layer.self_attention, size, self.dtype))
-        return caches
+        indexers = [attention.mixer.indexer for attention in self.with_indexers]
+        return [*caches, *(IndexLayerCache(indexer, self.dtype, gathered) for indexer in indexers)]
 
     @property
     def has_states(self) -> bool:
@@ -525,6 +625,7 @@ class Decoder:
         """Return a context in which the model's modules are set up for generation. `forward` needs this context."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
+        indexers = [attention.indexer for attention in self.with_indexers]
         faster = [
             module
             for chunk in self.model.chunks
@@ -539,12 +640,16 @@ class Decoder:
                 module.in_generation = True
             for index, (mixer, attention) in enumerate(zip(self.mixers, attentions, strict=True)):
                 attention.core_attention = CachedMixer(self, index, inputs=3 if isinstance(mixer, KeyValueMixer) else 1)
+            for number, attention in enumerate(self.with_indexers, len(attentions)):
+                attention.indexer = CachedIndexer(self, attention.indexer, number)
             yield
         finally:
             for module in faster:
                 module.in_generation = False
             for attention, original in zip(attentions, originals, strict=True):
                 attention.core_attention = original
+            for attention, indexer in zip(self.with_indexers, indexers, strict=True):
+                attention.indexer = indexer
             self.__dict__.pop("attend", None)  # it refers to the cache, whose memory training needs
 
     def images_of(self, prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> PackImages | None:
@@ -572,8 +677,13 @@ class Decoder:
         while self.in_lockstep and bool(self._running(0.0) > 0):
             self._run(nothing, nothing, self._no_attention)
 
-    def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor:
-        """Return an empty tensor in place of a core attention's output, for a forward pass without tokens."""
+    def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor | None:
+        """Return an empty tensor in place of a core attention's output, for a forward pass without tokens.
+
+        In place of an indexer's choice return None.
+        """
+        if layer >= len(self.mixers):
+            return None
         return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
@@ -596,10 +706,9 @@ class Decoder:
         tokens = F.pad(tokens, (0, padding))
         positions = F.pad(positions, (*(0, 0) * (positions.ndim - 1), 0, padding))
 
-        def attend_real(layer: int, *inputs: Tensor) -> Tensor:
-            if not padding:
-                return attend(layer, *inputs)
-            return F.pad(attend(layer, *(x[:count] for x in inputs)), (0, 0, 0, padding))
+        def attend_real(layer: int, *inputs: Tensor) -> Tensor | None:
+            out: Tensor | None = attend(layer, *(x[:count] for x in inputs))
+            return out if out is None or not padding else F.pad(out, (0, 0, 0, padding))
 
         self.attend = attend_real
         pack = PackParams(qkv_format="thd", positions=positions, images=images)

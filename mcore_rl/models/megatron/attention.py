@@ -14,7 +14,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, kernel_of, packed_attention
 from mcore_rl.models.megatron.layers import ReplicatedLinear, WideRMSNorm, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+from mcore_rl.models.megatron.sparse_attention import Indexer, IndexerLayer, selected_attention
 from mcore_rl.models.megatron.vision import PackImages
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
@@ -351,6 +352,7 @@ class LatentAttention(KeyValueMixer):
     rope_factor: factor by which cos and sin are multiplied. eps: epsilon of the norms of the latent states.
     rotates: whether there is a rotation. Without it (NoPE, Kimi Linear), the heads still share these elements of the
         keys.
+    indexer: how the keys that a query sees are chosen; None if it sees all previous keys.
     """
 
     query_rank: int | None
@@ -361,6 +363,7 @@ class LatentAttention(KeyValueMixer):
     rope_factor: float
     eps: float
     rotates: bool = True
+    indexer: Indexer | None = None
 
     @property
     def plain(self) -> int:
@@ -390,8 +393,22 @@ class LatentAttention(KeyValueMixer):
         yield norm("kv_layernorm", "kv_a_layernorm", latent)
         yield linear("linear_kv_up_proj", "kv_b_proj", self.heads * (self.plain + self.value_dim), latent, Rows())
         yield linear("linear_proj", "o_proj", self.hidden, self.heads * self.value_dim, Columns())
+        if self.indexer is not None and not self.indexer.is_shared:
+            heads, size, rank = self.indexer.heads, self.indexer.head_dim, self.query_rank or 0
+            shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+                "query_weight": ("wq_b.weight", (heads * size, rank)),
+                "key_weight": ("wk.weight", (size, self.hidden)),
+                "key_norm_weight": ("k_norm.weight", (size,)),
+                "key_norm_bias": ("k_norm.bias", (size,)),
+                "head_weight": ("weights_proj.weight", (heads, self.hidden)),
+            }
+            for name, (hf_name, shape) in shapes.items():
+                part, wide = Part(f"{theirs}indexer.{hf_name}", shape), name == "head_weight"
+                yield Mapping(f"{ours}indexer.{name}", (part,), Replicated(), is_float32=wide, is_frozen=True)
 
     def check(self) -> None:
+        if self.indexer is not None and self.query_rank is None:
+            raise UserError("model.path: q_lora_rank=null is not supported, because the indexer reads latent queries")
         if self.value_dim > self.head_dim:
             raise UserError(
                 f"model.path: v_head_dim={self.value_dim} must be at most the head dimension of the keys "
@@ -400,6 +417,24 @@ class LatentAttention(KeyValueMixer):
 
     def flops_per_token_squared(self) -> float:
         return 3.0 * self.heads * (self.head_dim + self.value_dim)
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        """Return `TokenMixer.flops`: attention counts the chosen keys, and the indexer's forward pass all earlier keys.
+
+        The indexer's products with its weights are counted too. In sequences of at most `topk` tokens it does nothing.
+        """
+        count = super().flops(tokens, before)
+        if self.indexer is None or before + tokens <= self.indexer.topk:
+            return count
+        pairs = ((before + tokens) ** 2 - before**2) / 2
+        weights = self.indexer.parameters(self.hidden, self.query_rank or 0)
+        return count + self.indexer.flops_per_pair() * pairs + 2.0 * weights * tokens
+
+    def _seen_squared(self, tokens: int) -> int:
+        if self.indexer is None:
+            return super()._seen_squared(tokens)
+        seen = min(tokens, self.indexer.topk)
+        return seen**2 + 2 * (tokens - seen) * seen
 
 
 class PackLatentAttention(MegatronModule):
@@ -446,6 +481,10 @@ class PackLatentAttention(MegatronModule):
             window=mixer.window,
             cp_comm_type=cp_comm_type,
         )
+        self.indexer: Any = None
+        if mixer.indexer is not None and not mixer.indexer.is_shared:
+            assert rank is not None, "the indexer reads latent queries"
+            self.indexer = IndexerLayer(config, mixer.indexer, rank, mixer.rotated, mixer.rope_factor, groups)
         self.linear_proj = modules.row_linear(
             heads * mixer.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, tp_group=groups.tp, **common
         )
@@ -461,7 +500,9 @@ class PackLatentAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of the same shape; return (outputs, None)."""
         mixer = self.mixer
-        plain, rotated = self._queries(hidden_states).split((mixer.plain, mixer.rotated), -1)
+        latent = self._query_latent(hidden_states)
+        chosen = self._chosen(hidden_states, latent, rotary_pos_emb, packed_seq_params)
+        plain, rotated = self._queries(latent).split((mixer.plain, mixer.rotated), -1)
         query = torch.cat((plain, self._rotate(rotated, rotary_pos_emb)), -1)
         latent, rotated = self.linear_kv_down_proj(hidden_states).split((mixer.key_value_rank, mixer.rotated), -1)
         # All heads share this part of the keys; the copy's backward pass sums the gradients of the ranks' heads.
@@ -479,17 +520,41 @@ class PackLatentAttention(MegatronModule):
         # The kernels need values of the size of the keys.
         value = F.pad(value, (0, mixer.head_dim - mixer.value_dim))
         key = torch.cat((plain, rotated), -1)
-        attended = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+        options = {} if chosen is None else {"chosen": chosen}
+        attended = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params, **options)
         attended = attended.unflatten(-1, (-1, mixer.head_dim))[..., : mixer.value_dim].flatten(1)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
         return output
 
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        """Return the queries before rotation, [T / CP, heads / TP, head_dim]."""
+    def _query_latent(self, hidden_states: Tensor) -> Tensor:
+        """Return the latent queries, or the hidden states if queries are projected without a latent state."""
         if self.mixer.query_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
-        else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+            return hidden_states
+        latent: Tensor = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        return latent
+
+    def _chosen(
+        self, hidden_states: Tensor, latent: Tensor, angles: Tensor | tuple[Tensor, Tensor], pack: PackParams | None
+    ) -> Tensor | None:
+        """Return the keys that the queries see, int32 [T / CP, topk]; None if they see all previous keys.
+
+        Keys are chosen once for a pack. Layers that share the choice, and recomputed layers, take it from the pack: the
+        backward pass must see the keys of the forward pass.
+        """
+        indexer = self.mixer.indexer
+        if indexer is None:
+            return None
+        assert pack is not None, "attention runs on packs"
+        if indexer.source not in pack.chosen:
+            assert self.indexer is not None, f"layer {indexer.source + 1} chose no keys for layer {self.layer_number}"
+            angles = angles[0] if isinstance(angles, tuple) else angles
+            states = hidden_states.squeeze(1), latent.squeeze(1)
+            pack.chosen[indexer.source] = self.indexer(*states, angles, pack.visible)
+        return pack.chosen[indexer.source]
+
+    def _queries(self, latent: Tensor) -> Tensor:
+        """Return the queries before rotation, [T / CP, heads / TP, head_dim]."""
+        query, _ = (self.linear_q_proj if self.mixer.query_rank is None else self.linear_q_up_proj)(latent)
         heads: Tensor = query.squeeze(1).unflatten(-1, (-1, self.mixer.head_dim))
         return heads
 
@@ -527,6 +592,8 @@ class PackParams(PackedSeqParams):
     is_token: [T / CP], 1 for each of the rank's tokens and 0 for padding, in the model's precision. None if padding
         need not be zero.
     images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
+    chosen: for each layer, from 0, whose indexer has run: the keys that it chose for the rank's tokens
+        (`sparse_attention`), or None if the tokens see all previous keys.
     """
 
     visible: AttentionPattern | None = None
@@ -535,6 +602,7 @@ class PackParams(PackedSeqParams):
     routed: Any = None  # RoutedTokens; `moe`, which defines it, imports this module
     is_token: Tensor | None = None
     images: PackImages | None = None
+    chosen: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 class PackedCausalAttention(MegatronModule):
@@ -580,8 +648,11 @@ class PackedCausalAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackParams | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
+
+        If keys are `chosen`, int32 [T / CP, topk], each query sees only these.
 
         For the backward pass a layer keeps only the rank's own 1/CP of the keys and values; the backward pass gathers
         the other keys and values again. A fully recomputed layer keeps all gathered keys and values, because it gathers
@@ -589,10 +660,11 @@ class PackedCausalAttention(MegatronModule):
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)
-        index = None if kernel.reads_in_place else visible.index
+        # Attention over chosen keys reads the rows of all ranks.
+        index = None if kernel.reads_in_place or chosen is not None else visible.index
         if index is None and visible.layout.cp_size == 1:
             # `value` is a view of the projection of queries, keys and values; without the copy all of it would be kept.
-            return self._attend(query, key, value.contiguous(), visible)
+            return self._attend(query, key, value.contiguous(), visible, chosen)
         own = torch.cat((key, value), dim=-1)
         exchange = visible.exchange(self.window)
         seen = self._seen(own, index, exchange)
@@ -600,10 +672,15 @@ class PackedCausalAttention(MegatronModule):
         keeps = self.config.recompute_granularity == "full"
         with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index, exchange)):
             keys, values = seen.split(key.shape[-1], dim=-1)
-            return self._attend(query, keys, values, visible)
+            return self._attend(query, keys, values, visible, chosen)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, chosen: Tensor | None
+    ) -> Tensor:
         sinks = self.softmax_offset
+        if chosen is not None:
+            assert self.window is None and sinks is None and self.softmax_scale is not None
+            return selected_attention(query, key, value, visible, chosen, self.softmax_scale).flatten(1)
         return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:

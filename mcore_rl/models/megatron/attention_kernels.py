@@ -240,6 +240,7 @@ class AttentionPattern:
         self._exchanges: dict[int | None, RowExchange | None] = {}
         self._masks: dict[tuple[Any, ...], Tensor] = {}
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
+        self._key_rows: Tensor | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pattern's tensors for the kernel, on the host. Kernels with `reads_in_place` do not need them.
@@ -282,6 +283,17 @@ class AttentionPattern:
         None if the chunks see all rows in their order.
         """
         return self.on_device[2] if self.is_apart else None
+
+    def key_rows(self, device: torch.device) -> Tensor | None:
+        """Return row numbers, in the rows of all ranks, of the keys that each chunk sees, chunk after chunk.
+
+        It is `index`, but exists for kernels with `reads_in_place` too. The keys of a chunk are in the order of their
+        positions in the row. None if the chunks see all rows in their order.
+        """
+        if self.is_apart and self._key_rows is None:
+            there = None if self._on_device is None else self.index
+            self._key_rows = platform.sent(self.on_host()[2], device) if there is None else there
+        return self._key_rows
 
     def tiles(self, window: int | None) -> tuple[Tile, ...]:
         """Return the tiles for layers whose window is `window`."""

@@ -143,6 +143,7 @@ def check_model_fits(
             "a layer"
         )
     _check_first_chunk(family, parallel)
+    _check_shared_choices(family, parallel, max_sequence_length)
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -182,6 +183,23 @@ def _check_first_chunk(family: Family, parallel: ParallelConfig) -> None:
         f"to the outputs of the first {family.deepstack} layers of {family.model_type}, but the first chunk has only "
         f"{first}; {remedy}"
     )
+
+
+def _check_shared_choices(family: Family, parallel: ParallelConfig, max_sequence_length: int) -> None:
+    """Raise UserError if the keys of a chunk's layer are chosen in another chunk; choices are not sent to it."""
+    first = 0
+    for count in parallel.layers_of_chunks(family.num_layers):
+        layers = range(first, first + count)
+        for layer in layers:
+            indexer = getattr(family.token_mixer(layer), "indexer", None)
+            if indexer is not None and max_sequence_length > indexer.topk and indexer.source not in layers:
+                raise UserError(
+                    f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: layer {layer} "
+                    f"attends to the keys that layer {indexer.source} chooses (indexer_types of config.json), so both "
+                    "must be in the same stage; set parallel.pipeline_model_parallel_layout, or "
+                    f"data.max_sequence_length={indexer.topk} (index_topk), up to which no keys are chosen"
+                )
+        first += count
 
 
 def _check_experts(family: Family, parallel: ParallelConfig) -> None:

@@ -122,7 +122,8 @@ class TEPackedCausalAttention(PackedCausalAttention):
     """Computes attention by Transformer Engine, or by the local attention where Transformer Engine does not support it.
 
     The local attention is used in these cases: segments share a prefix; the window is shorter than the longest segment;
-    there are sinks; the tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32 kernel for packs.
+    there are sinks; keys are chosen; the tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32
+    kernel for packs.
     """
 
     def __init__(
@@ -147,15 +148,17 @@ class TEPackedCausalAttention(PackedCausalAttention):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackParams | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d]."""
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         sees_all = self.window is None or self.window >= longest
-        if ends is None or not (has_kernel and sees_all) or self.softmax_offset is not None:
+        is_plain = has_kernel and sees_all and self.softmax_offset is None and chosen is None
+        if ends is None or not is_plain:
             packed_seq_params.visible.ensure_on_device()
-            return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            return super().forward(query, key, value, None, packed_seq_params=packed_seq_params, chosen=chosen)
         pack = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
         out: Tensor = self.te_attention(query, key, value, None, AttnMaskType.causal, packed_seq_params=pack)
         return out

@@ -236,8 +236,8 @@ class ScoringModel:
         Each parameter costs 6 operations per token; a frozen parameter under an adapter costs 4. The input embedding
         costs none, because it is a lookup. The LM head costs nothing for tokens whose prediction no loss reads. The
         operations of the token mixers are added: for causal attention over n tokens, 6·n²·heads·head_dim per layer; for
-        a gated delta net, the products with its states. Recomputation and a vision tower (`tower_flops`) are not
-        counted.
+        a gated delta net, the products with its states; for sparse attention, those of the chosen keys and the
+        indexer's forward pass. Recomputation and a vision tower (`tower_flops`) are not counted.
 
         Args:
             lengths: number of tokens in each sequence.

@@ -1,8 +1,7 @@
 """Families of mixture-of-experts models.
 
 They are Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, ERNIE-4.5, GLM-4.5 and gpt-oss; and with latent attention
-DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5. DeepSeek-V3.2 and GLM-5 are supported
-only for sequences of at most `index_topk` tokens.
+DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
 from mcore_rl.models.megatron.layers import rope_parameters
+from mcore_rl.models.megatron.sparse_attention import Indexer
 from mcore_rl.models.megatron.weight_mapping import (
     FirstRow,
     InterleavedGateUp,
@@ -405,29 +405,50 @@ class Glm4MoELite(DeepseekV3):
 
 
 class DeepseekV32(Glm4MoELite):
-    """DeepSeek-V3.2, in sequences of at most `index_topk` tokens.
-
-    Its indexer chooses the `index_topk` keys that a token sees. In such short sequences it chooses all keys: attention
-    is the same as in DeepSeek-V3, and the indexer gets no gradient.
-    """
+    """DeepSeek-V3.2: in each layer an indexer chooses the `index_topk` keys that a token sees."""
 
     model_type = "deepseek_v32"
+    indexer_rotates_neighbours: ClassVar[bool] = False
 
-    def check(self, max_sequence_length: int) -> None:
-        super().check(max_sequence_length)
-        if max_sequence_length > self.hf.index_topk:
-            raise UserError(
-                f"data.max_sequence_length={max_sequence_length}: must be at most {self.hf.index_topk} (the model's "
-                f"index_topk). In longer sequences {self.model_type} attends to a selection of the keys, which is not "
-                "supported"
-            )
+    def indexer_source(self, layer: int) -> int:
+        """Return the layer that chooses the keys of `layer`."""
+        return layer
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        hf, mixer, source = self.hf, super().token_mixer(layer), self.indexer_source(layer)
+        assert isinstance(mixer, LatentAttention)
+        indexer = Indexer(
+            hf.index_topk,
+            hf.index_n_heads,
+            hf.index_head_dim,
+            interleaved=self.indexer_rotates_neighbours,
+            source=source,
+            is_shared=source != layer,
+        )
+        return replace(mixer, indexer=indexer)
 
     def passes_on(self, name: str) -> bool:
-        return super().passes_on(name) or ".self_attn.indexer." in name
+        return super().passes_on(name) or (".self_attn.indexer." in name and name not in self._of_indexers)
+
+    @cached_property
+    def _of_indexers(self) -> frozenset[str]:
+        """Names of the tensors of all indexers. A directory may have others, in layers that share a choice."""
+        return frozenset(name for name in self.shapes() if ".self_attn.indexer." in name)
 
 
 class GlmMoEDsa(DeepseekV32):
+    """GLM-5. Since GLM-5.2, layers share choices: a "shared" layer uses that of the last "full" layer before it."""
+
     model_type = "glm_moe_dsa"
+    indexer_rotates_neighbours = True
+
+    def indexer_source(self, layer: int) -> int:
+        return max((number for number in range(layer + 1) if self.hf.indexer_types[number] == "full"), default=layer)
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.hf.indexer_types[0] != "full":
+            raise UserError('model.path: indexer_types must begin with "full"')
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)

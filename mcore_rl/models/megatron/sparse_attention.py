@@ -1,0 +1,306 @@
+"""Sparse attention: an indexer chooses the keys that each query sees (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
+
+The score of query t and key s ≤ t of the same row is
+
+    heads^−1/2 · Σ_h weight(t, h) · ReLU(size^−1/2 · query(t, h) · key(s)),
+
+and a query sees only the `topk` keys with the highest scores. The choice has no gradient, and the indexer's weights are
+frozen, as in transformers.
+
+A choice is an int32 tensor [queries, topk] of positions in the query's own row; −1 fills the rest of a row with fewer
+keys. A position in a row is the same number in every pack and every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from mcore_rl.distributed.collectives import all_gather
+from mcore_rl.models.megatron.attention_kernels import AttentionPattern
+from mcore_rl.models.megatron.layers import rotate
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+SCORES_OF_A_BLOCK = {"cpu": 2**22, "cuda": 2**28}
+"""Largest number of scores (heads × queries × keys) that exist at a time, by device type."""
+KEY_NORM_EPS = 1e-6
+"""Epsilon of the norm of the indexer's keys in transformers, whatever `rms_norm_eps` is."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Describes how the keys of one layer are chosen.
+
+    topk: number of keys that a query sees.
+    heads, head_dim: number and size of the indexer's query heads. All of them share one key.
+    interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
+    source: number of the layer, from 0, that chooses the keys.
+    is_shared: whether `source` is an earlier layer. If so, this layer has no indexer of its own.
+    """
+
+    topk: int
+    heads: int
+    head_dim: int
+    interleaved: bool
+    source: int
+    is_shared: bool = False
+
+    def parameters(self, hidden: int, query_rank: int) -> int:
+        """Return the number of weights by which a token is multiplied; 0 for a layer that shares a choice."""
+        return 0 if self.is_shared else self.heads * (self.head_dim * query_rank + hidden) + self.head_dim * hidden
+
+    def flops_per_pair(self) -> float:
+        """Return the floating-point operations of one score; 0 for a layer that shares a choice."""
+        return 0.0 if self.is_shared else 2.0 * self.heads * self.head_dim
+
+
+class IndexerStates(NamedTuple):
+    """What an indexer computes of T tokens, before it compares queries with keys.
+
+    query: [T, heads, head_dim]. key: [T, head_dim]. weight: [T, heads], the factors of the heads in the scores, in at
+    least fp32.
+    """
+
+    query: Tensor
+    key: Tensor
+    weight: Tensor
+
+
+class IndexerLayer(torch.nn.Module):
+    """The indexer of one layer. Its weights are the same on every rank and are not trained.
+
+    Args:
+        query_rank: size of the latent queries. rotated: number of elements of each head that are rotated.
+        rope_factor: factor by which cos and sin are multiplied.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        indexer: Indexer,
+        query_rank: int,
+        rotated: int,
+        rope_factor: float,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.indexer, self.rotated, self.rope_factor = indexer, rotated, rope_factor
+        self.groups, self.sequence_parallel = groups, config.sequence_parallel
+        size, dtype = indexer.head_dim, config.params_dtype
+        self.query_weight = _frozen(indexer.heads * size, query_rank, dtype=dtype)
+        self.key_weight = _frozen(size, config.hidden_size, dtype=dtype)
+        self.key_norm_weight, self.key_norm_bias = _frozen(size, dtype=dtype), _frozen(size, dtype=dtype)
+        self.head_weight = _frozen(indexer.heads, config.hidden_size, dtype=torch.float32)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
+        """Choose the keys of this rank's queries; return int32 [T / CP, topk], or None if queries see all keys.
+
+        They see all keys if no row of the pack has more than `topk` tokens. The condition is about all rows, so all
+        ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the ranks
+        gather the choices.
+
+        Args:
+            hidden, latent: hidden states and latent queries, [T / CP (/ TP with SP), …].
+            angles: rotary angles of the tokens, [T / CP, 1, rotated].
+        """
+        if max(visible.layout.row_lengths, default=0) <= self.indexer.topk:
+            return None
+        query, key, weight = self.states(hidden, latent, angles)
+        first = self.groups.tp.rank() * len(query) if self.sequence_parallel else 0
+        if self.sequence_parallel:
+            key = all_gather(key, self.groups.tp).flatten(0, 1)
+        key = all_gather(key, self.groups.cp).flatten(0, 1)
+        chosen = choose(query, key, weight, visible, self.indexer.topk, first)
+        return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
+
+    def states(self, hidden: Tensor, latent: Tensor, angles: Tensor) -> IndexerStates:
+        """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
+        if self.sequence_parallel:
+            angles = angles.chunk(self.groups.tp.size())[self.groups.tp.rank()]
+        size = (self.indexer.head_dim,)
+        key = F.layer_norm(
+            F.linear(hidden, self.key_weight), size, self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS
+        )
+        query = F.linear(latent, self.query_weight).unflatten(-1, (self.indexer.heads, -1))
+        weight = F.linear(hidden.to(self.head_weight.dtype), self.head_weight) * self.indexer.heads**-0.5
+        return IndexerStates(self._rotate(query, angles), self._rotate(key[:, None], angles).squeeze(1), weight)
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        if self.indexer.interleaved:  # queries and keys are reordered alike, so their products are the same
+            turned = x[..., : self.rotated]
+            x = torch.cat((turned[..., ::2], turned[..., 1::2], x[..., self.rotated :]), -1)
+        return rotate(x, angles, self.rope_factor)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return Megatron's sharded state dict, in which all weights are replicated."""
+        return make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters()),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.groups.tp,
+            dp_cp_group=self.groups.dp_cp,
+        )
+
+
+def _frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+
+class _Block(NamedTuple):
+    """Consecutive queries of one chunk of a pack.
+
+    queries: their row numbers among this rank's queries.
+    keys: row numbers of the keys that the last of them sees, in the order of the row.
+    seen: number of keys that the first of them sees. Each later query sees one key more.
+    """
+
+    queries: slice
+    keys: slice | Tensor
+    seen: int
+
+
+def _blocks(visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device) -> Iterator[_Block]:
+    """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores."""
+    order, limit = visible.key_rows(device), SCORES_OF_A_BLOCK[device.type] // heads
+    query = key = 0
+    for queries, keys in zip(visible.query_lengths, visible.key_lengths, strict=True):
+        before, size = keys - queries - query, max(1, limit // max(keys, 1))
+        for start in range(max(query, first), min(query + queries, end), size):
+            stop = min(start + size, query + queries, end)
+            rows = slice(key, key + before + stop)
+            yield _Block(slice(start, stop), rows if order is None else order[rows], before + start + 1)
+        query, key = query + queries, key + keys
+
+
+def choose(
+    query: Float[Tensor, "queries heads dim"],
+    key: Float[Tensor, "keys dim"],
+    weight: Float[Tensor, "queries heads"],
+    visible: AttentionPattern,
+    topk: int,
+    first: int = 0,
+) -> Int32[Tensor, "queries topk"]:
+    """Choose the keys of the queries of a pack.
+
+    The memory is that of the result and of one block of scores.
+
+    Args:
+        query, weight: of this rank's queries `first` … `first + len(query)` − 1.
+        key: of all context-parallel ranks, in rank order.
+    """
+    chosen = torch.full((len(query), topk), -1, dtype=torch.int32, device=query.device)
+    for queries, rows, seen in _blocks(visible, query.shape[1], first, first + len(query), query.device):
+        own, keys = slice(queries.start - first, queries.stop - first), key[rows]
+        ends = torch.arange(seen, seen + queries.stop - queries.start, device=key.device)[:, None]
+        scores = index_scores(query[own][None], keys[None], weight[own][None])[0]
+        found = highest(scores, ends, topk)
+        chosen[own, : found.shape[1]] = found
+    return chosen
+
+
+def index_scores(
+    query: Float[Tensor, "n queries heads dim"],
+    key: Float[Tensor, "n keys dim"],
+    weight: Float[Tensor, "n queries heads"],
+) -> Float[Tensor, "n queries keys"]:
+    """Return the scores of queries and keys, in at least fp32."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    products = torch.einsum("nqhd,nkd->nqhk", query.to(wide), key.to(wide)).mul_(query.shape[-1] ** -0.5).relu_()
+    return torch.einsum("nqh,nqhk->nqk", weight.to(wide), products)
+
+
+def highest(
+    scores: Float[Tensor, "queries keys"], ends: Int32[Tensor, "queries 1"] | Tensor, topk: int
+) -> Int32[Tensor, "queries chosen"]:
+    """Return the positions of the highest scores, [queries, min(topk, keys)]; −1 after a query's last key.
+
+    Of equal scores the earlier position is chosen. Equal scores are frequent, because the score of a key is 0 if its
+    products with all heads are negative. `torch.topk` may return any of them, and others if a row has more columns.
+
+    Args:
+        scores: they are overwritten. ends: number of keys that each query sees, from the first on.
+    """
+    behind = torch.arange(scores.shape[1], device=scores.device) >= ends
+    # Adding 0 turns −0 into 0: a sort by bits would separate them.
+    scores = scores.add_(0.0).masked_fill_(behind, -torch.inf)
+    found = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return torch.where(found < ends, found, -1).int()
+
+
+def selected_attention(
+    query: Float[Tensor, "queries heads dim"],
+    key: Float[Tensor, "keys heads dim"],
+    value: Float[Tensor, "keys heads dim"],
+    visible: AttentionPattern,
+    chosen: Int32[Tensor, "queries topk"],
+    scale: float,
+) -> Float[Tensor, "queries heads dim"]:
+    """Compute attention over the chosen keys.
+
+    All pairs of a query and an earlier key are computed, in blocks, and keys that are not chosen are masked. With keys
+    and values expanded to all heads, this is faster than reading `topk` keys for each query, unless rows are many times
+    longer than `topk`. Queries, keys, values and the choice are kept for the backward pass, which computes each block
+    again.
+
+    Args:
+        key, value: of all context-parallel ranks, in rank order.
+    """
+    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale)
+    return out
+
+
+class _SelectedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, visible: AttentionPattern, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, chosen)
+        ctx.visible, ctx.scale = visible, scale
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for queries, rows, _ in _blocks(visible, query.shape[1], 0, len(query), query.device):
+            out[queries] = _attend(query[queries], key[rows], value[rows], chosen[queries], scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen = ctx.saved_tensors
+        of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # Several blocks add to a key's gradient, so the sum is in at least fp32.
+        wide = torch.promote_types(key.dtype, torch.float32)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
+        for queries, rows, _ in _blocks(ctx.visible, query.shape[1], 0, len(query), query.device):
+            q, k, v = (x.detach().requires_grad_() for x in (query[queries], key[rows], value[rows]))
+            with torch.enable_grad():
+                out = _attend(q, k, v, chosen[queries], ctx.scale)
+            of_query[queries], *of_keys = torch.autograd.grad(out, (q, k, v), grad[queries])
+            for total, part in zip(sums, of_keys, strict=True):
+                if isinstance(rows, slice):
+                    total[rows] += part
+                else:
+                    total.index_add_(0, rows, part.to(wide))
+        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:
+    """Return attention of queries [q, heads, d] over those of the keys [k, heads, d] that are chosen."""
+    mask = chosen_mask(chosen, len(key))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
+
+def chosen_mask(chosen: Tensor, keys: int) -> Tensor:
+    """Convert a choice [queries, topk] to a mask [queries, keys]: True for the chosen keys."""
+    mask = torch.zeros(len(chosen), keys + 1, dtype=torch.bool, device=chosen.device)
+    mask.scatter_(1, torch.where(chosen < 0, keys, chosen).long(), True)  # the last column takes the −1
+    return mask[:, :keys]

@@ -1,0 +1,323 @@
+"""Tests of sparse attention by an indexer: the choice of keys, attention over chosen keys, what is kept and refused.
+
+Whole models with indexers are compared with transformers in test_families, test_layout_check, test_megatron_generation.
+"""
+
+import pytest
+import torch
+from attention_cases import layouts, predecessors
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import and_long, make_config
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
+from mcore_rl.distributed.packs import PackLayout
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron import sparse_attention
+from mcore_rl.models.megatron.attention_kernels import AttentionPattern
+from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.hf_config import check_model_fits
+from mcore_rl.models.megatron.sparse_attention import choose, highest, index_scores, selected_attention
+from mcore_rl.testing.processes import run_processes
+
+TOPK, HEADS, DIM, SCALE = 4, 3, 4, 0.3  # the square root of 4 is exact
+NEAR = 1e-5
+"""Difference of two scores, relative to the query's largest score, below which rounding may exchange their keys."""
+
+
+@given(st.lists(st.lists(st.integers(-1, 2), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 5))
+def test_highest_prefers_earlier_keys_among_equal_scores(rows, more):
+    """Keys behind a query's last key are never chosen, and change nothing."""
+    scores = torch.tensor([[*row, *[3] * more] for row in rows]).float()
+    ends = torch.arange(len(rows))[:, None] % 7 + 1
+    for row, own, end in zip(rows, highest(scores, ends, TOPK).tolist(), ends[:, 0].tolist(), strict=True):
+        expected = sorted(range(end), key=lambda position: (-row[position], position))[:TOPK]
+        assert own == expected + [-1] * (TOPK - len(expected))
+
+
+def test_zero_scores_are_equal_whatever_their_sign():
+    scores = torch.tensor([[0.0, -0.0, -1.0, 0.0, -0.0, 1.0]])
+    assert highest(scores, torch.tensor([[6]]), TOPK).tolist() == [[5, 0, 1, 3]]
+
+
+def whole_numbers(*shape, low=-2, high=3):
+    """Return random whole numbers, with which many scores are exactly equal, in float64."""
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(sum(shape))).double()
+
+
+def plain_choice(query, key, weight, distance):
+    """Return for each token the pack positions of its keys, from the formula and the rule for equal scores."""
+    chosen = []
+    for token in range(len(query)):
+        keys = (distance[token] >= 0).nonzero()[:, 0].tolist()
+        scores = {
+            k: sum(float(weight[token, h] * (query[token, h] @ key[k]).clamp(min=0)) for h in range(HEADS))
+            for k in keys
+        }
+        # A key is the earlier in the row, the farther it is away.
+        chosen.append(sorted(keys, key=lambda k: (-scores[k], -int(distance[token, k])))[:TOPK])
+    return chosen
+
+
+def plain_attention(query, key, value, chosen):
+    seen = torch.zeros(len(query), len(query), dtype=torch.bool)
+    for token, keys in enumerate(chosen):
+        seen[token, keys] = True
+    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("limit", [2**22, 90])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_choice_and_attention_equal_plain_softmax(cp, limit, monkeypatch):
+    """All packs of test_attention, also with shared prefixes: choices, outputs, and the gradients of all ranks."""
+    monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", limit)
+    for name, layout in layouts(cp).items():
+        if layout.total > 120:
+            continue
+        distance = predecessors(layout)
+        states = (
+            whole_numbers(layout.total, HEADS, DIM),
+            whole_numbers(layout.total, DIM),
+            whole_numbers(layout.total, HEADS),
+        )
+        chosen = plain_choice(*states, distance)
+        query, key, value, grad = (torch.randn(layout.total, HEADS, DIM, dtype=torch.float64) for _ in range(4))
+        whole = [x.requires_grad_() for x in (query, key, value)]
+        expected = plain_attention(*whole, chosen)
+        right = torch.autograd.grad(expected, whole, grad)
+        sums = [torch.zeros_like(x) for x in whole]
+        order = torch.cat([layout.local_positions(rank) for rank in range(cp)])
+        for rank in range(cp):
+            own, visible = layout.local_positions(rank), AttentionPattern(layout, rank)
+            got = choose(states[0][own], states[1][order], states[2][own], visible, TOPK)
+            position = distance.max(1).values  # the first token of a row is the farthest
+            for token, row in zip(own.tolist(), got.tolist(), strict=True):
+                positions = [int(position[token] - distance[token, k]) for k in chosen[token]]
+                assert row == positions + [-1] * (TOPK - len(positions)), (name, token)
+            tensors = [x.detach()[part].requires_grad_() for x, part in zip(whole, (own, order, order), strict=True)]
+            out = selected_attention(*tensors, visible, got, SCALE)
+            torch.testing.assert_close(out, expected[own], rtol=1e-10, atol=1e-10)
+            gradients = torch.autograd.grad(out, tensors, grad[own])
+            for total, part, places in zip(sums, gradients, (own, order, order), strict=True):
+                total.index_add_(0, places, part)
+        for total, gradient in zip(sums, right, strict=True):
+            torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_kept_and_temporary_memory_is_linear_in_tokens(monkeypatch):
+    """With four times the tokens four times as much is kept, and no block of scores becomes larger."""
+    limit, blocks = 4000, []
+
+    def recorded(query, key, weight):
+        blocks.append(query.shape[1] * query.shape[2] * key.shape[1])
+        return index_scores(query, key, weight)
+
+    monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", limit)
+    monkeypatch.setattr(sparse_attention, "index_scores", recorded)
+    kept = {}
+    for tokens in (64, 256):
+        saved = []
+        visible = AttentionPattern(PackLayout.pack((tokens,)), 0)
+        query, key, value = (torch.randn(tokens, HEADS, DIM, requires_grad=True) for _ in range(3))
+        chosen = choose(query.detach(), key.detach()[:, 0], query.detach()[..., 0], visible, TOPK)
+        with saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            selected_attention(query, key, value, visible, chosen, SCALE)
+        kept[tokens] = sum(saved)
+    assert kept[64] == 64 * (3 * HEADS * DIM + TOPK)
+    assert kept[256] == 4 * kept[64]
+    assert len(blocks) > 20
+    assert max(blocks) <= limit
+
+
+# ------------------------------------------------------------------ beside transformers
+
+
+LENGTHS = (200, 7, 45)
+LAYOUTS = {
+    "one process": {},
+    "tp2 sp ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "cp2 ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
+}
+
+
+def token_rows():
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+
+
+def choices_of_rank(path, sizes):
+    """Return this rank's pack positions, and the choices [T / CP, topk] of all layers with an indexer."""
+    from mcore_rl.data.batching import Microbatch
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.megatron.build import build_model
+    from mcore_rl.models.megatron.forward_step import run_microbatches
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, seed_everything
+    from mcore_rl.models.megatron.sparse_attention import IndexerLayer
+    from mcore_rl.models.megatron.weights import load_hf_weights
+
+    parallel = ParallelConfig(**sizes)
+    topology = initialize_parallel(parallel)
+    seed_everything(0)
+    model = build_model(load_hf_config(path), ModelConfig(path=path), parallel, topology)
+    load_hf_weights(model, SafetensorsDirectory(path))
+    layout = PackLayout.pack(LENGTHS, topology.context.size, parallel.sequence_multiple)
+    chosen = []
+    for module in model.chunks[0].modules():
+        if isinstance(module, IndexerLayer):
+            assert not any(parameter.requires_grad for parameter in module.parameters())
+            module.register_forward_hook(lambda module, inputs, choice: chosen.append(choice.clone()))
+    ids = torch.nn.utils.rnn.pad_sequence(token_rows(), batch_first=True)
+    microbatch = Microbatch([0, 1, 2], BatchedDataDict(input_ids=ids), layout)
+    with torch.no_grad():
+        run_microbatches(model, model.chunks, [microbatch], lambda x, m: (x.sum(), {}), train=False)
+    destroy_parallel()
+    return layout.local_positions(topology.context.rank), chosen
+
+
+def exact_scores(indexer, hidden, latent, cos, sin, neighbours):
+    """Return the scores [S, S] of a module of transformers in float64, from its inputs and weights."""
+    w, heads = {name: p.double() for name, p in indexer.named_parameters()}, indexer.n_heads
+
+    def rotated(x):
+        size = cos.shape[-1]
+        first, second = (x[..., :size:2], x[..., 1:size:2]) if neighbours else x[..., :size].chunk(2, -1)
+        c, s = (wave.double()[:, None, : size // 2] for wave in (cos, sin))
+        return torch.cat((first * c - second * s, second * c + first * s, x[..., size:]), -1)
+
+    key = torch.nn.functional.layer_norm(
+        hidden @ w["wk.weight"].T, w["k_norm.weight"].shape, w["k_norm.weight"], w["k_norm.bias"], 1e-6
+    )
+    query = rotated((latent @ w["wq_b.weight"].T).unflatten(-1, (heads, -1)))
+    products = torch.einsum("qhd,kd->qhk", query, rotated(key[:, None])[:, 0]).relu() * query.shape[-1] ** -0.5
+    scores = torch.einsum("qh,qhk->qk", hidden @ w["weights_proj.weight"].T * heads**-0.5, products)
+    return scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def in_transformers(model_of):
+    """A function from a family to topk, and for each row and indexer transformers' choice and the exact scores."""
+
+    def get(family):
+        model = AutoModelForCausalLM.from_pretrained(model_of(family), dtype=torch.float32).eval()
+        indexers = [module for name, module in model.named_modules() if name.endswith(".indexer")]
+        found = []
+
+        def note(module, arguments, choice):
+            hidden, latent, (cos, sin) = arguments[:3]
+            scores = exact_scores(
+                module, hidden[0].double(), latent[0].double(), cos[0], sin[0], family == "glm_moe_dsa"
+            )
+            found[-1].append((choice[0], scores))
+
+        hooks = [indexer.register_forward_hook(note) for indexer in indexers]
+        with torch.no_grad():
+            for row in token_rows():
+                found.append([])
+                model(row[None])
+        for hook in hooks:
+            hook.remove()
+        return model.config.index_topk, found
+
+    return get
+
+
+def differing(choice, scores, topk):
+    """Return how many queries chose other keys than the highest exact scores.
+
+    Only keys whose score is `NEAR` the last chosen one may be exchanged.
+    """
+    count = 0
+    for query, own in enumerate(choice.tolist()):
+        own = {key for key in own if 0 <= key <= query}
+        ranked = scores[query, : query + 1].sort(descending=True)
+        exact = set(ranked.indices[:topk].tolist())
+        last = ranked.values[min(topk, query + 1) - 1]
+        assert len(own) == len(exact)
+        assert all(abs(scores[query, key] - last) <= NEAR * ranked.values.abs().max() for key in own ^ exact)
+        count += own != exact
+    return count
+
+
+@pytest.mark.parametrize("layout", and_long(["one process"], ["tp2 sp ep2", "cp2 ep2"]))
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_choices_equal_transformers(family, layout, model_of, in_transformers):
+    """Choices are those of exact scores but for near scores, here and in transformers; at most 1 of 200 differs."""
+    topk, rows = in_transformers(family)
+    sizes = LAYOUTS[layout]
+    ranks = run_processes(choices_of_rank, model_of(family), sizes, world_size=2 if sizes else 1)
+    multiple = ParallelConfig(**sizes).sequence_multiple
+    layout = PackLayout.pack(LENGTHS, sizes.get("context_parallel_size", 1), multiple)
+    for indexer in range(len(rows[0])):
+        whole = torch.empty(layout.total, topk, dtype=torch.int32)
+        for places, choices in ranks:
+            assert len(choices) == len(rows[0])
+            whole[places] = choices[indexer]
+        for row, start, length in zip(rows, layout.starts.tolist(), LENGTHS, strict=True):
+            theirs, scores = row[indexer]
+            assert differing(whole[start : start + length], scores, topk) <= length / 200
+            assert differing(theirs, scores, topk) <= length / 200
+
+
+# ------------------------------------------------------------------ what is refused and counted
+
+
+SHARED = {"indexer_types": ["full", "shared", "shared", "full"]}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    ],
+)
+def test_stages_whose_keys_another_stage_chooses_are_refused(sizes):
+    hf = make_config("glm_moe_dsa", **SHARED)
+    first = 1 if len(sizes) > 1 else 2
+    with pytest.raises(
+        UserError,
+        match=rf"pipeline_model_parallel_size=2: layer {first} attends to the keys that layer 0 chooses .* set "
+        rf"parallel\.pipeline_model_parallel_layout, or data\.max_sequence_length={hf.index_topk}",
+    ):
+        check_model_fits(hf, ParallelConfig(**sizes), hf.index_topk + 1)
+    check_model_fits(hf, ParallelConfig(**sizes), hf.index_topk)
+    check_model_fits(make_config("deepseek_v32"), ParallelConfig(**sizes), 60)
+    whole = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|tL"}
+    check_model_fits(hf, ParallelConfig(**whole), 60)
+
+
+def test_adapters_of_indexers_are_refused(model_of):
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of
+
+    family = family_of(load_hf_config(model_of("deepseek_v32")))
+    with pytest.raises(UserError, match=r"deepseek_v32 has no wq_b to adapt; it has q_a_proj, q_b_proj, .*o_proj"):
+        lora_of(LoRAConfig(rank=2, target_modules=["q_b_proj", "wq_b"]), family)
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(10, 0), (18, 0), (40, 0), (30, 25), (5, 10), (12, 10)])
+def test_operations_count_chosen_keys_and_all_scores(tokens, before):
+    family = family_of(make_config("glm_moe_dsa"))
+    hf = family.hf
+    positions = range(before, before + tokens)
+    # A pair of a query and its own key counts half, as in other attention.
+    seen = sum(min(position + 0.5, hf.index_topk) for position in positions)
+    attention = 6 * hf.num_attention_heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim + hf.v_head_dim) * seen
+    heads, size = hf.index_n_heads, hf.index_head_dim
+    weights = heads * size * hf.q_lora_rank + size * hf.hidden_size + heads * hf.hidden_size
+    scores = 2 * heads * size * sum(position + 0.5 for position in positions) + 2 * weights * tokens
+    counted = [family.token_mixer(layer).flops(tokens, before) for layer in range(4)]
+    assert counted[1] == counted[3] == pytest.approx(attention)
+    has_scores = before + tokens > hf.index_topk
+    assert counted[0] - counted[1] == pytest.approx(scores if has_scores else 0)
