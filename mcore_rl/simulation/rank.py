@@ -307,6 +307,41 @@ class InventedPixels:
         return torch.zeros(image.count * vision.spatial_merge_size**2, values, device=platform.device())
 
 
+def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
+    """Return a replacement of `selected_attention` that computes nothing, but allocates and saves the same tensors.
+
+    It counts the operations that are computed: those of all earlier keys, chosen or not.
+    """
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, count: int) -> Tensor:
+            ctx.save_for_backward(query, key, value, chosen)
+            ctx.count = count
+            flops.total += count
+            return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            query, key, value, _ = ctx.saved_tensors
+            flops.total += ctx.count * 7 // 2  # the two products of the forward pass, then five, one of them recomputed
+            of_query, *sums = (
+                torch.empty_like(query),
+                *(x.new_empty(x.shape, dtype=torch.float32) for x in (key, value)),
+            )
+            return of_query, *(x.to(query.dtype) for x in sums), None, None
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, chosen: Tensor, scale: float
+    ) -> Tensor:
+        width = math.prod(query.shape[1:])
+        count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)
+        out: Tensor = Attention.apply(query, key, value, chosen, count)
+        return out
+
+    return attend
+
+
 def alike(reduced: Any) -> Any:
     """Return a replacement of `batched_data_dict.reduced` that assumes the same values on all replicas."""
 
@@ -381,7 +416,7 @@ def simulated_process(
     import torch
 
     from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import attention_kernels, moe, vision, weights
+    from mcore_rl.models.megatron import attention, attention_kernels, moe, sparse_attention, vision, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
@@ -398,6 +433,7 @@ def simulated_process(
         )
     logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
+    sparse_attention.SCORES_OF_A_BLOCK["meta"] = sparse_attention.SCORES_OF_A_BLOCK[tiles_of]
     attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
@@ -410,6 +446,7 @@ def simulated_process(
         replaced(moe.BalancedDispatcher, "imbalance", imbalance),
         replaced(vision, "run_module", tower_stand_in(seen.attention)),
         replaced(vision.KeptFeatures, "put", keep_untouched),
+        replaced(attention, "selected_attention", selected_stand_in(seen.attention)),
     ):
         yield seen
 
