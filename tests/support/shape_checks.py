@@ -10,6 +10,7 @@ LOSS_MODULES = ("common", "distillation", "packing", "policy_gradient", "prefere
 MODULES = [
     *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
     "mcore_rl.models.megatron.attention",
+    "mcore_rl.models.megatron.sparse_attention",
     *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
     "mcore_rl.algorithms.advantages",
 ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_gather
@@ -193,7 +193,7 @@ def choose(
 ) -> Int32[Tensor, "queries topk"]:
     """Choose the keys of the queries of a pack.
 
-    The memory is that of the result and of one block of scores.
+    The memory is that of the result and of one block of scores. No scores are computed in rows of at most `topk` keys.
 
     Args:
         query, weight: of this rank's queries `first` … `first + len(query)` − 1.
@@ -201,10 +201,13 @@ def choose(
     """
     chosen = torch.full((len(query), topk), -1, dtype=torch.int32, device=query.device)
     for queries, rows, seen in _blocks(visible, query.shape[1], first, first + len(query), query.device):
-        own, keys = slice(queries.start - first, queries.stop - first), key[rows]
-        ends = torch.arange(seen, seen + queries.stop - queries.start, device=key.device)[:, None]
-        scores = index_scores(query[own][None], keys[None], weight[own][None])[0]
-        found = highest(scores, ends, topk)
+        own, count = slice(queries.start - first, queries.stop - first), seen + queries.stop - queries.start - 1
+        ends = torch.arange(seen, count + 1, device=key.device)[:, None]
+        if count <= topk:
+            found = torch.arange(count, dtype=torch.int32, device=key.device).expand(len(ends), -1)
+            found = torch.where(found < ends, found, -1)
+        else:
+            found = highest(index_scores(query[own][None], key[rows][None], weight[own][None])[0], ends, topk)
         chosen[own, : found.shape[1]] = found
     return chosen
 
@@ -221,7 +224,7 @@ def index_scores(
 
 
 def highest(
-    scores: Float[Tensor, "queries keys"], ends: Int32[Tensor, "queries 1"] | Tensor, topk: int
+    scores: Float[Tensor, "queries keys"], ends: Int[Tensor, "queries 1"], topk: int
 ) -> Int32[Tensor, "queries chosen"]:
     """Return the positions of the highest scores, [queries, min(topk, keys)]; −1 after a query's last key.
 

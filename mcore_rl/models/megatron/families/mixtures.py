@@ -446,9 +446,13 @@ class GlmMoEDsa(DeepseekV32):
         return max((number for number in range(layer + 1) if self.hf.indexer_types[number] == "full"), default=layer)
 
     def check(self, max_sequence_length: int) -> None:
+        types = self.hf.indexer_types
+        if len(types) != self.num_layers or types[0] != "full" or not {"full", "shared"}.issuperset(types):
+            raise UserError(
+                f'model.path: indexer_types must be "full" or "shared" for each of the {self.num_layers} layers, and '
+                f'"full" for the first, not {types!r}'
+            )
         super().check(max_sequence_length)
-        if self.hf.indexer_types[0] != "full":
-            raise UserError('model.path: indexer_types must begin with "full"')
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)
