@@ -192,9 +192,9 @@ def generate_groups(config, slots, repeats, most_apart=1e-5):
     return sequences(out), len(ran)
 
 
-@pytest.mark.long
-def test_equal_prompts_go_through_the_model_once(model_path):
-    config, repeats = config_of(model_path("llama")), 4
+@pytest.mark.parametrize("family", and_long([], ["llama"], ["deepseek_v32"]))
+def test_equal_prompts_go_through_the_model_once(family, model_path):
+    config, repeats = config_of(model_path(family)), 4
     (alone, ran_alone), (shared, ran), (refilled, ran_refilled) = (
         run_processes(generate_groups, config, slots, repeats, world_size=1)[0] for slots in (1, 64, 5)
     )
