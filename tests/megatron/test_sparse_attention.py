@@ -8,6 +8,7 @@ import torch
 from attention_cases import layouts, predecessors
 from hypothesis import given
 from hypothesis import strategies as st
+from layout_cases import make_data, make_sft_config
 from small_models import and_long, make_config
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_config import check_model_fits
 from mcore_rl.models.megatron.sparse_attention import choose, highest, index_scores, selected_attention
+from mcore_rl.testing.layout_check import compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 TOPK, HEADS, DIM, SCALE = 4, 3, 4, 0.3  # the square root of 4 is exact
@@ -210,6 +212,7 @@ def in_transformers(model_of):
     def get(family):
         model = AutoModelForCausalLM.from_pretrained(model_of(family), dtype=torch.float32).eval()
         indexers = [module for name, module in model.named_modules() if name.endswith(".indexer")]
+        assert {indexer.k_norm.eps for indexer in indexers} == {sparse_attention.KEY_NORM_EPS}
         found = []
 
         def note(module, arguments, choice):
@@ -272,6 +275,28 @@ def test_choices_equal_transformers(family, layout, model_of, in_transformers):
             theirs, scores = row[indexer]
             assert differing(whole[start : start + length], scores, topk) <= length / 200
             assert differing(theirs, scores, topk) <= length / 200
+
+
+def number_of_choices(config):
+    """Return how often indexers choose keys in one training step."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return choose(*arguments)
+
+    sparse_attention.choose = counted  # in a process of its own
+    compute_layout_result(config, make_data(), 1)
+    return len(calls)
+
+
+@pytest.mark.long
+def test_recomputed_layers_use_the_choice_of_the_forward_pass(model_of):
+    """Rounding in the recomputation cannot exchange keys, and the keys are chosen once."""
+    config = make_sft_config(model_of("glm_moe_dsa"))
+    recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
+    plain, again = (run_processes(number_of_choices, one, world_size=1)[0] for one in (config, recomputed))
+    assert plain == again > 0
 
 
 # ------------------------------------------------------------------ what is refused and counted
