@@ -1,13 +1,12 @@
 """Tests of programs that train on records with images."""
 
-import hashlib
 import json
-import pickle
 import shutil
 
 import pytest
 import torch
 import yaml
+from old_checkpoints import remove_module
 from peft import PeftModel, get_peft_model_state_dict
 from programs import ROOT, SUPPORT, metrics_of, run
 from reward_model_cases import judge as judge
@@ -129,19 +128,6 @@ def test_sft_with_images_resumes_under_another_layout_and_is_exported(files):
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
-def without_tower(checkpoint):
-    """Remove the vision tower from the index of a checkpoint, as in one from before it was part of the model."""
-    file = checkpoint / ".metadata"
-    index = pickle.loads(file.read_bytes())
-    index.state_dict_metadata = {k: v for k, v in index.state_dict_metadata.items() if "visual." not in k}
-    index.storage_data = {k: v for k, v in index.storage_data.items() if "visual." not in k.fqn}
-    index.planner_data = {k: v for k, v in (index.planner_data or {}).items() if "visual." not in k}
-    file.write_bytes(pickle.dumps(index))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest[".metadata"] = [file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.long
 def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
     """The tower then is that of the model directory."""
@@ -150,7 +136,7 @@ def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
     run("train_sft.py", files / "sft.yaml", *arguments, "trainer.max_steps=2")
     expected = load_file(out / "hf" / "model.safetensors")
     (checkpoint,) = out.glob("checkpoints/iter_*2")
-    without_tower(checkpoint)
+    remove_module(checkpoint, "visual.")
     run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints", files / "of_text")
     converted = load_file(files / "of_text" / "model.safetensors")
     assert converted.keys() == expected.keys()

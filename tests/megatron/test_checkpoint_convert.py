@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_cases import make_config
+from old_checkpoints import remove_module
 from programs import run
 from safetensors.torch import load_file
 from small_models import ALIKE, ARCHITECTURES, and_long
@@ -71,6 +73,21 @@ def test_there_and_back_is_bit_exact(family, dtype, model_of, tmp_path):
     (iteration,) = run_processes(convert, tmp_path / "model", tmp_path / "megatron", world_size=1)
     run_processes(convert_back, iteration, tmp_path / "model", tmp_path / "back", world_size=1)
     assert_same_tensors(tmp_path / "back", tmp_path / "model")
+
+
+@pytest.mark.long
+def test_a_checkpoint_from_before_models_had_indexers_gets_those_of_the_directory(model_of, tmp_path):
+    """It is converted, and loaded in a run."""
+    path = model_of("deepseek_v32")
+    (iteration,) = run_processes(convert, path, tmp_path / "megatron", world_size=1)
+    remove_module(iteration, "indexer.")
+    run_processes(convert_back, iteration, path, tmp_path / "back", world_size=1)
+    assert_same_tensors(tmp_path / "back", path)
+    loaded = run_processes(weights_by_loading, iteration, make_config(path), world_size=1)[0]
+    expected = load_file(tmp_path / "back" / "model.safetensors")
+    indexers = {name for name in loaded if ".indexer." in name}
+    assert indexers and all((loaded[name] == 7).all() for name in indexers), "they keep what they had"
+    assert all(torch.equal(loaded[name], expected[name]) for name in loaded.keys() & expected.keys() - indexers)
 
 
 def weights_by_loading(iteration, config):

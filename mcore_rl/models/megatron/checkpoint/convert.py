@@ -21,9 +21,9 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.build import ModelShard, build_model
 from mcore_rl.models.megatron.checkpoint.load import (
     RegionReader,
+    absent_from,
     architecture_of_checkpoint,
     check_trusted,
-    has_vision_tower,
     load_weights,
     read_common,
 )
@@ -40,7 +40,6 @@ from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
-from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Vocabulary, assemble
 from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
@@ -283,12 +282,15 @@ def _load_all(
     """Yield a checkpoint's weights as Hugging Face tensors with their names; each is read when it is needed.
 
     Args:
-        source: directory that has the vision tower, if the checkpoint does not have it.
+        source: directory that has the modules that the checkpoint was written without (`ADDED_MODULES`).
     """
-    stored, own, directory = list(_stored_parts(model)), list[Mapping](), SafetensorsDirectory(source)
-    if not has_vision_tower(index):
-        own = [mapping for mapping, _ in stored if mapping.megatron.startswith(VISION_TOWER)]
-        stored = [(mapping, parts) for mapping, parts in stored if not mapping.megatron.startswith(VISION_TOWER)]
+    stored, own, directory = list[tuple[Mapping, list[StoredPart]]](), list[Mapping](), SafetensorsDirectory(source)
+    is_absent = absent_from(index)
+    for mapping, parts_of_mapping in _stored_parts(model):
+        if is_absent(mapping.megatron):
+            own.append(mapping)
+        else:
+            stored.append((mapping, parts_of_mapping))
     parts = _loaded_parts(RegionReader(iteration, index), stored, model.vocab_size, progress)
     of_source = ((part, directory.read(part.name)) for mapping in own for part in mapping.parts)
     yield from assemble(itertools.chain(parts, of_source), model.family.shapes())

@@ -557,13 +557,19 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
     _load_objects(iteration, index, model, weights)
 
 
-def has_vision_tower(index: Metadata) -> bool:
-    """Return whether a checkpoint has the vision tower. One from before the tower was part of the model has none."""
-    return any(map(_is_of_tower, index.state_dict_metadata))
+ADDED_MODULES = (VISION_TOWER, "indexer.")
+"""Modules that earlier versions of this package left out of the model. They were not trained then."""
 
 
-def _is_of_tower(key: str) -> bool:
-    return f".{VISION_TOWER}" in f".{key}"
+def absent_from(index: Metadata) -> Callable[[str], bool]:
+    """Return a function of a weight's name: whether the weight is in one of `ADDED_MODULES`, and the checkpoint was
+    written without this module. The weight then keeps the value of the model directory."""
+    absent = [
+        f".{module}"
+        for module in ADDED_MODULES
+        if not any(f".{module}" in f".{key}" for key in index.state_dict_metadata)
+    ]
+    return lambda name: any(module in f".{name}" for module in absent)
 
 
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
@@ -572,11 +578,9 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
     Raises:
         UserError: the checkpoint lacks a tensor or has it in another shape, or one of its files is damaged.
     """
-    problem = None
-    if not has_vision_tower(index):  # the tower keeps the weights of model.path
-        regions = [region for region in regions if not _is_of_tower(region.key)]
+    problem, is_absent = None, absent_from(index)
     try:
-        RegionReader(iteration, index).read(regions)
+        RegionReader(iteration, index).read(region for region in regions if not is_absent(region.key))
     except UserError as error:
         problem = str(error)
     for found in gather_objects(problem):
