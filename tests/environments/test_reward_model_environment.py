@@ -117,7 +117,7 @@ tokens = RewardModelEnvironment._tokens
 
 def told(self, log, record):
     row = tokens(self, log, record)
-    print("the judge reads", self.tokenizer.decode(row).partition("<")[0].strip(), flush=True)
+    print("the judge reads", self.tokenizer.decode(row.input_ids).partition("<")[0].strip(), flush=True)
     return row
 
 RewardModelEnvironment._tokens = told
