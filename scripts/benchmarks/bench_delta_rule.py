@@ -25,7 +25,7 @@ from bench_results import Row, finish
 from torch import Tensor
 
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.delta_net import DeltaWeights, GatedDeltaNet, recomputed, rule_inputs
+from mcore_rl.models.megatron.delta_net import DeltaWeights, GatedDeltaNet, recomputed
 from mcore_rl.models.megatron.delta_rule import causal_conv, delta_rule, plan_of
 
 NET = GatedDeltaNet(hidden=1, heads=4, repeats=2, key_dim=128, value_dim=128, width=4)
@@ -62,7 +62,7 @@ def rule_of(tokens: int) -> Callable[[], Tensor]:
     def mixed(rows: Tensor, convolution: Tensor, log_decay: Tensor, shift: Tensor) -> Tensor:
         weights = DeltaWeights(convolution, log_decay, shift)
         convolved = causal_conv(rows[..., :size], convolution, plan.before)
-        return delta_rule(*rule_inputs(NET, convolved, rows[..., size:], weights), plan)[0]
+        return delta_rule(*NET.rule_inputs(convolved, rows[..., size:], weights), plan)[0]
 
     return lambda: recomputed(mixed, inputs, convolution, *of_heads)
 
