@@ -168,3 +168,28 @@ print(platform.is_initialized(), "megatron" in sys.modules)
     told, before, after = done.stdout.splitlines()
     assert "call mcore_rl.platform.initialize_platform() where the program starts" in told
     assert (before, after) == ("False False", "True True")
+
+
+def names_of(tree):
+    """Names that a module defines or imports at its top level, also in branches of `if` and `try`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_scripts_and_examples_import_names_that_exist():
+    """Not all of them run in tests, and the type checker does not read them."""
+    root, wrong = PACKAGE.parent, []
+    files = [path for folder in ("scripts", "examples") for path in sorted((root / folder).rglob("*.py"))]
+    assert len(files) > 40
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mcore_rl":
+                known = {*names_of(modules()[node.module])} if node.module in modules() else set()
+                known |= {name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == node.module}
+                wrong += [f"{path.name}: {node.module}.{a.name}" for a in node.names if a.name not in known]
+    assert not wrong

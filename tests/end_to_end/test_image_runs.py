@@ -237,6 +237,7 @@ def test_a_reward_model_judges_and_values_images_under_layouts(files):
     values["environment"] = {"name": "reward_model", "path": str(exported)}
     values["loss"] = {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True}
     optimizer = {**values["optimizer"], "lr": 1e-2}
+    del optimizer["vision_tower_lr"]
     values["critic"] = {"path": str(exported), "export_hf": True, "optimizer": optimizer}
     (files / "ppo.yaml").write_text(yaml.safe_dump(values))
     run("train_ppo.py", files / "ppo.yaml")
