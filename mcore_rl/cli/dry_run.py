@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import microbatch_planner
+from mcore_rl.data.chat import image_tokens, reads_images
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.data.token_store import TokenSequence
@@ -186,8 +188,17 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
                 text += text_of_tokens(tokenizer, sequence.input_ids, start, position)
                 text += "»" if mark else "«" if trained else ""
                 start, trained = position, mark
-        text = text.replace("\n", "\\n")
+        text = with_counted_images(tokenizer, text).replace("\n", "\\n")
         yield f"  {text[:SHOWN_CHARACTERS]}{' …' if len(text) > SHOWN_CHARACTERS else ''}"
+
+
+def with_counted_images(tokenizer: Any, text: str) -> str:
+    """Return `text` with the token of each image written once, followed by the number of its repetitions."""
+    if not reads_images(tokenizer):
+        return text
+    token = image_tokens(tokenizer).text
+    # Some tokenizers decode to text with a space between the tokens.
+    return re.sub(f"(?:{re.escape(token)} ?)+", lambda run: f"{token} × {run[0].count(token)} ", text)
 
 
 def text_of_tokens(tokenizer: Any, ids: Sequence[int], start: int, end: int) -> str:

@@ -58,7 +58,7 @@ def _tower(value: Any, given: Given) -> Outcome:
     if value in (True, "true", "True"):
         return {"model.vision_tower": "frozen"}
     reads_images = given.values.get("data.image_key") is not None
-    return {"model.vision_tower": "trained"} if reads_images else "data.image_key is not set"
+    return {"model.vision_tower": "trained"} if reads_images else "data.image_key is not set, so there is no image"
 
 
 def _length(value: Any, given: Given) -> Outcome:
@@ -387,6 +387,7 @@ DEFAULTS_OF_VERL: dict[str, Any] = {
     f"{_OPTIM}.lr": 1e-6,
     f"{_OPTIM}.lr_scheduler_type": "constant",
     f"{_OPTIM}.weight_decay": 0.01,
+    f"{ACTOR}.freeze_vision_tower": False,
 }
 """Defaults of verl that differ from those here, or that rules read. They hold for values that a file leaves out."""
 

@@ -233,6 +233,21 @@ def image_tokens(tokenizer: Any) -> ImageTokens:
     return found
 
 
+def check_image_tokens(tokenizer: Any, messages: Messages, text: str) -> None:
+    """Check that the text that the chat template has made of a conversation has one token for each image.
+
+    Raises:
+        ValueError: there are more or fewer, or the model reads no images.
+    """
+    if count := len(image_sources(messages)):
+        token = image_tokens(tokenizer).text
+        if (written := text.count(token)) != count:
+            raise ValueError(
+                f"the conversation has {count} image{'s' * (count > 1)}, but its text has {token} {written} times; the "
+                "chat template must write it once for each image, and no message may contain it"
+            )
+
+
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 DATE_CODES = (

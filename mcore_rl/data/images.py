@@ -252,10 +252,11 @@ class ImageReader:
     Args:
         model: the model directory.
         stored: directory in which `placed` stores images without a file, under their digests.
+        key: configuration key of the model directory, for errors.
     """
 
-    def __init__(self, model: Path, stored: Path = Path()) -> None:
-        self.model, self.stored = model, stored
+    def __init__(self, model: Path, stored: Path = Path(), key: str = "model.path") -> None:
+        self.model, self.stored, self.key = model, stored, key
 
     @cached_property
     def processor(self) -> Any:
@@ -268,13 +269,13 @@ class ImageReader:
         from transformers import AutoImageProcessor
 
         if not any((self.model / name).is_file() for name in PROCESSOR_FILES):
-            raise UserError(f"model.path: {self.model} has no {PROCESSOR_FILES[0]}, which says how images are resized")
+            raise UserError(f"{self.key}: {self.model} has no {PROCESSOR_FILES[0]}, which says how images are resized")
         try:
             # torchvision resizes differently; with this choice, results do not depend on whether it is installed.
             return AutoImageProcessor.from_pretrained(self.model, backend="pil")
         except Exception as error:  # of many classes
             told = " ".join(str(error).split())
-            raise UserError(f"model.path: the image processor of {self.model} cannot be loaded: {told}") from None
+            raise UserError(f"{self.key}: the image processor of {self.model} cannot be loaded: {told}") from None
 
     def placed(self, source: Any, start: int) -> PlacedImage:
         """Read an image of a record; return it with its first token at `start`.

@@ -15,11 +15,10 @@ from mcore_rl.data.chat import (
     Message,
     Messages,
     apply_template,
+    check_image_tokens,
     end_token_ids,
     function_of,
     has_images,
-    image_sources,
-    image_tokens,
     is_prefill,
     render,
     special_token_ids,
@@ -403,13 +402,7 @@ def check_shown(chat: RenderedChat) -> None:
         ValueError: the template omits a part; the message names it.
     """
     messages = chat.messages
-    if count := len(image_sources(messages)):
-        token = image_tokens(chat.tokenizer).text
-        if (written := chat.text.count(token)) != count:
-            raise ValueError(
-                f"the conversation has {count} image{'s' * (count > 1)}, but its text has {token} {written} times; the "
-                "chat template must write it once for each image, and no message may contain it"
-            )
+    check_image_tokens(chat.tokenizer, messages, chat.text)
     if chat.tools and render(chat.tokenizer, messages) == chat.text:
         raise ValueError(
             "the chat template does not write the record's tools; use another template, or leave tools out"

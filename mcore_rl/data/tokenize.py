@@ -18,6 +18,7 @@ from mcore_rl.data.chat import (
     GENERATION_MARKER,
     ImageTokens,
     Messages,
+    check_image_tokens,
     check_messages,
     check_tools,
     end_token_ids,
@@ -288,8 +289,9 @@ def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None, images:
         ValueError: the tokenizer has no template, the template fails, an image cannot be read, or the model reads no
             images.
     """
-    sources = filled_sources(tokenizer, messages, images)
-    ids = tuple(tokenizer(render(tokenizer, messages, tools), add_special_tokens=False)["input_ids"])
+    sources, text = filled_sources(tokenizer, messages, images), render(tokenizer, messages, tools)
+    check_image_tokens(tokenizer, messages, text)
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     return place_images(tokenizer, TokenSequence(ids, (False,) * len(ids)), sources)
 
 
@@ -333,6 +335,7 @@ def tokenize_prompt(
     messages = check_messages(prompt, "prompt")
     sources = filled_sources(tokenizer, messages, images)
     text = render_prompt(tokenizer, messages, check_tools(tools))
+    check_image_tokens(tokenizer, messages, text)
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     return place_images(tokenizer, TokenSequence(ids, (False,) * len(ids)), sources)
 

@@ -484,31 +484,26 @@ class LocalBatch(BatchedDataDict[DictT]):
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
         return type(self)(entries, self.share, self.plans)
 
-    def all_rows(self, *keys: str) -> BatchedDataDict[Any]:
-        """Gather the entries `keys` from all replicas; return all rows in the order of the global batch. Collective.
+    def all_rows(self, *keys: str, lists: Sequence[str] = ()) -> BatchedDataDict[Any]:
+        """Gather the tensors `keys` from all replicas; return all rows in the order of the global batch. Collective.
 
-        An entry is a tensor or a list of small, picklable values. A list that no replica has is left out.
+        Args:
+            lists: keys of lists of small, picklable values, which replicas may lack. One that all lack is left out.
         """
         replicas, width = self.share.replicas, int(self.share.max(self["input_ids"].shape[1])[0])
         indices = gather_rows(torch.tensor(list(self.share.indices), dtype=torch.long), replicas)
         whole: BatchedDataDict[Any] = BatchedDataDict()
         order = indices.argsort()
         for key in keys:
-            rows = self.get(key)
-            if not isinstance(rows, Tensor):
-                self._gather_list(key, order.tolist(), whole)
-                continue
+            rows = self[key]
             padded = F.pad(rows, (0, width - rows.shape[1])) if rows.ndim > 1 else rows
             whole[key] = gather_rows(padded, replicas)[order]
+        for key in lists:
+            if int(self.share.max(int(key in self))[0]):
+                own = self.get(key, [None] * self.size)
+                held = [row for of_replica in gather_objects_along(own, replicas) for row in of_replica]
+                whole[key] = [held[place] for place in order.tolist()]
         return whole
-
-    def _gather_list(self, key: str, order: Sequence[int], whole: BatchedDataDict[Any]) -> None:
-        """Put the list `key` of all replicas into `whole`, if any replica has it. Collective."""
-        if not int(self.share.max(int(key in self))[0]):
-            return
-        rows = self.get(key, [None] * self.size)
-        held = [row for of_replica in gather_objects_along(rows, self.share.replicas) for row in of_replica]
-        whole[key] = [held[place] for place in order]
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
         """Return the rows `indices` as an ordinary `BatchedDataDict`, not as a `LocalBatch`."""

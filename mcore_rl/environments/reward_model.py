@@ -20,6 +20,7 @@ from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_compl
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step
+from mcore_rl.errors import UserError
 from mcore_rl.models.policy.scoring import ScoringModel
 
 
@@ -70,6 +71,8 @@ class RewardModelEnvironment:
                 tokens = tokenize_completion(self.tokenizer, "".join(before), response)
             else:
                 tokens = judged_tokens(self.tokenizer, list(log), check_tools(record.get("tools")))
+        except UserError:  # of the model directory or the installation, not of the conversation
+            raise
         except ValueError as error:
             return str(error)
         if not len(tokens):

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
-from mcore_rl.data.chat import chat_day, set_chat_day
+from mcore_rl.data.chat import Messages, chat_day, check_image_tokens, render, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
 from mcore_rl.data.images import ImageReader, image_directory
 from mcore_rl.data.token_cache import TokenCache, default_directory
@@ -418,7 +418,10 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
             raise UserError(f"{key}: {hf.model_type} reads no images, but records have images; use a model that does")
     own = ImageReader(config.model.path).sizes
     for key, other in second_model_configs(config).items():
-        if key != JUDGE and (sizes := ImageReader(other.model.path).sizes) != own:
+        sizes = ImageReader(other.model.path, key=key).sizes
+        if key == JUDGE:
+            _check_judge_sees_images(cast("RLConfig", config), other.model.path)
+        elif sizes != own:
             raise UserError(
                 f"{key}: the image processor of {other.model.path} makes other numbers of tokens than that of {POLICY} "
                 f"(pixels of a token's side, at least, at most: {sizes} instead of {own}); use a model with the same "
@@ -429,6 +432,23 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
             "environment.name=agent: gets no images yet, but data.train has prompts with images; use another "
             "environment, or leave these prompts out"
         )
+
+
+def _check_judge_sees_images(config: RLConfig, path: Path) -> None:
+    """Raise UserError if the judging reward model in `path` would judge conversations without their images."""
+    if config.environment.format == "text":
+        raise UserError(
+            "environment.format=text: joins the texts of messages, but data.train has prompts with images; set "
+            "environment.format=chat"
+        )
+    image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    messages: Messages = [image, {"role": "assistant", "content": "."}]
+    with _named_by(JUDGE, path):
+        tokenizer = load_tokenizer(path, images=Path())
+    try:
+        check_image_tokens(tokenizer, messages, render(tokenizer, messages))
+    except ValueError as error:
+        raise UserError(f"{JUDGE}: {path} cannot judge images: {error}") from None
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -292,7 +292,7 @@ def tower_stand_in(flops: AttentionFlops) -> Callable[[Any, Tensor, Tensor], Any
 
 def keep_untouched(kept: Any, identity: Any, features: Tensor) -> None:
     """Replacement of `KeptFeatures.put`. It copies no values: memory that is never written takes no space."""
-    kept._features[identity] = torch.empty(features.shape, dtype=features.dtype, device="cpu")
+    kept.add(identity, torch.empty(features.shape, dtype=features.dtype, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def alike(reduced: Any) -> Any:
     return of_all
 
 
-def rows_of_all(data: Any, *keys: str) -> Any:
+def rows_of_all(data: Any, *keys: str, lists: Sequence[str] = ()) -> Any:
     """Replacement of `LocalBatch.all_rows`. It assumes that all other replicas have the same rows as this replica."""
     return data.select_indices([row % data.size for row in range(data.share.total)])
 

@@ -93,7 +93,12 @@ def test_file_of_verl_becomes_the_documented_command(tmp_path):
 
 @pytest.mark.parametrize(
     ("freezes", "image_key", "tower"),
-    [(True, "pictures", "frozen"), (False, "pictures", "trained"), (False, None, "frozen"), (None, "images", "frozen")],
+    [
+        (True, "pictures", "frozen"),
+        (False, "pictures", "trained"),
+        (False, None, "frozen"),
+        (None, "images", "trained"),
+    ],
 )
 def test_images_of_verl(freezes, image_key, tower, tmp_path):
     text = VERL

@@ -1,6 +1,7 @@
 """Tests of programs that train on records with images."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,8 +13,8 @@ from programs import ROOT, SUPPORT, metrics_of, run
 from reward_model_cases import judge as judge
 from safetensors.torch import load_file
 from small_models import make_model as make_text_model
-from transformers import AutoModelForImageTextToText
-from vision_cases import Qwen3VLForSequenceClassification, make_images, make_model
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from vision_cases import Qwen3VLForSequenceClassification, make_images, make_model, make_reward_model
 
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig, load_config
 from mcore_rl.errors import UserError
@@ -143,6 +144,13 @@ def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
     resumed = run("train_sft.py", files / "sft.yaml", *arguments, "trainer.max_steps=3")
     assert "resumed from" in resumed.stdout_text
+
+
+@pytest.mark.long
+def test_a_dry_run_shows_what_is_trained_on_after_images(files):
+    told = run("train_sft.py", files / "sft.yaml", "--dry-run", f"output_dir={files / 'dry'}").stdout_text
+    shown = told.partition("the first records")[2].replace(" ", "")
+    assert re.search(r"number\d.*<\|image_pad\|>×\d\d?<\|vision_end\|>\?.*»(red|green|blue|grey|pink)<\|end\|>", shown)
 
 
 @pytest.mark.long
@@ -290,6 +298,13 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
     processor = json.loads((larger / "preprocessor_config.json").read_text())
     processor["size"]["longest_edge"] *= 2
     (larger / "preprocessor_config.json").write_text(json.dumps(processor))
+    reward = make_reward_model(files / "model", files / "reward")
+    blind = shutil.copytree(reward, files / "blind")
+    tokenizer = AutoTokenizer.from_pretrained(blind)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{{ m['content'] | length }}{% endfor %}"
+    tokenizer.save_pretrained(blind)
+    without_processor = shutil.copytree(reward, files / "without_processor")
+    (without_processor / "preprocessor_config.json").unlink()
     distill = yaml.safe_load((files / "sft.yaml").read_text())
     distill["distillation"] = {"teacher": str(files / "model"), "topk": 4}
     (files / "distill.yaml").write_text(yaml.safe_dump(distill))
@@ -312,6 +327,25 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
             "grpo",
             f"environment={{name: reward_model, path: {judge}}}",
             "environment.path: .* reads no images",
+        ),
+        (
+            GRPOConfig,
+            "grpo",
+            f"environment={{name: reward_model, path: {blind}}}",
+            r"environment\.path: .*blind cannot judge images: the conversation has 1 image, but its text has "
+            r"<\|image_pad\|> 0 times",
+        ),
+        (
+            GRPOConfig,
+            "grpo",
+            f"environment={{name: reward_model, path: {reward}, format: text}}",
+            r"environment\.format=text: joins the texts of messages",
+        ),
+        (
+            GRPOConfig,
+            "grpo",
+            f"environment={{name: reward_model, path: {without_processor}}}",
+            r"environment\.path: .*without_processor has no preprocessor_config\.json",
         ),
         (
             DistillationConfig,

@@ -383,6 +383,11 @@ def test_kimi_linear_never_ties_its_embeddings(tmp_path):
 
 def test_a_published_kimi_linear_has_other_names_than_transformers_writes(tmp_path):
     """The configuration counts layers of each kind from 1, and the MLPs of dense layers are called `mlp`."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+    from mcore_rl.testing.layout_check import ParallelLayout, shrink_model
+
     path = make_model("kimi_linear", tmp_path / "model")
     values = json.loads((path / "config.json").read_text())
     for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
@@ -398,9 +403,9 @@ def test_a_published_kimi_linear_has_other_names_than_transformers_writes(tmp_pa
         tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     check_family("kimi_linear", {"pipeline_model_parallel_size": 2}, lambda _: path, tmp_path)
+    shrink_model(ModelConfig(path=path), tmp_path / "small", [ParallelLayout(tp=2, sp=True)])
+    check_hf_tensors(load_hf_config(tmp_path / "small"), SafetensorsDirectory(tmp_path / "small"))
     (path / "config.json").write_text(json.dumps({**values, "mla_use_nope": False}))
-    from mcore_rl.models.megatron.hf_config import load_hf_config
-
     with pytest.raises(UserError, match="mla_use_nope=false"):
         family_of(load_hf_config(path)).check(64)
 

@@ -153,6 +153,9 @@ def test_a_judging_reward_model_sees_the_images_of_conversations(processes, own,
         found |= dict(zip(range(rank, len(logs), replicas), [step.reward for step in steps[rank]], strict=True))
     from mcore_rl.data.tokenize import judged_tokens, load_tokenizer
 
+    said = [*log([0], "see <|image_pad|> there")]
+    with pytest.raises(ValueError, match=r"has 1 image, but its text has <\|image_pad\|> 2 times"):
+        judged_tokens(load_tokenizer(model, images=model), said)
     tokenizer = load_tokenizer(model, images=model)
     classifier = vision_cases.Qwen3VLForSequenceClassification.from_pretrained(model, dtype=torch.float32)
     for number, reward in found.items():

@@ -107,7 +107,11 @@ class KeptFeatures:
         return features
 
     def put(self, identity: Identity, features: Tensor) -> None:
-        self._features[identity] = features.to("cpu", copy=True)
+        self.add(identity, features.to("cpu", copy=True))
+
+    def add(self, identity: Identity, features: Tensor) -> None:
+        """Keep `features`, which are in host memory and are not copied."""
+        self._features[identity] = features
         self.nbytes += features.nbytes
         while self.nbytes > self.limit:
             self.nbytes -= self._features.pop(next(iter(self._features))).nbytes

@@ -142,7 +142,8 @@ class ScoringModel:
         heads = ["an LM head apart from the embeddings, which differ from it although config.json ties them"]
         notes = heads if model.head == "lm" and has_separate_head(model.path, model.trust_remote_code) else []
         if self.model.tower is not None:
-            notes.append(f"a vision tower that is {'trained' if self.model.tower.is_trained else 'frozen'}")
+            trained = "trained" if self.model.lora is None else "adapted"
+            notes.append(f"a vision tower that is {trained if self.model.tower.is_trained else 'frozen'}")
         layout = [self.describe_layout()] if self.has_own_layout else []
         return ", ".join((str(model.path), size, layers, *mixers, *notes, *layout))
 
@@ -278,13 +279,14 @@ class ScoringModel:
     def tower_flops(self, of_rows: Iterable[Sequence[PlacedImage] | None]) -> float:
         """Return the number of floating-point operations for forward and backward of a trained vision tower.
 
-        Each distinct image of the rows counts once. A frozen tower counts nothing: like scoring, it is no training,
-        and the features of an image are computed only once in a run.
+        Each distinct image of the rows counts once. A frozen tower counts nothing: like scoring, it is no training.
         """
         tower, family = self.model.tower, self.model.family
         if tower is None or not tower.is_trained or not isinstance(family, VisionLanguage):
             return 0.0
-        return 3.0 * family.tower_flops({image.identity: image for row in of_rows for image in row or ()}.values())
+        images = {image.identity: image for row in of_rows for image in row or ()}
+        # The gradients of frozen weights under adapters are not computed.
+        return family.tower_flops(images.values(), 3.0 if self.model.lora is None else 2.0, 3.0)
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
@@ -476,7 +478,7 @@ class ScoringModel:
         if self.config.model.head != model_head:
             raise RuntimeError(f"{purpose}: model.head must be {model_head}, got {self.config.model.head}")
         if isinstance(data, LocalBatch) and self.has_own_layout and data.share.replicas is not self.topology.data:
-            own = self.own_rows(data.all_rows(*COLUMNS_OF_ROWS))
+            own = self.own_rows(data.all_rows(*COLUMNS_OF_ROWS, lists=(IMAGES,)))
             found = self._map_microbatches(purpose, own, zeros, compute, model_head, micro_batch_size)
             held, width = own.share.indices, data["input_ids"].shape[1]
             wanted = data.share.indices if is_needed else ()
@@ -536,8 +538,8 @@ class ScoringModel:
             return run_microbatches(self.model, self.chunks, microbatches, head, train)
 
 
-COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask", IMAGES)
-"""The columns of a batch that a model with another parallel layout needs."""
+COLUMNS_OF_ROWS = ("input_ids", "input_lengths", "sample_mask")
+"""The columns of a batch that a model with another parallel layout needs, beside the list of images."""
 
 
 def per_token(rows: BatchedDataDict[Any], *more: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -618,7 +620,7 @@ class TeacherModel(ScoringModel):
     def _logits_of_some(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         student, head = run_topology(), self.head
         rows: BatchedDataDict[Any] = BatchedDataDict.from_batches(
-            [{key: mb.data[key] for key in COLUMNS_OF_ROWS if key in mb.data} for mb in microbatches]
+            [{key: mb.data[key] for key in (*COLUMNS_OF_ROWS, IMAGES) if key in mb.data} for mb in microbatches]
         )
         local: LocalBatch[Any] = LocalBatch(rows.data, BatchShare.concatenated(rows.size, student.data))
         states = self._map_microbatches(

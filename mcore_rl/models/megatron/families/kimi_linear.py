@@ -69,3 +69,5 @@ class KimiLinear(Glm4MoELite):
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.linear_num_heads, self.hf.linear_head_dim = 4 * tensor_parallel, 8  # context parallelism up to 4
+        if hasattr(self.hf, "linear_attn_config"):  # as published; its sizes would take precedence
+            del self.hf.linear_attn_config

@@ -82,9 +82,10 @@ class VisionLanguage(Family):
         """Return the number of parameters of the vision tower."""
         return sum(math.prod(shape) for shape in self._tower_shapes.values())
 
-    def tower_flops(self, images: Iterable[PlacedImage]) -> float:
+    def tower_flops(self, images: Iterable[PlacedImage], weights_factor: float = 1.0, factor: float = 1.0) -> float:
         """Return the number of floating-point operations of the tower's forward pass over `images`.
 
+        The operations of products with weights are multiplied by `weights_factor`, and those of attention by `factor`.
         A weight of a matrix costs 2 operations per patch, or per token in the mergers. Attention over the n patches of
         an image costs 4·n²·hidden_size in each block.
         """
@@ -93,7 +94,9 @@ class VisionLanguage(Family):
         weights = {n: math.prod(s) for n, s in self._tower_shapes.items() if len(s) > 1 and not n.startswith("pos_")}
         of_tokens = sum(size for name, size in weights.items() if "merger" in name)
         of_weights = 2.0 * sum(patches) * (sum(weights.values()) - of_tokens + of_tokens / of_merge)
-        return of_weights + 4.0 * vision.depth * vision.hidden_size * sum(n * n for n in patches)
+        return weights_factor * of_weights + factor * 4.0 * vision.depth * vision.hidden_size * sum(
+            n * n for n in patches
+        )
 
     def active_parameters(self) -> int:
         """Return `Family.active_parameters` without the tower, because only images go through it."""
