@@ -164,14 +164,16 @@ class RunIdentity:
     def changes(self, earlier: RunIdentity) -> list[str]:
         """Return the changes of the configuration since `earlier`, an identity of the same run, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
-        common = [key for key in now if key in before and not is_untracked(key)]
-        changed = [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
-        # A section that is null on one side has no key in common with its values on the other.
-        for values, others, form in ((before, now, "{0} None → {1}"), (now, before, "{0} {1} → None")):
-            for section in (key for key, value in values.items() if value is None and not is_untracked(key)):
-                own = {key: value for key, value in others.items() if key.startswith(f"{section}.")}
-                changed += [form.format(key, value) for key, value in own.items()]
-        return changed
+        pairs = {key: (_value(before, key), _value(now, key)) for key in {**now, **before} if not is_untracked(key)}
+        known = {key: pair for key, pair in pairs.items() if NOT_GIVEN not in pair}
+        return [f"{key} {was} → {value}" for key, (was, value) in known.items() if was != value]
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of `key` in a flattened configuration: None if its section is null, `NOT_GIVEN` without both."""
+    sections = (key[:place] for place, letter in enumerate(key) if letter == ".")
+    is_null = any(values.get(section, NOT_GIVEN) is None for section in sections)
+    return values.get(key, None if is_null else NOT_GIVEN)
 
 
 def is_untracked(key: str) -> bool:

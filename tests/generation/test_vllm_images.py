@@ -18,10 +18,10 @@ from vision_cases import (
     PARTIAL_MROPE,
     PROCESSOR,
     SPECIAL,
-    make_images,
     make_model,
     make_tokenizer,
     make_vision_data,
+    write_prompts_with_images,
 )
 from vllm_servers import PYTHON, START_SECONDS, Serving
 from vllm_servers import vllm_environment as vllm_environment  # a fixture
@@ -43,12 +43,7 @@ def root(tmp_path_factory):
     """A model, pictures, prompts with pictures, a judge of two turns, and a configuration."""
     root = tmp_path_factory.mktemp("vllm_images")
     make_model("qwen3_vl", root / "model", **SIZES)
-    paths = make_images(root)
-    with open(root / "prompts.jsonl", "w") as file:
-        for number in range(12):
-            images = [{"type": "image", "image": paths[(number + n) % 5].name} for n in range(number % 3)]
-            content = [*images, {"type": "text", "text": f"say {number}"}]
-            file.write(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": str(number)}) + "\n")
+    write_prompts_with_images(root, 12)
     (root / "judging.py").write_text(
         "from mcore_rl.environments.interfaces import Step\n"
         "def twice(log, record):\n"

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from programs import metrics_of, run
 from stand_in_vllm import calls, serving
-from vision_cases import IMAGE, PROCESSOR, make_images, make_model
+from vision_cases import IMAGE, PROCESSOR, make_model, write_prompts_with_images
 from vllm_cases import PARAMS, Stub, config_of, pool_of, well
 
 from mcore_rl.data.images import ImageReader, PlacedImage
@@ -202,12 +202,7 @@ def root(tmp_path_factory):
     """A model that reads images, prompts with images and without, and a configuration."""
     root = tmp_path_factory.mktemp("vllm_images")
     make_model("qwen3_vl", root / "model", initializer_range=0.1)
-    paths = make_images(root)
-    with open(root / "prompts.jsonl", "w") as file:
-        for number in range(8):
-            images = [{"type": "image", "image": paths[(number + n) % 5].name} for n in range(number % 3)]
-            content = [*images, {"type": "text", "text": f"say {number}"}]
-            file.write(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": str(number)}) + "\n")
+    write_prompts_with_images(root, 8)
     (root / "judging.py").write_text(
         "def vowels(log, record):\n    return float(sum(map(ord, log[-1]['content'])) % 7)\n"
     )

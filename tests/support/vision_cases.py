@@ -140,6 +140,16 @@ def make_images(directory: Path) -> list[Path]:
     return paths
 
 
+def write_prompts_with_images(directory: Path, count: int) -> None:
+    """Write prompts.jsonl, in which each prompt has zero to two images, and the images."""
+    paths = make_images(directory)
+    with open(directory / "prompts.jsonl", "w") as file:
+        for number in range(count):
+            images = [{"type": "image", "image": paths[(number + n) % 5].name} for n in range(number % 3)]
+            content = [*images, {"type": "text", "text": f"say {number}"}]
+            file.write(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": str(number)}) + "\n")
+
+
 ROWS = [[0], [0], [1, 2], [1, 2], [], [], [3], [4], [], [2], [0, 0], [1]]
 """Numbers of the images of each row. Rows 2 n and 2 n + 1 are a pair; pairs with equal images share their prompt."""
 

@@ -82,6 +82,11 @@ class GatedDeltaNet(TokenMixer):
         return self.repeats
 
     @property
+    def pair_flops(self) -> int:
+        """Operations of a key head for a pair of tokens of a chunk: products of keys, and of queries with keys."""
+        return 4 * self.key_dim
+
+    @property
     def mixed_size(self) -> int:
         return self.heads * self.values_size
 
@@ -151,7 +156,7 @@ class GatedDeltaNet(TokenMixer):
         """
         key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
-        inside = CHUNK * (4 * key + self.repeats * (3 * value + key))
+        inside = CHUNK * (self.pair_flops + self.repeats * (3 * value + key))
         states = 6 * self.repeats * key * value
         return 3.0 * self.heads * (convolution + inside + states)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mcore_rl.models.megatron.attention import LayerModules
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, DeltaWeights, GatedDeltaNet, RuleInputs
-from mcore_rl.models.megatron.delta_rule import CHUNK
 from mcore_rl.models.megatron.layers import ReplicatedLinear
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Reshaped, Rows
 
@@ -41,6 +40,10 @@ class KimiDeltaNet(GatedDeltaNet):
     @property
     def shifts_size(self) -> int:
         return self.key_dim
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.key_dim  # `decayed_products` leaves out pairs with later tokens
 
     def spec(self, modules: LayerModules) -> ModuleSpec:
         return ModuleSpec(module=KimiDeltaLayer, params={"net": self, "modules": modules})
@@ -77,13 +80,6 @@ class KimiDeltaNet(GatedDeltaNet):
         rate, change = rates_and_decays.split((1, self.key_dim), dim=-1)
         decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
         return query, key, value[:, :, None], decay[:, :, None], rate.sigmoid()
-
-    def flops_per_token(self) -> float:
-        """Return what `GatedDeltaNet.flops_per_token` returns. Products between tokens are computed by halves."""
-        key, value = self.key_dim, self.value_dim
-        convolution = 2 * self.width * self.convolved_size
-        inside = CHUNK * (2 * key + 3 * value + key)
-        return 3.0 * self.heads * (convolution + inside + 6 * key * value)
 
 
 class KimiDeltaLayer(DeltaNetLayer):

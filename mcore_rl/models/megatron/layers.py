@@ -43,6 +43,13 @@ class GenerationFastPath:
     in_generation = False
 
 
+def with_adapter(adapter: Any, input_: Tensor, output: Tensor) -> Tensor:
+    """Return a linear layer's output plus the output of its adapter, if it has one that is enabled."""
+    if adapter is None or not adapter.enabled:
+        return output
+    return (output + adapter(input_)).to(output.dtype)
+
+
 class LoRALinearMixin(GenerationFastPath):
     """A linear layer that may have an adapter, whose output is added to the layer's output.
 
@@ -58,9 +65,7 @@ class LoRALinearMixin(GenerationFastPath):
         self.adapter: Any = None
 
     def _with_adapter(self, input_: Tensor, output: Tensor) -> Tensor:
-        if self.adapter is None or not self.adapter.enabled:
-            return output
-        return (output + self.adapter(input_)).to(output.dtype)
+        return with_adapter(self.adapter, input_, output)
 
 
 class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):

@@ -20,6 +20,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
 from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
+from mcore_rl.models.megatron.layers import with_adapter
 from mcore_rl.models.megatron.lora import NO_ADAPTER_ROWS, LoRA, SourceByOwner, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.vision import VISION_TOWER
@@ -199,7 +200,7 @@ def _adapt_tower(layer: torch.nn.Module, adapter: Adapter, model: ModelShard) ->
 
 
 def _plus_adapter(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    return (output + layer.adapter(inputs[0])).to(output.dtype) if layer.adapter.enabled else output
+    return with_adapter(layer.adapter, inputs[0], output)
 
 
 def _with_gradient(embedded: Tensor) -> Tensor:

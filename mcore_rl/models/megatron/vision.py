@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -396,7 +396,7 @@ def pack_images(microbatch: Microbatch, tower: VisionTower) -> PackImages:
     """Return the images of a microbatch, for this rank. The first pipeline stage calls it, on all of its ranks."""
     layout, shape = microbatch.layout, microbatch.data["input_ids"].shape
     of_rows = microbatch.data.get(IMAGES) or [None] * shape[0]
-    division = tower.divide(_distinct(of_rows))
+    division = tower.divide(distinct_images(of_rows))
     first_rows, rows = division.first_rows(), torch.full(shape, -1, dtype=torch.long)
     for row, images in enumerate(of_rows):
         for image in images or ():
@@ -414,7 +414,7 @@ def prompt_images(
         lengths: number of tokens of each prompt.
         multiple: the decoder pads the tokens to a multiple of this number.
     """
-    division = tower.divide(_distinct(prompts), over_tensor_ranks_only=True)
+    division = tower.divide(distinct_images(prompts), over_tensor_ranks_only=True)
     first_rows, rows, first = division.first_rows(), torch.full((sum(lengths),), -1), 0
     for images, length in zip(prompts, lengths, strict=True):
         for image in images:
@@ -425,7 +425,8 @@ def prompt_images(
     return PackImages(tower, division, *_own_places(rows, tower.topology))
 
 
-def _distinct(of_rows: Sequence[Sequence[PlacedImage] | None]) -> list[PlacedImage]:
+def distinct_images(of_rows: Iterable[Sequence[PlacedImage] | None]) -> list[PlacedImage]:
+    """Return one image of each identity among the images of the rows."""
     return list({image.identity: image for images in of_rows for image in images or ()}.values())
 
 

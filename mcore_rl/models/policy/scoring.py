@@ -48,6 +48,7 @@ from mcore_rl.models.megatron.parallel_state import (
     is_run_layout,
     run_topology,
 )
+from mcore_rl.models.megatron.vision import distinct_images
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec
@@ -284,9 +285,8 @@ class ScoringModel:
         tower, family = self.model.tower, self.model.family
         if tower is None or not tower.is_trained or not isinstance(family, VisionLanguage):
             return 0.0
-        images = {image.identity: image for row in of_rows for image in row or ()}
         # The gradients of frozen weights under adapters are not computed.
-        return family.tower_flops(images.values(), 3.0 if self.model.lora is None else 2.0, 3.0)
+        return family.tower_flops(distinct_images(of_rows), 3.0 if self.model.lora is None else 2.0, 3.0)
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
