@@ -331,7 +331,7 @@ def shrink_model(
 
     Its layers are few and small, but divisible as all `layouts` require. Tokenizer and image processor are copied.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    import transformers
 
     from mcore_rl.models.megatron.families import family_of, has_reward_head
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -342,10 +342,9 @@ def shrink_model(
     tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))
     family.shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
-    model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
-    if family.vision_config is not None:
-        model_class = AutoModelForImageTextToText
-    model = model_class.from_config(config, dtype=torch.float32)
+    is_classifier = has_reward_head(config) and family.vision_config is None
+    auto_class = "AutoModelForSequenceClassification" if is_classifier else family.auto_class
+    model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     if has_reward_head(config) and family.vision_config is not None:  # transformers has few classifiers with towers
         del model.lm_head
         model.score = torch.nn.Linear(family.hf.hidden_size, 1, bias=False)

@@ -122,6 +122,7 @@ CASES = and_long(
         ("qwen3_5", "delta_nets", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", "delta_nets", ParallelLayout(pp=2)),
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
+        ("mimo_v2_flash", "attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("kimi_linear", "kimi", ParallelLayout(tp=2, cp=2, sp=True)),
     ],
     [

@@ -100,10 +100,23 @@ def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
     compare(config_of(make_model("qwen3_5", tmp_path / "model", **sizes)), layout, SEQUENCES)
 
 
-@pytest.mark.parametrize("layout", and_long([], [ParallelLayout(tp=2, cp=2, sp=True)], [ParallelLayout(pp=2)]), ids=str)
-def test_simulated_rank_with_kimi_delta_attention_equals_real_rank(layout, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "linear_head_dim": 32}
-    compare(config_of(make_model("kimi_linear", tmp_path / "model", **sizes)), layout, SEQUENCES)
+@pytest.mark.parametrize(
+    ("family", "sizes", "layout"),
+    and_long(
+        [],
+        [("kimi_linear", {"linear_head_dim": 32}, ParallelLayout(tp=2, cp=2, sp=True))],
+        [
+            ("kimi_linear", {"linear_head_dim": 32}, ParallelLayout(pp=2)),
+            ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 32}, ParallelLayout(tp=2, cp=2, sp=True)),
+            ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 32}, ParallelLayout(pp=2)),
+            ("mistral4", {}, ParallelLayout(tp=2, cp=2, sp=True)),
+        ],
+    ),
+    ids=str,
+)
+def test_simulated_rank_of_other_families_equals_real_rank(family, sizes, layout, tmp_path):
+    path = make_model(family, tmp_path / "model", hidden_size=256, intermediate_size=640, **sizes)
+    compare(config_of(path), layout, SEQUENCES)
 
 
 @pytest.fixture(scope="module")

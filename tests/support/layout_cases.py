@@ -125,7 +125,8 @@ def plain_router_losses(model, data):
 def as_saved(model, value_of):
     """Return values of a model's parameters and buffers, with the names and shapes of published directories.
 
-    They are those in which transformers saves them, except for the MLPs of Kimi Linear's dense layers.
+    They are those in which transformers saves them, except for the MLPs of Kimi Linear's dense layers, and for experts
+    that it saves in one tensor.
     """
     copied = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
@@ -134,7 +135,22 @@ def as_saved(model, value_of):
         copied.save_pretrained(directory)
         saved = load_file(f"{directory}/model.safetensors")
     dense = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj)")
-    return {dense.sub(r".mlp.\1", name): tensor for name, tensor in saved.items()}
+    return apart({dense.sub(r".mlp.\1", name): tensor for name, tensor in saved.items()})
+
+
+def apart(tensors):
+    """Return tensors in which the experts of a layer have a tensor each."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, packed, projection = name.rpartition(".experts.")
+        has_biases = f"{name}_bias" in tensors  # gpt-oss, whose tensors contain all experts
+        if projection not in ("gate_up_proj", "down_proj") or not packed or has_biases:
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = {"gate": own.chunk(2)[0], "up": own.chunk(2)[1]} if projection == "gate_up_proj" else {"down": own}
+            found |= {f"{layer}.experts.{expert}.{kind}_proj.weight": part for kind, part in parts.items()}
+    return found
 
 
 def gradient_of(tensor):

@@ -9,6 +9,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+if hasattr(transformers, "Mistral4Config"):  # a causal language model that is missing in this class's table
+    AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
 VOCAB_SIZE = 250  # not a multiple of anything: the vocabulary is padded, and cut again at export
 
 SMALL = {
@@ -270,6 +272,47 @@ FAMILIES = {
             "intermediate_size": 48,
         },
     ),
+    "mistral4": (
+        "mistral4",
+        {
+            **LATENT,
+            "head_dim": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 64,
+                "max_position_embeddings": 1024,
+            },
+        },
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 9,
+            "head_dim": 20,
+            "v_head_dim": 14,
+            "attention_value_scale": 0.707,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+            },
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
     "seed_oss": (
         "seed_oss",
         {
@@ -351,6 +394,7 @@ ALIKE = (
     "seed_oss",
     "minimax_m2",
     "mistral",
+    "mistral4",
     "qwen3_5_moe",
 )
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]

@@ -238,27 +238,13 @@ def plain_outcome(config, data, steps: int = STEPS) -> LayoutResult:
         logprobs = plain_logprobs(model, data, path)
         loss, metrics = plain_loss(logprobs, data, config)
         loss.backward()
-        gradients = apart(as_saved(model, gradient_of))
+        gradients = as_saved(model, gradient_of)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad).item()
         optimizer.step()
         all_metrics.append(metrics)
         first = first or (logprobs.detach(), gradients)
-    return LayoutResult(all_metrics, *first, apart(as_saved(model, lambda tensor: tensor)))
-
-
-def apart(tensors):
-    """Return tensors in which the experts of a layer have a tensor each."""
-    found = {}
-    for name, tensor in tensors.items():
-        layer, packed, projection = name.rpartition(".experts.")
-        if projection not in ("gate_up_proj", "down_proj") or not packed:
-            found[name] = tensor
-            continue
-        for expert, own in enumerate(tensor):
-            parts = {"gate": own.chunk(2)[0], "up": own.chunk(2)[1]} if projection == "gate_up_proj" else {"down": own}
-            found |= {f"{layer}.experts.{expert}.{kind}_proj.weight": part for kind, part in parts.items()}
-    return found
+    return LayoutResult(all_metrics, *first, as_saved(model, lambda tensor: tensor))
 
 
 def digest(path: Path) -> str:

@@ -184,6 +184,7 @@ class GroupedQueryAttention(KeyValueMixer):
         pairs of neighbours: elements 0 and 1, 2 and 3, and so on. Megatron rotates elements i and i + n / 2 as a pair,
         so the weight's rows are reordered. 0 if the Hugging Face model does not rotate neighbours.
     has_sinks: whether each query head has a sink: the score of an additional key. The value of this key is 0.
+    sinks_name: Hugging Face name of the sinks, inside the attention.
     query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
@@ -196,7 +197,13 @@ class GroupedQueryAttention(KeyValueMixer):
     rope_factor: float = 1.0
     neighbours: int = 0
     has_sinks: bool = False
+    sinks_name: str = "sinks"
     query_scale: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value head."""
+        return self.head_dim
 
     def spec(self, modules: LayerModules) -> ModuleSpec:
         norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if self.qk_norm else IdentityOp)
@@ -205,12 +212,7 @@ class GroupedQueryAttention(KeyValueMixer):
             norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
         return ModuleSpec(
             module=PackSelfAttention,
-            params={
-                "attn_mask_type": AttnMaskType.causal,
-                "output_bias": self.output_bias,
-                "rope_factor": self.rope_factor,
-                "query_scale": self.query_scale,
-            },
+            params={"attn_mask_type": AttnMaskType.causal, "mixer": self},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=modules.column_linear,
                 core_attention=ModuleSpec(
@@ -226,10 +228,11 @@ class GroupedQueryAttention(KeyValueMixer):
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         theirs += "self_attn."
         if self.has_sinks:
-            yield Mapping(f"{ours}core_attention.softmax_offset", (Part(f"{theirs}sinks", (self.heads,)),), Rows())
+            sinks = Part(theirs + self.sinks_name, (self.heads,))
+            yield Mapping(f"{ours}core_attention.softmax_offset", (sinks,), Rows())
         kind_of_qkv = GatedQueryKeyValue if self.output_gate else QueryKeyValue
-        qkv = kind_of_qkv(self.groups, self.heads // self.groups, self.head_dim, self.neighbours)
-        rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
+        qkv = kind_of_qkv(self.groups, self.heads // self.groups, self.head_dim, self.value_size, self.neighbours)
+        rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.value_size}
         projected = {**rows, "q": rows["q"] * (2 if self.output_gate else 1)}
         yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, projected), qkv)
         if self.qkv_bias:
@@ -238,7 +241,7 @@ class GroupedQueryAttention(KeyValueMixer):
         for name in "qk" if self.qk_norm or self.wide_qk_norm else "":
             size, kind = (rows[name], Rows()) if self.wide_qk_norm else (self.head_dim, Replicated())
             yield Mapping(f"{ours}{name}_layernorm.weight", (Part(f"{theirs}{name}_norm.weight", (size,)),), kind)
-        output = Part(f"{theirs}o_proj.weight", (self.hidden, self.heads * self.head_dim))
+        output = Part(f"{theirs}o_proj.weight", (self.hidden, self.heads * self.value_size))
         yield Mapping(f"{ours}linear_proj.weight", (output,), Columns())
         if self.output_bias:
             yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
@@ -257,6 +260,14 @@ class GroupedQueryAttention(KeyValueMixer):
         return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden)) for name, n in rows.items())
 
 
+def check_value_dim(value_dim: int, head_dim: int) -> None:
+    """Raise an error if values are larger than keys, which no kernel can compute."""
+    if value_dim > head_dim:
+        raise UserError(
+            f"model.path: v_head_dim={value_dim} must be at most the head dimension of the keys ({head_dim})"
+        )
+
+
 class FusedQKVAttention(GroupedQueryAttention):
     """Attention whose query, key and value projections are stacked in one Hugging Face tensor (Phi-3)."""
 
@@ -272,27 +283,22 @@ class PackSelfAttention(SelfAttention):
     """Megatron's self-attention with options that may differ between layers, and with corrected output gates.
 
     Megatron itself has these options only for all layers together.
-
-    Args:
-        output_bias: whether the output projection has a bias; Megatron's own option also adds biases to the MLP.
-        rope_factor: factor by which cos and sin of the rotary embedding are multiplied (YaRN's).
-        query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
         *args: Any,
-        output_bias: bool = False,
-        rope_factor: float = 1.0,
-        query_scale: Callable[[Tensor], Tensor] | None = None,
+        mixer: GroupedQueryAttention,
         **kwargs: Any,
     ) -> None:
-        if output_bias:
+        if mixer.output_bias or mixer.groups != config.num_query_groups:
             config = copy.copy(config)
-            config.add_bias_linear = output_bias
-        super().__init__(config, *args, **kwargs)
-        self.rope_factor, self.query_scale = rope_factor, query_scale
+            config.num_query_groups = mixer.groups
+            config.add_bias_linear = mixer.output_bias  # Megatron's own option also adds biases to the MLP
+        super().__init__(config, submodules, *args, **kwargs)
+        self.mixer = mixer
         self._angles: Tensor | None = None
         self._scales: Tensor | None = None
 
@@ -304,9 +310,8 @@ class PackSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> Any:
         self._angles = rotary_pos_emb
-        if self.query_scale is not None:
-            assert packed_seq_params is not None and packed_seq_params.positions is not None, "attention runs on packs"
-            self._scales = self.query_scale(packed_seq_params.positions)
+        if self.mixer.query_scale is not None:
+            self._scales = position_factors(self.mixer.query_scale, packed_seq_params)
         out = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         self._angles = self._scales = None
         return out
@@ -326,9 +331,9 @@ class PackSelfAttention(SelfAttention):
             first = self.pg_collection.tp.rank() * heads % gate.shape[2]
             others[-1] = gate[:, :, first : first + heads]
         if self._scales is not None:
-            query = query * self._scales[:, None, None, None].to(query.dtype)
+            query = query * self._scales[:, None].to(query.dtype)
         if self._angles is not None:
-            query, key = (rotate(x, self._angles[:, None], self.rope_factor) for x in (query, key))
+            query, key = (rotate(x, self._angles[:, None], self.mixer.rope_factor) for x in (query, key))
         return query, key, *others
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -353,6 +358,7 @@ class LatentAttention(KeyValueMixer):
     rotates: whether there is a rotation. Without it (NoPE, Kimi Linear), the heads still share these elements of the
         keys.
     indexer: how the keys that a query sees are chosen; None if it sees all previous keys.
+    query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
     """
 
     query_rank: int | None
@@ -364,6 +370,7 @@ class LatentAttention(KeyValueMixer):
     eps: float
     rotates: bool = True
     indexer: Indexer | None = None
+    query_scale: Callable[[Tensor], Tensor] | None = None
 
     @property
     def plain(self) -> int:
@@ -409,11 +416,7 @@ class LatentAttention(KeyValueMixer):
     def check(self) -> None:
         if self.indexer is not None and self.query_rank is None:
             raise UserError("model.path: q_lora_rank=null is not supported, because the indexer reads latent queries")
-        if self.value_dim > self.head_dim:
-            raise UserError(
-                f"model.path: v_head_dim={self.value_dim} must be at most the head dimension of the keys "
-                f"({self.head_dim})"
-            )
+        check_value_dim(self.value_dim, self.head_dim)
 
     def flops_per_token_squared(self) -> float:
         return 3.0 * self.heads * (self.head_dim + self.value_dim)
@@ -504,6 +507,8 @@ class PackLatentAttention(MegatronModule):
         chosen = self._chosen(hidden_states, latent, rotary_pos_emb, packed_seq_params)
         plain, rotated = self._queries(latent).split((mixer.plain, mixer.rotated), -1)
         query = torch.cat((plain, self._rotate(rotated, rotary_pos_emb)), -1)
+        if mixer.query_scale is not None:
+            query = query * position_factors(mixer.query_scale, packed_seq_params).to(query.dtype)
         latent, rotated = self.linear_kv_down_proj(hidden_states).split((mixer.key_value_rank, mixer.rotated), -1)
         # All heads share this part of the keys; the copy's backward pass sums the gradients of the ranks' heads.
         if self.config.sequence_parallel:
@@ -603,6 +608,12 @@ class PackParams(PackedSeqParams):
     is_token: Tensor | None = None
     images: PackImages | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+def position_factors(scale: Callable[[Tensor], Tensor], pack: PackParams | None) -> Tensor:
+    """Return the factors of the queries, [T / CP, 1, 1], which `scale` computes from the tokens' positions."""
+    assert pack is not None and pack.positions is not None, "attention runs on packs"
+    return scale(pack.positions)[:, None, None]
 
 
 class PackedCausalAttention(MegatronModule):

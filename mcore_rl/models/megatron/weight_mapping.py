@@ -262,7 +262,8 @@ class Grouped(Interleaved):
 class QueryKeyValue(Interleaved):
     """Query, key and value projections, interleaved by group. A group has query heads, one key head, one value head.
 
-    heads: number of query heads per group. head_dim: number of rows per head.
+    heads: number of query heads per group. head_dim: number of rows per query head and key head. value_dim: number of
+        rows per value head.
     neighbours: number n of rows, from the start of each query and key head, that RoPE rotates in the Hugging Face
         tensor as pairs of neighbours: rows 0 and 1, rows 2 and 3, and so on. In Megatron's parameter, row i and row
         i + n / 2 are a pair.
@@ -271,11 +272,12 @@ class QueryKeyValue(Interleaved):
     groups: int
     heads: int
     head_dim: int
+    value_dim: int
     neighbours: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.heads * self.head_dim, self.head_dim, self.head_dim
+        return self.heads * self.head_dim, self.head_dim, self.value_dim
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
         return rows[:, self._order(part)] if self.neighbours and part < 2 else rows
@@ -304,7 +306,7 @@ class GatedQueryKeyValue(QueryKeyValue):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return 2 * self.heads * self.head_dim, self.head_dim, self.head_dim
+        return 2 * self.heads * self.head_dim, self.head_dim, self.value_dim
 
     def arranged(self, rows: Tensor, part: int) -> Tensor:
         return rows if part else self._transposed(rows, self.heads, 2)

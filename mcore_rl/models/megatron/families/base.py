@@ -74,6 +74,8 @@ class Family:
     rotates_partly = False
     """Whether a configuration may restrict rotary embeddings to a part of each head."""
 
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    """Name of transformers' class that makes a model with LM head from a configuration."""
     prefix: ClassVar[str] = "model."
     """Prefix of the Hugging Face names of the text model's tensors."""
 

@@ -1,5 +1,7 @@
 """Families of dense models."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -141,25 +143,28 @@ class PositionScale:
     def __call__(self, positions: Tensor) -> Tensor:
         return 1 + self.beta * torch.log(1 + torch.floor(positions / self.original))
 
+    @classmethod
+    def of(cls, rope: dict[str, Any]) -> PositionScale | None:
+        """Return the scale in the RoPE parameters of Mistral's models; None if they have no scale."""
+        beta, original = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+        return cls(beta, original) if beta and original else None
+
 
 class Ministral3(Mistral):
     model_type = "ministral3"
 
     def token_mixer(self, layer: int) -> TokenMixer:
-        rope = self.hf.rope_parameters
-        beta, original = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
-        scale = PositionScale(beta, original) if beta else None
-        return self._grouped_query_attention(layer, query_scale=scale)
+        return self._grouped_query_attention(layer, query_scale=PositionScale.of(self.hf.rope_parameters))
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class Olmo3(Olmo2):
-    """OLMo-3: OLMo-2 with windows in most layers. Layers with windows have other rotary frequencies."""
+class RopeByKind(Family):
+    """A family in which layers with windows have other rotary frequencies than the other layers."""
 
-    model_type = "olmo3"
-    has_windows = True
+    default_rotated_part: ClassVar[float] = 1.0
+    """`partial_rotary_factor` if the configuration does not have it."""
 
     def ropes(self) -> list[Tensor]:
         return [self._rope(kind)[0] for kind in (FULL, SLIDING)]
@@ -173,10 +178,18 @@ class Olmo3(Olmo2):
     def _rope(self, kind: str) -> tuple[Tensor, float]:
         parameters = self.hf.rope_parameters[kind]
         if parameters["rope_type"] == "default":
-            return plain_frequencies(parameters["rope_theta"], self.head_dim), 1.0
+            part = parameters.get("partial_rotary_factor", self.default_rotated_part) if self.rotates_partly else 1.0
+            return plain_frequencies(parameters["rope_theta"], int(self.head_dim * part)), 1.0
         if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
             raise UserError(f"model.path: rope type {parameters['rope_type']!r} is not supported")
         return scaled_frequencies(self.hf, parameters["rope_type"], layer_type=kind)
+
+
+class Olmo3(RopeByKind, Olmo2):
+    """OLMo-3: OLMo-2 with windows in most layers."""
+
+    model_type = "olmo3"
+    has_windows = True
 
 
 class Gemma3(Family):

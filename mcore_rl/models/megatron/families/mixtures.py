@@ -1,7 +1,7 @@
 """Families of mixture-of-experts models.
 
 They are Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, ERNIE-4.5, GLM-4.5 and gpt-oss; and with latent attention
-DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5.
+DeepSeek-V3 (also Kimi-K2 and Moonlight), Mistral-4, GLM-4.7-Flash, DeepSeek-V3.2 and GLM-5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
+from mcore_rl.models.megatron.families.dense import SLIDING, PositionScale, RopeByKind
 from mcore_rl.models.megatron.layers import rope_parameters
+from mcore_rl.models.megatron.small_value_attention import SmallValueAttention
 from mcore_rl.models.megatron.sparse_attention import Indexer
 from mcore_rl.models.megatron.weight_mapping import (
     FirstRow,
@@ -316,7 +318,7 @@ class Glm4MoE(Mixture):
             hf.num_experts_per_tok,
             hf.moe_intermediate_size,
             sparse_layers=sparse_layers,
-            shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
+            shared_width=hf.moe_intermediate_size * (getattr(hf, "n_shared_experts", 0) or 0),
             score="sigmoid",
             normalise=hf.norm_topk_prob,
             scale=hf.routed_scaling_factor,
@@ -391,8 +393,27 @@ class DeepseekV3(Glm4MoE):
         hf.qk_head_dim, hf.head_dim = 20, 8
 
 
-class Glm4MoELite(DeepseekV3):
-    model_type = "glm4_moe_lite"
+class Mistral4(DeepseekV3):
+    """Mistral-4: DeepSeek-V3 with softmax scores without biases, and queries scaled by their position."""
+
+    model_type = "mistral4"
+    auto_class = "AutoModelForImageTextToText"  # AutoModelForCausalLM does not know it
+
+    @cached_property
+    def experts(self) -> Experts:
+        return replace(super().experts, score="softmax", selection_bias=False, float32_router=False)
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        return replace(self._latent_attention(layer), query_scale=PositionScale.of(self.hf.rope_parameters))
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.head_dim = self.hf.qk_head_dim  # its RoPE rotates a part of this
+        self.hf.rope_parameters["partial_rotary_factor"] = self.hf.qk_rope_head_dim / self.hf.head_dim
+
+
+class MLPByLayer(Glm4MoE):
+    """A family whose configuration says for each layer whether it is dense or sparse."""
 
     @cached_property
     def experts(self) -> Experts:
@@ -402,6 +423,45 @@ class Glm4MoELite(DeepseekV3):
         kinds = list(dict.fromkeys(self.hf.mlp_layer_types))
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.mlp_layer_types = [kinds[min(layer, len(kinds) - 1)] for layer in range(layers)]
+
+
+class Glm4MoELite(MLPByLayer, DeepseekV3):
+    model_type = "glm4_moe_lite"
+
+
+class MiMoV2Flash(RopeByKind, MLPByLayer):
+    """MiMo-V2-Flash: layers with windows have sinks and twice the key-value heads; values are smaller than keys."""
+
+    model_type = "mimo_v2_flash"
+    default_rotated_part = 0.334
+    has_windows = True
+    has_qk_norm = False
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        hf, has_window = self.hf, self.hf.layer_types[layer] == SLIDING
+        return self._grouped_query_attention(
+            layer,
+            SmallValueAttention,
+            groups=self.num_query_groups * (2 if has_window else 1),
+            has_sinks=has_window,
+            sinks_name="attention_sink_bias",
+            value_dim=hf.v_head_dim,
+            value_scale=1.0 if hf.attention_value_scale is None else hf.attention_value_scale,
+        )
+
+    def megatron_fields(self) -> dict[str, Any]:
+        # Checkpoints cannot stack layers of different kinds.
+        return {**super().megatron_fields(), "hetereogenous_dist_checkpoint": True}
+
+    def divisible_by_tensor_parallel(self) -> dict[str, int]:
+        return {**super().divisible_by_tensor_parallel(), "key-value heads": self.num_query_groups}
+
+    def passes_on(self, name: str) -> bool:
+        return name.startswith("model.mtp.")
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.head_dim, self.hf.v_head_dim = 24, 16  # a third of a head rotates
 
 
 class DeepseekV32(Glm4MoELite):

@@ -29,6 +29,7 @@ HF_TOWER = "model.visual."
 class VisionLanguage(Family):
     """A text model with a vision tower. The text model's family is the next base class."""
 
+    auto_class = "AutoModelForImageTextToText"
     prefix = "model.language_model."
     default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
     """`rope_sections` if the configuration does not have them."""
