@@ -166,6 +166,8 @@ LAID_OVER := .venv-megatron/$(MEGATRON)
 WITH_MEGATRON = PYTHONPATH=$(LAID_OVER):.venv-triton $(BIN)/pytest $(IN_PARALLEL)
 # Megatron's own layers, checkpoints and schedules are used in these folders.
 ROOMS := tests/megatron tests/policy tests/generation tests/distributed
+# These tests share one slow computation, which each worker would repeat.
+IN_ONE := --numprocesses 0
 
 $(LAID_OVER)/installed: | install
 	rm -rf $(LAID_OVER)
@@ -179,11 +181,11 @@ WITH_BOTH = TE_STAND_IN_VERSION=2.20.2 PYTHONPATH=$(LAID_OVER):.venv-triton:test
 	$(BIN)/pytest $(IN_PARALLEL) tests/te
 
 test-megatron-quick: $(LAID_OVER)/installed .venv-triton/installed
-	$(WITH_MEGATRON) -m megatron tests/megatron --suite '$@ (both versions)'
+	$(WITH_MEGATRON) $(IN_ONE) -m megatron tests/megatron --suite '$@ (both versions)'
 	$(WITH_BOTH) --suite '$@ (layers)'
 
 test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-compat
-	$(WITH_MEGATRON) -m megatron tests/megatron --suite '$@ (both versions)'
+	$(WITH_MEGATRON) $(IN_ONE) -m megatron tests/megatron --suite '$@ (both versions)'
 	$(WITH_MEGATRON)
 	$(WITH_MEGATRON) -m "long and not exhaustive" $(ROOMS) --suite '$@ (long)'
 	$(WITH_BOTH) -m "long or not long" --suite '$@ (layers)'

@@ -45,7 +45,7 @@ def test_search_reports_killed_process_for_its_layout_only(simulation, model, mo
     assert {"parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"} == {*killed.overrides}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_search_tries_expert_parallel_layouts(mixture, monkeypatch):
     gpu, config = Hardware.load("h100"), ParallelLayout(dp=2, ep=2).apply(config_of(mixture))
     layouts = dict(layouts_to_try(config, 2, gpu, experts=4))

@@ -41,7 +41,7 @@ def seventy(path, **parallel):
     })  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_loading_at_scale(tmp_path):
     """Load on 256 ranks, at TP8 × CP2 × DP16, a checkpoint of 64 ranks. Each rank reads into existing tensors, some
     blocks of 4 MiB at once. The state of a rank is weights, and bf16's fp32 copies and two moments."""

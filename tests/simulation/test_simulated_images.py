@@ -184,7 +184,7 @@ def test_a_dry_run_simulates_the_images_of_the_data(model, tmp_path):
     assert sorted(sum(image.count for image in images) for images in sequences.images) == [0, 15]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_program_takes_the_tokens_of_images(model, tmp_path):
     (tmp_path / "dpo.yaml").write_text(
         f"output_dir: out\nmodel: {{path: {model}}}\ndata: {{max_sequence_length: 384}}\n"
