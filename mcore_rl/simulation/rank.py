@@ -315,28 +315,37 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, count: int) -> Tensor:
-            ctx.save_for_backward(query, key, value, chosen)
+        def forward(
+            ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, sinks: Tensor | None, count: int
+        ) -> Tensor:
+            ctx.save_for_backward(query, key, value, chosen, sinks)
             ctx.count = count
             flops.total += count
             return torch.empty_like(query, memory_format=torch.contiguous_format)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            query, key, value, _ = ctx.saved_tensors
+            query, key, value, _, sinks = ctx.saved_tensors
             flops.total += ctx.count * 7 // 2  # the two products of the forward pass, then five, one of them recomputed
             of_query, *sums = (
                 torch.empty_like(query),
                 *(x.new_empty(x.shape, dtype=torch.float32) for x in (key, value)),
             )
-            return of_query, *(x.to(query.dtype) for x in sums), None, None
+            of_sinks = None if sinks is None else torch.empty_like(sinks)
+            return of_query, *(x.to(query.dtype) for x in sums), None, of_sinks, None
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, chosen: Tensor, scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: AttentionPattern,
+        chosen: Tensor,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         width = math.prod(query.shape[1:])
         count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)
-        out: Tensor = Attention.apply(query, key, value, chosen, count)
+        out: Tensor = Attention.apply(query, key, value, chosen, sinks, count)
         return out
 
     return attend

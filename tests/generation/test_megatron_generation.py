@@ -117,6 +117,9 @@ ELSEWHERE = and_long(
         ("deepseek_v32", ParallelLayout(tp=2, ep=2, etp=1, sp=True), 3),
         ("glm_moe_dsa", ParallelLayout(pp=2, dp=2, ep=2), 4),
     ],
+    [
+        ("hy_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
+    ],
 )
 
 

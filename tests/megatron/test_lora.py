@@ -137,6 +137,7 @@ CASES = and_long(
         ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
         ("deepseek_v32", "latent", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("glm_moe_dsa", "latent", ParallelLayout(pp=2)),
+        ("hy_v4", "latent", ParallelLayout(tp=2, pp=2, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(

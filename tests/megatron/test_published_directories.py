@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from layout_cases import make_config, make_data, plain_logprobs
+from layout_cases import make_config, make_data, plain_logprobs, published_names
 from published_directories import add_head, save_in_shards, tensors_of, train_and_export
 from safetensors.torch import load_file, save_file
 from small_models import and_long, make_model
@@ -87,7 +87,7 @@ def make_published(directory, family, quantization=None, model_type=None, predic
     """Write a model as it is on the hub: in bf16 or quantized, in shards, with tensors that are not trained."""
     make_model(family, directory, **changes)
     values = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors")
+    tensors = published_names(load_file(directory / "model.safetensors"))
     keeps = ("e_score_correction_bias",)
     tensors = {name: t if name.endswith(keeps) else t.bfloat16() for name, t in tensors.items()}
     if predicts:
@@ -115,6 +115,7 @@ LONG_CASES = {
     "glm4_moe": ("glm4_moe", EP2, {"predicts": True}),
     "deepseek_v32": ("deepseek_v32", TP2, {"predicts": True}),
     "glm_moe_dsa": ("glm_moe_dsa", EP2, {}),
+    "hy_v4": ("hy_v4", EP2, {}),
     "ernie4_5_moe": ("ernie4_5_moe", TP2, {}),
     "olmo3": ("olmo3", ParallelLayout(cp=2), {}),
     "smollm3": ("smollm3", ParallelLayout(pp=2), {}),

@@ -63,17 +63,20 @@ def plain_choice(query, key, weight, distance):
     return chosen
 
 
-def plain_attention(query, key, value, chosen):
+def plain_attention(query, key, value, *sinks, chosen):
     seen = torch.zeros(len(query), len(query), dtype=torch.bool)
     for token, keys in enumerate(chosen):
         seen[token, keys] = True
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    for sink in sinks:
+        scores = torch.cat((scores, sink[:, None, None].expand(-1, len(query), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
-@pytest.mark.parametrize("limit", [2**22, 90])
+@pytest.mark.parametrize(("limit", "has_sinks"), [(2**22, False), (90, True)])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_choice_and_attention_equal_plain_softmax(cp, limit, monkeypatch):
+def test_choice_and_attention_equal_plain_softmax(cp, limit, has_sinks, monkeypatch):
     """All packs of test_attention, also with shared prefixes: choices, outputs, and the gradients of all ranks."""
     monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", limit)
     for name, layout in layouts(cp).items():
@@ -87,8 +90,9 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, monkeypatch):
         )
         chosen = plain_choice(*states, distance)
         query, key, value, grad = (torch.randn(layout.total, HEADS, DIM, dtype=torch.float64) for _ in range(4))
-        whole = [x.requires_grad_() for x in (query, key, value)]
-        expected = plain_attention(*whole, chosen)
+        sinks = [torch.randn(HEADS, dtype=torch.float64)] * has_sinks
+        whole = [x.requires_grad_() for x in (query, key, value, *sinks)]
+        expected = plain_attention(*whole, chosen=chosen)
         right = torch.autograd.grad(expected, whole, grad)
         sums = [torch.zeros_like(x) for x in whole]
         order = torch.cat([layout.local_positions(rank) for rank in range(cp)])
@@ -99,11 +103,12 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, monkeypatch):
             for token, row in zip(own.tolist(), got.tolist(), strict=True):
                 positions = [int(position[token] - distance[token, k]) for k in chosen[token]]
                 assert sorted(row) == sorted(positions + [-1] * (TOPK - len(positions))), (name, token)
-            tensors = [x.detach()[part].requires_grad_() for x, part in zip(whole, (own, order, order), strict=True)]
-            out = selected_attention(*tensors, visible, got, SCALE)
+            parts = own, order, order, *[torch.arange(HEADS)] * has_sinks
+            tensors = [x.detach()[part].requires_grad_() for x, part in zip(whole, parts, strict=True)]
+            out = selected_attention(*tensors[:3], visible, got, SCALE, *tensors[3:])
             torch.testing.assert_close(out, expected[own], rtol=1e-10, atol=1e-10)
             gradients = torch.autograd.grad(out, tensors, grad[own])
-            for total, part, places in zip(sums, gradients, (own, order, order), strict=True):
+            for total, part, places in zip(sums, gradients, parts, strict=True):
                 total.index_add_(0, places, part)
         for total, gradient in zip(sums, right, strict=True):
             torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10, msg=name)

@@ -151,7 +151,7 @@ def check_layout(family, layout, tower, expected):
     difference = compare(found, plain)
     # Rounding errors accumulate in the states of delta nets.
     assert difference.within(LIMIT, 5e-4 if family.startswith("qwen3_5") else LIMIT), difference
-    before = layout_cases.apart(load_file(config.model.path / "model.safetensors"))
+    before = layout_cases.of_single_experts(load_file(config.model.path / "model.safetensors"))
     for name, weight in found.weights.items():
         moved = not torch.equal(weight, before[name])
         assert moved == (tower == "trained" or not name.startswith("model.visual.")), name
@@ -454,7 +454,7 @@ def test_experts_in_either_orientation_are_read_and_written(vision_model_of, tmp
     assert any(".experts.gate_up_proj" in name for name in tensors)
     save_file(published, tmp_path / "model.safetensors")
     source = SafetensorsDirectory(tmp_path)
-    expected = layout_cases.apart(tensors)
+    expected = layout_cases.of_single_experts(tensors)
     assert source.names() == set(expected)
     for name, tensor in expected.items():
         assert tuple(source.shape(name)) == tuple(tensor.shape)
@@ -530,7 +530,7 @@ def outcome_of_peft(config, data):
         metrics.append(of_step)
         first = first or (logprobs.detach(), gradients)
     merged = model.merge_and_unload()
-    return LayoutResult(metrics, *first, layout_cases.apart(as_saved(merged, lambda tensor: tensor)))
+    return LayoutResult(metrics, *first, layout_cases.of_single_experts(as_saved(merged, lambda tensor: tensor)))
 
 
 @pytest.mark.every_case

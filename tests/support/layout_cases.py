@@ -122,11 +122,19 @@ def plain_router_losses(model, data):
     return balance, z
 
 
+RENAMED = (
+    (r"\.block_sparse_moe\.((gate|up|down)_proj)", r".mlp.\1"),  # Kimi Linear
+    (r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre."),  # HY-4
+    (r"\.hc_pre\.hc_head\.", ".hc_head."),
+    (r"\.mlp\.(shared_experts\.)?linear_gate\.", r".mlp.\1gate_proj."),
+)
+"""Names that transformers saves, and those of published directories."""
+
+
 def as_saved(model, value_of):
     """Return values of a model's parameters and buffers, with the names and shapes of published directories.
 
-    They are those in which transformers saves them, except for the MLPs of Kimi Linear's dense layers, and for experts
-    that it saves in one tensor.
+    They are those in which transformers saves them, except for `RENAMED`.
     """
     copied = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
@@ -134,23 +142,29 @@ def as_saved(model, value_of):
             tensor.copy_(value_of(own))
         copied.save_pretrained(directory)
         saved = load_file(f"{directory}/model.safetensors")
-    dense = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj)")
-    return apart({dense.sub(r".mlp.\1", name): tensor for name, tensor in saved.items()})
+    return of_single_experts(published_names(saved))
 
 
-def apart(tensors):
-    """Return tensors in which the experts of a layer have a tensor each."""
-    found = {}
+def published_names(tensors):
+    """Return tensors that transformers has saved, with the names of published directories."""
+    for pattern, published in RENAMED:
+        tensors = {re.sub(pattern, published, name): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def of_single_experts(tensors):
+    """Return the tensors with separate weights of experts in place of tensors of all experts, except gpt-oss's."""
+    separate = {}
     for name, tensor in tensors.items():
-        layer, packed, projection = name.rpartition(".experts.")
-        has_biases = f"{name}_bias" in tensors  # gpt-oss, whose tensors contain all experts
-        if projection not in ("gate_up_proj", "down_proj") or not packed or has_biases:
-            found[name] = tensor
+        layer, _, projection = name.rpartition(".experts.")
+        if projection not in ("gate_up_proj", "down_proj") or f"{name}_bias" in tensors:
+            separate[name] = tensor
             continue
-        for expert, own in enumerate(tensor):
-            parts = {"gate": own.chunk(2)[0], "up": own.chunk(2)[1]} if projection == "gate_up_proj" else {"down": own}
-            found |= {f"{layer}.experts.{expert}.{kind}_proj.weight": part for kind, part in parts.items()}
-    return found
+        for number, expert in enumerate(tensor):
+            names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            for own, part in zip(names, expert.chunk(len(names)), strict=True):
+                separate[f"{layer}.experts.{number}.{own}.weight"] = part
+    return separate
 
 
 def gradient_of(tensor):

@@ -221,6 +221,23 @@ FAMILIES = {
             "indexer_types": ["full", "shared", "full", "shared"],
         },
     ),
+    "hy_v4": (
+        "hy_v4",
+        {
+            **LATENT,
+            **INDEX,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "hc_mult": 3,
+            "hc_magnitude": 1.7,
+            "hc_eps": 1e-3,
+            "learnable_sink_init": 0.3,
+            "swiglu_limit": 1.5,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {

@@ -83,6 +83,7 @@ EXPERT_LAYOUTS = and_long(
         ("deepseek_v32", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("glm_moe_dsa", ParallelLayout(pp=2, cp=2, ep=2)),
         ("mimo_v2_flash", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("hy_v4", ParallelLayout(pp=2, vpp=2, stages="E|tt|tt|L")),
     ],
     [
         ("mimo_v2_flash", ParallelLayout(pp=2, dp=2, ep=2)),
@@ -95,6 +96,10 @@ EXPERT_LAYOUTS = and_long(
         ("deepseek_v32", ParallelLayout(tp=2, sp=True)),
         ("deepseek_v32", ParallelLayout(cp=2, packing=False)),
         ("glm_moe_dsa", ParallelLayout(pp=2, tokens_per_pack=128)),
+        ("hy_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("hy_v4", ParallelLayout(tp=2, sp=True)),
+        ("hy_v4", ParallelLayout(cp=2, packing=False)),
+        ("hy_v4", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
         ("mixtral", ParallelLayout(dp=2, ep=2)),
         ("deepseek_v3", ParallelLayout(cp=2, ep=2)),
         ("gpt_oss", ParallelLayout(cp=2, ep=2)),
@@ -246,6 +251,7 @@ SFT = and_long(
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
         ("kimi_linear", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("mistral4", ParallelLayout(pp=2, cp=2, ep=2), {}),
+        ("hy_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
         ("mimo_v2_flash", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
@@ -265,6 +271,7 @@ SFT = and_long(
         ("qwen3_5_moe", ParallelLayout(tp=2, sp=True), {}),
         ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
         ("glm_moe_dsa", ParallelLayout(pp=2, packing=False), {}),
+        ("hy_v4", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {"recompute_modules": ("mlp", "moe")}),
         ("deepseek_v32", ParallelLayout(cp=4), {}),
     ],
 )

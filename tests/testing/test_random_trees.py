@@ -41,6 +41,7 @@ LONG = [
     ("deepseek_v32", "cp2 ep2 prefix"),
     ("glm_moe_dsa", "tp2 ep2 etp1 sp prefix"),
 ]
+EXHAUSTIVE = [("hy_v4", "cp2 ep2 prefix"), ("hy_v4", "pp2 prefix")]
 ALL = ["qwen3", "deep", "gemma3", "windows", "qwen3_5", "mixtral", *(name for name, _ in [*QUICK, *LONG[1:]])]
 GRADIENTS = {"gpt_oss": 3e-4}
 """Limits of gradients that differ from the family's own: the gradient of a sink is a small sum of large terms. Two
@@ -57,7 +58,7 @@ def pytest_generate_tests(metafunc):
     if "layout" not in metafunc.fixturenames:
         return
     others = [(family, name) for family in ALL for name, layout in LAYOUTS.items() if fits(family, layout)]
-    exhaustive = [case for case in others if case not in [*QUICK, *LONG] and case[0] in FAMILIES]
+    exhaustive = [case for case in [*others, *EXHAUSTIVE] if case not in [*QUICK, *LONG] and case[0] in FAMILIES]
     quick, long = ([case for case in cases if case[0] in FAMILIES] for cases in (QUICK, LONG))
     metafunc.parametrize(("family", "layout"), and_long(quick, long, exhaustive))
 

@@ -313,7 +313,7 @@ class KeyValueLayerCache(BlockLayerCache):
         self._write(prompts.places, torch.stack((key, value), dim=1))
         scale, window = self.mixer.scale, self.mixer.window
         if chosen:
-            return selected_attention(query, key, value, prompts.visible, chosen[0], scale).flatten(1)
+            return selected_attention(query, key, value, prompts.visible, chosen[0], scale, self.sinks).flatten(1)
         return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
@@ -736,8 +736,9 @@ class Decoder:
         return gather_hidden_states(x, self.topology.tensor.group, self.topology.sequence_parallel)[:count]
 
     def _received(self, count: int) -> Tensor:
-        pipeline, hidden = self.topology.pipeline, self.model.family.hidden_size
-        x = torch.empty(count // self.sequence_ranks, 1, hidden, dtype=self.dtype, device=platform.device())
+        pipeline, family = self.topology.pipeline, self.model.family
+        shape = count // self.sequence_ranks, family.streams_count, family.hidden_size
+        x = torch.empty(shape, dtype=self.dtype, device=platform.device())
         torch.distributed.recv(x, group=pipeline.group, group_src=(pipeline.rank - 1) % pipeline.size)
         return x
 

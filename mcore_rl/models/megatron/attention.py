@@ -359,6 +359,8 @@ class LatentAttention(KeyValueMixer):
         keys.
     indexer: how the keys that a query sees are chosen; None if it sees all previous keys.
     query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
+    output_gate: whether each element of the heads' outputs has a gate. The sigmoid of the gate multiplies the element.
+    has_sinks: whether each query head has a sink, which is fp32; see `GroupedQueryAttention`.
     """
 
     query_rank: int | None
@@ -371,6 +373,8 @@ class LatentAttention(KeyValueMixer):
     rotates: bool = True
     indexer: Indexer | None = None
     query_scale: Callable[[Tensor], Tensor] | None = None
+    output_gate: bool = False
+    has_sinks: bool = False
 
     @property
     def plain(self) -> int:
@@ -400,6 +404,11 @@ class LatentAttention(KeyValueMixer):
         yield norm("kv_layernorm", "kv_a_layernorm", latent)
         yield linear("linear_kv_up_proj", "kv_b_proj", self.heads * (self.plain + self.value_dim), latent, Rows())
         yield linear("linear_proj", "o_proj", self.hidden, self.heads * self.value_dim, Columns())
+        if self.output_gate:
+            yield linear("linear_gate", "gate_proj", self.heads * self.value_dim, self.hidden, Rows())
+        if self.has_sinks:
+            sinks = (Part(f"{theirs}sinks", (self.heads,)),)
+            yield Mapping(f"{ours}core_attention.softmax_offset", sinks, Rows(), is_float32=True)
         if self.indexer is not None and not self.indexer.is_shared:
             heads, size, rank = self.indexer.heads, self.indexer.head_dim, self.query_rank or 0
             shapes: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -410,7 +419,8 @@ class LatentAttention(KeyValueMixer):
                 "head_weight": ("weights_proj.weight", (heads, self.hidden)),
             }
             for name, (hf_name, shape) in shapes.items():
-                part, wide = Part(f"{theirs}indexer.{hf_name}", shape), name == "head_weight"
+                part, is_norm = Part(f"{theirs}indexer.{hf_name}", shape), name.startswith("key_norm")
+                wide = name == "head_weight" or (is_norm and self.indexer.float32_norm)
                 yield Mapping(f"{ours}indexer.{name}", (part,), Replicated(), is_float32=wide, is_frozen=True)
 
     def check(self) -> None:
@@ -483,7 +493,10 @@ class PackLatentAttention(MegatronModule):
             pg_collection=groups,
             window=mixer.window,
             cp_comm_type=cp_comm_type,
+            **({"sinks": heads, "float32_sinks": True} if mixer.has_sinks else {}),
         )
+        if mixer.output_gate:
+            self.linear_gate = modules.column_linear(hidden, heads * mixer.value_dim, **up)
         self.indexer: Any = None
         if mixer.indexer is not None and not mixer.indexer.is_shared:
             assert rank is not None, "the indexer reads latent queries"
@@ -528,6 +541,9 @@ class PackLatentAttention(MegatronModule):
         options = {} if chosen is None else {"chosen": chosen}
         attended = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params, **options)
         attended = attended.unflatten(-1, (-1, mixer.head_dim))[..., : mixer.value_dim].flatten(1)
+        if mixer.output_gate:
+            gate, _bias = self.linear_gate(hidden_states)
+            attended = attended * gate.squeeze(1).sigmoid()
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
         return output
 
@@ -622,6 +638,7 @@ class PackedCausalAttention(MegatronModule):
     Args:
         window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
         sinks: number of query heads with a sink (gpt-oss); 0 for none.
+        float32_sinks: whether the sinks are fp32, whatever the model's precision is.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -638,6 +655,7 @@ class PackedCausalAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         window: int | None = None,
         sinks: int = 0,
+        float32_sinks: bool = False,
     ) -> None:
         super().__init__(config=config)
         self.window = window
@@ -645,7 +663,9 @@ class PackedCausalAttention(MegatronModule):
         self.softmax_offset = None
         if sinks:
             self.softmax_offset = torch.nn.Parameter(
-                torch.zeros(sinks // pg_collection.tp.size(), dtype=config.params_dtype)
+                torch.zeros(
+                    sinks // pg_collection.tp.size(), dtype=torch.float32 if float32_sinks else config.params_dtype
+                )
             )
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
@@ -690,8 +710,8 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         sinks = self.softmax_offset
         if chosen is not None:
-            assert self.window is None and sinks is None and self.softmax_scale is not None
-            return selected_attention(query, key, value, visible, chosen, self.softmax_scale).flatten(1)
+            assert self.window is None and self.softmax_scale is not None
+            return selected_attention(query, key, value, visible, chosen, self.softmax_scale, sinks).flatten(1)
         return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:

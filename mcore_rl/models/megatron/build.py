@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.layers import (
 from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
 from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.streams import StreamLayer, StreamNorm
 from mcore_rl.models.megatron.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
@@ -110,7 +111,10 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     modules = layer_modules(config)
     layers = [_layer_spec(config, family, modules, layer) for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
+    norm = modules.norm
+    if family.streams is not None:
+        norm = ModuleSpec(module=StreamNorm, params={"streams": family.streams})
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _router(family: Family) -> Any:
@@ -127,9 +131,10 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
     keys = {"input_layernorm.": f"self_attention.{mixer.input_linear}.layer_norm_"}
     if not is_sparse:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    streams = {} if family.streams is None else {"streams": family.streams}
     return ModuleSpec(
-        module=PackLayer,
-        params={"rope": _rope_of(family, layer)},
+        module=StreamLayer if streams else PackLayer,
+        params={"rope": _rope_of(family, layer), **streams},
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
             self_attention=mixer.spec(modules),
@@ -167,14 +172,15 @@ def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
 def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> Any:
     assert isinstance(family, Mixture), "only mixtures have experts"
     linears = _linears(family, modules)
-    biases = {"has_biases": True} if family.experts.has_biases else {}
-    experts = ModuleSpec(module=CountingExperts, params=biases, submodules=linears)
+    options = {"has_biases": family.experts.has_biases, "limit": family.experts.limit}
+    options = {name: value for name, value in options.items() if value}
+    experts = ModuleSpec(module=CountingExperts, params=options, submodules=linears)
     if config.moe_grouped_gemm:
         of_all = linears
         if modules.grouped_linears is not None:
             first, second = modules.grouped_linears
             of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
-        experts = ModuleSpec(module=modules.grouped_experts, params=biases, submodules=of_all)
+        experts = ModuleSpec(module=modules.grouped_experts, params=options, submodules=of_all)
     submodules = MoESubmodules(
         router=_router(family),
         experts=experts,
@@ -405,10 +411,15 @@ def _build_chunk(
     )
     if chunk.post_process and family.has_reward_head:
         chunk.set_reward_head(config)
+    elif chunk.post_process and family.float32_head and not family.ties_embeddings:
+        chunk.output_layer.weight.data = chunk.output_layer.weight.data.float()
     if chunk.pre_process and family.padding_token is not None:
         hold = functools.partial(_hold_padding_row, token=family.padding_token, ranks=topology.tensor)
         chunk.embedding.register_forward_hook(hold, with_kwargs=True)
     if chunk.pre_process and family.embedding_scale != 1:
         scale = torch.tensor(family.embedding_scale, dtype=config.params_dtype, device="cpu").item()
         chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * scale)
+    if chunk.pre_process and family.streams_count > 1:
+        count = family.streams_count
+        chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded.repeat(1, count, 1))
     return chunk

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import LayerModules, PackParams, TokenMixer
 from mcore_rl.models.megatron.delta_rule import CHUNK, describe_kernels, packed_convolution, packed_rule, plan_of
+from mcore_rl.models.megatron.layers import recomputed
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
 
@@ -185,14 +185,6 @@ class DeltaWeights(NamedTuple):
     convolution: Tensor
     log_decay: Tensor
     shift: Tensor
-
-
-def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return `function(*tensors)`. Only `tensors` are kept; the backward pass calls the function again."""
-    if not torch.is_grad_enabled():
-        return function(*tensors)
-    out: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
-    return out
 
 
 class PackedDeltaRule(torch.nn.Module):

@@ -28,8 +28,20 @@ from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_compani
 MAX_SHARD_BYTES = 4 * 1024**3
 
 
-_DENSE_MLP = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$")
-"""The MLP of a dense layer of Kimi Linear as transformers names it; the model's publishers name it `mlp`."""
+_RENAMED = (
+    (r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$", r".mlp.\1"),  # dense layers of Kimi Linear
+    (r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.hc_(fn|base|scale)$", r".\1.hc_pre.hc_\2"),  # this and the others: HY-4
+    (r"\.hc_pre\.(hc_head\.hc_head_(?:fn|base|scale))$", r".\1"),
+    (r"\.(mlp(?:\.shared_experts)?)\.linear_gate\.weight$", r".\1.gate_proj.weight"),
+)
+"""Pairs of a pattern of names that transformers gives to tensors, and the name that the model's publishers give."""
+
+
+def _published_name(name: str) -> str:
+    for pattern, published in _RENAMED:
+        name = re.sub(pattern, published, name)
+    return name
+
 
 FP8_SCALE = "_scale_inv"
 """Ending of the names of the scales of FP8 tensors, one for each block (DeepSeek-V3)."""
@@ -99,7 +111,8 @@ class SafetensorsDirectory:
         self.path = path
         self._open: dict[str, Any] = {}
         self.file_of = self._locate()
-        self.stored_name = {_DENSE_MLP.sub(r".mlp.\1", name): name for name in self.file_of if _DENSE_MLP.search(name)}
+        published = {_published_name(name): name for name in self.file_of}
+        self.stored_name = {name: stored for name, stored in published.items() if name != stored}
         self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:

@@ -357,6 +357,11 @@ def _check_fp8(family: Family, fp8: FP8Config, parallel: ParallelConfig) -> None
         UserError: the device does not support the recipe; `first_layers` or `last_layers` are too many; or a factor of
             a product has a size that FP8 cannot divide into blocks.
     """
+    if family.streams_count > 1:
+        raise UserError(
+            f"model.fp8: is not supported for {family.model_type}, whose residual has several streams; leave model.fp8 "
+            "out"
+        )
     if (problem := platform.fp8_problem(fp8.recipe, fp8.scales)) is not None:
         raise UserError(f"model.fp8: {problem}")
     layers, stages = family.num_layers, parallel.pipeline_model_parallel_size

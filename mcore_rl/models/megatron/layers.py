@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError
@@ -86,6 +87,13 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         if self.skip_bias_add:
             return F.linear(input_, self.weight), self.bias
         return F.linear(input_, self.weight, self.bias), None
+
+
+def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Return `function(*tensors)`. Only `tensors` are kept; the backward pass calls the function again."""
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def bias_of_first_rank(bias: Tensor) -> Tensor:
@@ -191,10 +199,14 @@ class PackLayer(TransformerLayer):
             kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][..., self.rope]
         if isinstance(self.mlp, MoELayer):
             self.mlp.router.pack = packed_seq_params
-        hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, context = self._blocks(*args, packed_seq_params=packed_seq_params, **kwargs)
         if packed_seq_params is not None and packed_seq_params.images is not None:
             hidden = packed_seq_params.images.add_to(hidden, self.layer_number - 1)
         return hidden, context
+
+    def _blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Run attention and MLP; return the hidden states after them, and Megatron's context, which is not used."""
+        return super().forward(*args, **kwargs)
 
 
 class RMSNorm(GenerationFastPath, torch.nn.Module):

@@ -384,16 +384,26 @@ class ExpertsMixin:
         has_biases: whether the experts' linear layers have biases. Megatron's option for biases is set only in a copy
             of the configuration. In the model's configuration it would apply to all linear layers, and Megatron would
             reject it for tensor-parallel experts.
+        limit: limit to which the experts' gate and up projections are clamped; None for the model's own.
     """
 
     load: RouterStatistics | None = None
     training: bool
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *args: Any, has_biases: bool = False, **kwargs: Any
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *args: Any,
+        has_biases: bool = False,
+        limit: float | None = None,
+        **kwargs: Any,
     ) -> None:
-        if has_biases:
+        if has_biases or limit is not None:
             config = copy.copy(config)
+        if limit is not None:
+            config.activation_func_clamp_value = limit
+        if has_biases:
             config.add_bias_linear, config.bias_dropout_fusion = True, False
         super().__init__(num_local_experts, config, *args, **kwargs)  # type: ignore[call-arg]
 

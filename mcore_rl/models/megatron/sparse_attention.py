@@ -43,6 +43,8 @@ class Indexer:
     topk: number of keys that a query sees.
     heads, head_dim: number and size of the indexer's query heads. All of them share one key.
     interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
+    rotates_end: whether the last elements of each head are rotated; otherwise the first.
+    eps: epsilon of the norm of the keys. float32_norm: whether this norm's weights are always fp32.
     source: number of the layer, from 0, that chooses the keys.
     is_shared: whether `source` is an earlier layer. If so, this layer has no indexer of its own.
     """
@@ -53,6 +55,9 @@ class Indexer:
     interleaved: bool
     source: int
     is_shared: bool = False
+    rotates_end: bool = False
+    eps: float = KEY_NORM_EPS
+    float32_norm: bool = False
 
     def parameters(self, hidden: int, query_rank: int) -> int:
         """Return the number of weights by which a token is multiplied; 0 for a layer that shares a choice."""
@@ -98,7 +103,8 @@ class IndexerLayer(torch.nn.Module):
         size, dtype = indexer.head_dim, config.params_dtype
         self.query_weight = _frozen(indexer.heads * size, query_rank, dtype=dtype)
         self.key_weight = _frozen(size, config.hidden_size, dtype=dtype)
-        self.key_norm_weight, self.key_norm_bias = _frozen(size, dtype=dtype), _frozen(size, dtype=dtype)
+        norm_dtype = torch.float32 if indexer.float32_norm else dtype
+        self.key_norm_weight, self.key_norm_bias = (_frozen(size, dtype=norm_dtype) for _ in range(2))
         self.head_weight = _frozen(indexer.heads, config.hidden_size, dtype=torch.float32)
 
     @torch.no_grad()
@@ -127,15 +133,17 @@ class IndexerLayer(torch.nn.Module):
         """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
         if self.sequence_parallel:
             angles = angles.chunk(self.groups.tp.size())[self.groups.tp.rank()]
-        size = (self.indexer.head_dim,)
-        key = F.layer_norm(
-            F.linear(hidden, self.key_weight), size, self.key_norm_weight, self.key_norm_bias, KEY_NORM_EPS
-        )
+        size, norm = (self.indexer.head_dim,), (self.key_norm_weight, self.key_norm_bias)
+        key = F.linear(hidden, self.key_weight).to(norm[0].dtype)
+        key = F.layer_norm(key, size, *norm, self.indexer.eps).to(hidden.dtype)
         query = F.linear(latent, self.query_weight).unflatten(-1, (self.indexer.heads, -1))
         weight = F.linear(hidden.to(self.head_weight.dtype), self.head_weight) * self.indexer.heads**-0.5
         return IndexerStates(self._rotate(query, angles), self._rotate(key[:, None], angles).squeeze(1), weight)
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        if self.indexer.rotates_end:
+            plain, turned = x.split((x.shape[-1] - self.rotated, self.rotated), -1)
+            return torch.cat((plain, rotate(turned, angles, self.rope_factor)), -1)
         if self.indexer.interleaved:  # queries and keys are reordered alike, so their products are the same
             turned = x[..., : self.rotated]
             x = torch.cat((turned[..., ::2], turned[..., 1::2], x[..., self.rotated :]), -1)
@@ -248,8 +256,9 @@ def selected_attention(
     visible: AttentionPattern,
     chosen: Int32[Tensor, "queries topk"],
     scale: float,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "queries heads dim"]:
-    """Compute attention over the chosen keys.
+    """Compute attention over the chosen keys and, if there are any, the heads' sinks.
 
     All pairs of a query and an earlier key are computed, in blocks, and keys that are not chosen are masked. With keys
     and values expanded to all heads, this is faster than reading `topk` keys for each query, unless rows are many times
@@ -259,47 +268,79 @@ def selected_attention(
     Args:
         key, value: of all context-parallel ranks, in rank order.
     """
-    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale)
+    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale, sinks)
     return out
 
 
 class _SelectedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, visible: AttentionPattern, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        chosen: Tensor,
+        visible: AttentionPattern,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, chosen)
+        ctx.save_for_backward(query, key, value, chosen, sinks)
         ctx.visible, ctx.scale = visible, scale
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for queries, rows, _ in _blocks(visible, query.shape[1], 0, len(query), query.device):
-            out[queries] = _attend(query[queries], key[rows], value[rows], chosen[queries], scale)
+            out[queries] = _attend(query[queries], key[rows], value[rows], chosen[queries], scale, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, chosen = ctx.saved_tensors
+        query, key, value, chosen, sinks = ctx.saved_tensors
         of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Several blocks add to a key's gradient, so the sum is in at least fp32.
         wide = torch.promote_types(key.dtype, torch.float32)
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
+        of_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
         for queries, rows, _ in _blocks(ctx.visible, query.shape[1], 0, len(query), query.device):
-            q, k, v = (x.detach().requires_grad_() for x in (query[queries], key[rows], value[rows]))
+            parts = (query[queries], key[rows], value[rows], *(() if sinks is None else (sinks,)))
+            q, k, v, *rest = leaves = [x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
-                out = _attend(q, k, v, chosen[queries], ctx.scale)
-            of_query[queries], *of_keys = torch.autograd.grad(out, (q, k, v), grad[queries])
+                out = _attend(q, k, v, chosen[queries], ctx.scale, *rest)
+            of_query[queries], *of_keys = torch.autograd.grad(out, leaves, grad[queries])
+            if of_sinks is not None:
+                of_sinks += of_keys.pop()
             for total, part in zip(sums, of_keys, strict=True):
                 if isinstance(rows, slice):
                     total[rows] += part
                 else:
                     total.index_add_(0, rows, part.to(wide))
-        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
+        of_sinks = None if of_sinks is None else of_sinks.to(sinks.dtype)
+        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, of_sinks
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return attention of queries [q, heads, d] over those of the keys [k, heads, d] that are chosen."""
     mask = chosen_mask(chosen, len(key))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    width = query.shape[-1]
+    if sinks is not None:
+        query, key, value, mask = _with_sink(query, key, value, mask, sinks / scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out[0, ..., :width].transpose(0, 1)
+
+
+def _with_sink(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+    """Add a key, whose product with each query of a head is the head's number in `scores` and whose value is 0.
+
+    The heads are extended by an element that is 1 in the queries and 0 in the other keys, and by zeros up to a multiple
+    of 8. If the mask had the sinks, as in `with_sink_key`, PyTorch would compute its gradient without a fused kernel.
+    """
+    width = query.shape[-1]
+    more = 8 - width % 8
+    sink = F.pad(scores.to(key.dtype)[None, :, None, None], (width, more - 1))
+    query = F.pad(torch.cat((query, torch.ones_like(query[..., :1])), -1), (0, more - 1))
+    key, value = torch.cat((F.pad(key, (0, more)), sink), 2), F.pad(value, (0, more, 0, 1))
+    return query, key, value, F.pad(mask, (0, 1), value=True)
 
 
 def chosen_mask(chosen: Tensor, keys: int) -> Tensor:

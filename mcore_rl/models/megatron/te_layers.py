@@ -134,9 +134,11 @@ class TEPackedCausalAttention(PackedCausalAttention):
         attention_type: str,
         window: int | None = None,
         sinks: int = 0,
+        float32_sinks: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, layer_number, attn_mask_type, attention_type, window=window, sinks=sinks, **kwargs)
+        own: Any = {"window": window, "sinks": sinks, "float32_sinks": float32_sinks}
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **own, **kwargs)
         self.te_attention = TEAttention(config, layer_number, attn_mask_type, attention_type, **kwargs)
 
     def forward(

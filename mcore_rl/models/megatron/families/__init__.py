@@ -19,6 +19,7 @@ from mcore_rl.models.megatron.families.dense import (
     SeedOss,
     SmolLM3,
 )
+from mcore_rl.models.megatron.families.hyper_connected import HYV4
 from mcore_rl.models.megatron.families.kimi_linear import KimiLinear
 from mcore_rl.models.megatron.families.mixtures import (
     DeepseekV3,
@@ -60,9 +61,12 @@ MIXTURES = (
     MiniMaxM2,
     Ernie45MoE,
 )
+HYPER_CONNECTED = (HYV4,)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS, *VISION)}
+FAMILIES: dict[str, type[Family]] = {
+    family.model_type: family for family in (*DENSE, *MIXTURES, *HYPER_CONNECTED, *HYBRIDS, *VISION)
+}
 
 
 CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}

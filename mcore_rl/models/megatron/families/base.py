@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
 from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
+from mcore_rl.models.megatron.streams import Streams
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
@@ -76,6 +77,11 @@ class Family:
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     """Name of transformers' class that makes a model with LM head from a configuration."""
+    streams: Streams | None = None
+    """The streams of the residual, if the model has hyper-connections."""
+    float32_head: ClassVar[bool] = False
+    """Whether an LM head that is not the embedding is always float32, whatever the model's precision is."""
+
     prefix: ClassVar[str] = "model."
     """Prefix of the Hugging Face names of the text model's tensors."""
 
@@ -83,6 +89,11 @@ class Family:
     def vision_config(self) -> Any:
         """transformers' configuration of the vision tower; None if the model reads no images."""
         return None
+
+    @property
+    def streams_count(self) -> int:
+        """Number of streams of the residual."""
+        return 1 if self.streams is None else self.streams.count
 
     @property
     def deepstack(self) -> int:
@@ -333,7 +344,8 @@ class Family:
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
-            yield Mapping("output_layer.weight", (Part(LM_HEAD, (self.vocab_size, hidden)),), vocabulary)
+            head = (Part(LM_HEAD, (self.vocab_size, hidden)),)
+            yield Mapping("output_layer.weight", head, vocabulary, is_float32=self.float32_head)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         """Yield the mappings of one layer.

@@ -53,6 +53,7 @@ class Experts:
     float32_router: whether the router's weight is always float32, whatever the model's precision is, as in
         transformers.
     has_biases: whether the router and the experts' linear layers have biases.
+    limit: limit to which the gate and up projections of routed experts are clamped; None for that of all MLPs.
     """
 
     count: int
@@ -69,6 +70,7 @@ class Experts:
     selection_bias: bool = False
     float32_router: bool = False
     has_biases: bool = False
+    limit: float | None = None
 
 
 class Mixture(Family):

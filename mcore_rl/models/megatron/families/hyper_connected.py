@@ -1,0 +1,106 @@
+"""Families whose residual has several streams (hyper-connections): HY-4."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
+from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.mixtures import Experts, GlmMoEDsa
+from mcore_rl.models.megatron.streams import Streams
+from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
+
+
+class HyperConnected(Family):
+    """A family whose residual has several streams.
+
+    connection_names: for attention and MLP, the beginnings of the Hugging Face names of their connections' parameters.
+    head_name: the same for the weights of the streams in the sum that the last norm reads.
+    """
+
+    connection_names: ClassVar[tuple[str, str]]
+    head_name: ClassVar[str]
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__(hf)
+        self.streams: Streams = self._streams()
+
+    @abstractmethod
+    def _streams(self) -> Streams: ...
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.streams_count < 1:
+            raise UserError(f"model.path: hc_mult={self.streams_count} must be at least 1")
+
+    def _mappings(self) -> Iterator[Mapping]:
+        yield from super()._mappings()
+        if not self.streams.ends_in_mean:
+            rows = (self.streams.count,)
+            yield from self._stream_weights("decoder.final_layernorm.streams.", self.prefix + self.head_name, rows)
+
+    def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        yield from super()._layer(layer, ours, theirs)
+        for block, name in zip(("attention", "mlp"), self.connection_names, strict=True):
+            yield from self._stream_weights(f"{ours}{block}_streams.", theirs + name, self.streams.sizes)
+
+    def _stream_weights(self, ours: str, theirs: str, groups: tuple[int, ...]) -> Iterator[Mapping]:
+        width, rows = self.streams.count * self.hidden_size, sum(groups)
+        shapes = {"weight": ("fn", (rows, width)), "bias": ("base", (rows,)), "scale": ("scale", (len(groups),))}
+        for name, (hf_name, shape) in shapes.items():
+            yield Mapping(f"{ours}{name}", (Part(theirs + hf_name, shape),), Replicated(), is_float32=True)
+
+
+class HYV4(HyperConnected, GlmMoEDsa):
+    """HY-4: GLM-5's sparse attention with gates and sinks, and clamped routed experts.
+
+    The names of its tensors are those of published directories.
+    """
+
+    model_type = "hy_v4"
+    float32_head = True
+    indexer_rotates_neighbours = False
+    unadapted: ClassVar[tuple[str, ...]] = ("linear_gate",)
+    connection_names = ("hc_attn_layer.hc_pre.hc_", "hc_mlp_layer.hc_pre.hc_")
+    head_name = "hc_head.hc_head_"
+
+    def _streams(self) -> Streams:
+        hf = self.hf
+        return Streams(hf.hc_mult, hf.rms_norm_eps, hf.hc_eps, hf.hc_magnitude, output_eps=hf.hc_eps)
+
+    @cached_property
+    def experts(self) -> Experts:
+        return replace(super().experts, limit=self.hf.swiglu_limit)
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        mixer = super().token_mixer(layer)
+        assert isinstance(mixer, LatentAttention) and mixer.indexer is not None
+        indexer = replace(mixer.indexer, rotates_end=True, eps=self.hf.rms_norm_eps, float32_norm=True)
+        return replace(mixer, interleaved=False, indexer=indexer, output_gate=True, has_sinks=True)
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.hf.swiglu_limit <= 0:
+            raise UserError(
+                f"model.path: swiglu_limit={self.hf.swiglu_limit} must be above 0; in transformers, which does not "
+                "leave out the clamp, all routed experts would return 0"
+            )
+
+    def passes_on(self, name: str) -> bool:
+        return super().passes_on(name) or name.startswith("model.mtp_layers.")
+
+    def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        names = {
+            f"{theirs}self_attn.gate_proj.weight": "linear_gate.weight",
+            f"{theirs}self_attn.sinks": "learnable_sink_param",
+        }
+        for mapping in super()._layer(layer, ours, theirs):
+            (part, *_), name = mapping.parts, names.get(mapping.parts[0].name)
+            yield (
+                mapping if name is None else replace(mapping, parts=(replace(part, name=f"{theirs}self_attn.{name}"),))
+            )
