@@ -342,6 +342,7 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
         chosen: Tensor,
         scale: float,
         sinks: Tensor | None,
+        block_size: int,
     ) -> Tensor:
         width = math.prod(query.shape[1:])
         count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)

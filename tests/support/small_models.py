@@ -330,6 +330,26 @@ FAMILIES = {
             "routed_scaling_factor": 1.3,
         },
     ),
+    "minimax_m3": (
+        "minimax_m3_vl_text",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "swiglu_limit": 2.5,
+            "index_n_heads": 2,
+            "index_head_dim": 12,
+            "index_block_size": 5,
+            "index_topk_blocks": 4,
+            "index_local_blocks": 2,
+        },
+    ),
     "seed_oss": (
         "seed_oss",
         {

@@ -86,6 +86,10 @@ EXPERT_LAYOUTS = and_long(
         ("hy_v4", ParallelLayout(pp=2, vpp=2, stages="E|tt|tt|L")),
     ],
     [
+        ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("minimax_m3", ParallelLayout(pp=2, cp=2, packing=False)),
+        ("minimax_m3", ParallelLayout(cp=4, ep=2)),
+        ("minimax_m3", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
         ("mimo_v2_flash", ParallelLayout(pp=2, dp=2, ep=2)),
         ("mimo_v2_flash", ParallelLayout(cp=2, packing=False)),
         ("mistral4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -254,6 +258,8 @@ SFT = and_long(
         ("hy_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
+        ("minimax_m3", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
+        ("minimax_m3", ParallelLayout(tp=4, sp=True), {}),  # more ranks than key-value heads
         ("mimo_v2_flash", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("mimo_v2_flash", ParallelLayout(tp=2, sp=True), {"recompute_modules": ("moe",)}),
         ("mistral4", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {"recompute_activations": True}),

@@ -164,7 +164,7 @@ class KeyValueMixer(TokenMixer):
         seen = self._seen_squared(before + tokens) - self._seen_squared(before)
         return super().flops(tokens) + self.flops_per_token_squared() * seen
 
-    def _seen_squared(self, tokens: int) -> int:
+    def _seen_squared(self, tokens: int) -> float:
         """Return twice the number of pairs of a query and a visible key, in a sequence of `tokens` tokens."""
         window = tokens if self.window is None else min(tokens, self.window)
         return window**2 + 2 * (tokens - window) * window
@@ -443,7 +443,7 @@ class LatentAttention(KeyValueMixer):
         weights = self.indexer.parameters(self.hidden, self.query_rank or 0)
         return count + self.indexer.flops_per_pair() * pairs + 2.0 * weights * tokens
 
-    def _seen_squared(self, tokens: int) -> int:
+    def _seen_squared(self, tokens: int) -> float:
         if self.indexer is None:
             return super()._seen_squared(tokens)
         seen = min(tokens, self.indexer.topk)
@@ -638,6 +638,7 @@ class PackedCausalAttention(MegatronModule):
     Args:
         window: maximum number of tokens that a token sees, including itself; None for all previous tokens.
         sinks: number of query heads with a sink (gpt-oss); 0 for none.
+        block_size: number of consecutive keys that are chosen together, if keys are chosen (`sparse_attention`).
         float32_sinks: whether the sinks are fp32, whatever the model's precision is.
     """
 
@@ -656,9 +657,10 @@ class PackedCausalAttention(MegatronModule):
         window: int | None = None,
         sinks: int = 0,
         float32_sinks: bool = False,
+        block_size: int = 1,
     ) -> None:
         super().__init__(config=config)
-        self.window = window
+        self.window, self.layer_number, self.block_size = window, layer_number, block_size
         assert pg_collection is not None, "core attention needs its process groups"
         self.softmax_offset = None
         if sinks:
@@ -683,7 +685,7 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
-        If keys are `chosen`, int32 [T / CP, topk], each query sees only these.
+        If keys are `chosen`, by the argument or for this layer in the pack, each query sees only these.
 
         For the backward pass a layer keeps only the rank's own 1/CP of the keys and values; the backward pass gathers
         the other keys and values again. A fully recomputed layer keeps all gathered keys and values, because it gathers
@@ -691,6 +693,7 @@ class PackedCausalAttention(MegatronModule):
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)
+        chosen = packed_seq_params.chosen.get(self.layer_number - 1) if chosen is None else chosen
         # Attention over chosen keys reads the rows of all ranks.
         index = None if kernel.reads_in_place or chosen is not None else visible.index
         if index is None and visible.layout.cp_size == 1:
@@ -711,7 +714,8 @@ class PackedCausalAttention(MegatronModule):
         sinks = self.softmax_offset
         if chosen is not None:
             assert self.window is None and self.softmax_scale is not None
-            return selected_attention(query, key, value, visible, chosen, self.softmax_scale, sinks).flatten(1)
+            options = self.softmax_scale, sinks, self.block_size
+            return selected_attention(query, key, value, visible, chosen, *options).flatten(1)
         return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:

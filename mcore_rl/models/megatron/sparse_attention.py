@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_gather
@@ -101,11 +101,11 @@ class IndexerLayer(torch.nn.Module):
         self.indexer, self.rotated, self.rope_factor = indexer, rotated, rope_factor
         self.groups, self.sequence_parallel = groups, config.sequence_parallel
         size, dtype = indexer.head_dim, config.params_dtype
-        self.query_weight = _frozen(indexer.heads * size, query_rank, dtype=dtype)
-        self.key_weight = _frozen(size, config.hidden_size, dtype=dtype)
+        self.query_weight = frozen_weight(indexer.heads * size, query_rank, dtype=dtype)
+        self.key_weight = frozen_weight(size, config.hidden_size, dtype=dtype)
         norm_dtype = torch.float32 if indexer.float32_norm else dtype
-        self.key_norm_weight, self.key_norm_bias = (_frozen(size, dtype=norm_dtype) for _ in range(2))
-        self.head_weight = _frozen(indexer.heads, config.hidden_size, dtype=torch.float32)
+        self.key_norm_weight, self.key_norm_bias = (frozen_weight(size, dtype=norm_dtype) for _ in range(2))
+        self.head_weight = frozen_weight(indexer.heads, config.hidden_size, dtype=torch.float32)
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
@@ -151,21 +151,25 @@ class IndexerLayer(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return Megatron's sharded state dict, in which all weights are replicated."""
-        return make_sharded_tensors_for_checkpoint(
-            dict(self.named_parameters()),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.groups.tp,
-            dp_cp_group=self.groups.dp_cp,
-        )
+        return replicated_state_dict(self, prefix, sharded_offsets, self.groups)
 
 
-def _frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+def replicated_state_dict(
+    module: torch.nn.Module, prefix: str, sharded_offsets: Any, groups: ProcessGroupCollection
+) -> dict[str, Any]:
+    """Return Megatron's sharded state dict of a module whose parameters are the same on all ranks."""
+    described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        dict(module.named_parameters()), prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+    )
+    return described
+
+
+def frozen_weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    """Return a parameter that is not trained."""
     return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
-class _Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Consecutive queries of one chunk of a pack.
 
     queries: their row numbers among this rank's queries.
@@ -178,7 +182,9 @@ class _Block(NamedTuple):
     seen: int
 
 
-def _blocks(visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device) -> Iterator[_Block]:
+def query_blocks(
+    visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device
+) -> Iterator[QueryBlock]:
     """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores."""
     order, limit = visible.key_rows(device), SCORES_OF_A_BLOCK[device.type] // heads
     query = key = 0
@@ -187,7 +193,7 @@ def _blocks(visible: AttentionPattern, heads: int, first: int, end: int, device:
         for start in range(max(query, first), min(query + queries, end), size):
             stop = min(start + size, query + queries, end)
             rows = slice(key, key + before + stop)
-            yield _Block(slice(start, stop), rows if order is None else order[rows], before + start + 1)
+            yield QueryBlock(slice(start, stop), rows if order is None else order[rows], before + start + 1)
         query, key = query + queries, key + keys
 
 
@@ -208,7 +214,7 @@ def choose(
         key: of all context-parallel ranks, in rank order.
     """
     chosen = torch.full((len(query), topk), -1, dtype=torch.int32, device=query.device)
-    for queries, rows, seen in _blocks(visible, query.shape[1], first, first + len(query), query.device):
+    for queries, rows, seen in query_blocks(visible, query.shape[1], first, first + len(query), query.device):
         own, count = slice(queries.start - first, queries.stop - first), seen + queries.stop - queries.start - 1
         ends = torch.arange(seen, count + 1, device=key.device)[:, None]
         if count <= topk:
@@ -251,12 +257,13 @@ def highest(
 
 def selected_attention(
     query: Float[Tensor, "queries heads dim"],
-    key: Float[Tensor, "keys heads dim"],
-    value: Float[Tensor, "keys heads dim"],
+    key: Float[Tensor, "keys groups dim"],
+    value: Float[Tensor, "keys groups dim"],
     visible: AttentionPattern,
-    chosen: Int32[Tensor, "queries topk"],
+    chosen: Int32[Tensor, "queries *groups_and_topk"],
     scale: float,
     sinks: Float[Tensor, " heads"] | None = None,
+    block_size: int = 1,
 ) -> Float[Tensor, "queries heads dim"]:
     """Compute attention over the chosen keys and, if there are any, the heads' sinks.
 
@@ -266,9 +273,10 @@ def selected_attention(
     again.
 
     Args:
-        key, value: of all context-parallel ranks, in rank order.
+        key, value: of all context-parallel ranks, in rank order. They may have fewer heads, for groups of query heads.
+        chosen: positions; with a `block_size` above 1 numbers of blocks of keys, [queries, groups, topk].
     """
-    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale, sinks)
+    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale, sinks, block_size)
     return out
 
 
@@ -283,12 +291,15 @@ class _SelectedAttention(torch.autograd.Function):
         visible: AttentionPattern,
         scale: float,
         sinks: Tensor | None,
+        block_size: int,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, chosen, sinks)
-        ctx.visible, ctx.scale = visible, scale
+        ctx.visible, ctx.scale, ctx.block_size = visible, scale, block_size
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for queries, rows, _ in _blocks(visible, query.shape[1], 0, len(query), query.device):
-            out[queries] = _attend(query[queries], key[rows], value[rows], chosen[queries], scale, sinks)
+        for queries, rows, seen in query_blocks(visible, query.shape[1], 0, len(query), query.device):
+            k, v = key[rows], value[rows]
+            mask = _mask_of(chosen[queries], len(k), seen, block_size)
+            out[queries] = _attend(query[queries], k, v, mask, scale, sinks)
         return out
 
     @staticmethod
@@ -299,11 +310,12 @@ class _SelectedAttention(torch.autograd.Function):
         wide = torch.promote_types(key.dtype, torch.float32)
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
         of_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
-        for queries, rows, _ in _blocks(ctx.visible, query.shape[1], 0, len(query), query.device):
+        for queries, rows, seen in query_blocks(ctx.visible, query.shape[1], 0, len(query), query.device):
             parts = (query[queries], key[rows], value[rows], *(() if sinks is None else (sinks,)))
             q, k, v, *rest = leaves = [x.detach().requires_grad_() for x in parts]
+            mask = _mask_of(chosen[queries], len(k), seen, ctx.block_size)
             with torch.enable_grad():
-                out = _attend(q, k, v, chosen[queries], ctx.scale, *rest)
+                out = _attend(q, k, v, mask, ctx.scale, *rest)
             of_query[queries], *of_keys = torch.autograd.grad(out, leaves, grad[queries])
             if of_sinks is not None:
                 of_sinks += of_keys.pop()
@@ -313,14 +325,24 @@ class _SelectedAttention(torch.autograd.Function):
                 else:
                     total.index_add_(0, rows, part.to(wide))
         of_sinks = None if of_sinks is None else of_sinks.to(sinks.dtype)
-        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, of_sinks
+        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, of_sinks, None
+
+
+def _mask_of(chosen: Tensor, keys: int, seen: int, block_size: int) -> Tensor:
+    """Return the mask of a block of queries, [queries, keys], or [groups, queries, keys] if blocks are chosen."""
+    if block_size == 1:
+        return chosen_mask(chosen, keys)
+    ends = torch.arange(seen, seen + len(chosen), device=chosen.device)
+    return block_mask(chosen, keys, ends, block_size).transpose(0, 1)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return attention of queries [q, heads, d] over those of the keys [k, heads, d] that are chosen."""
-    mask = chosen_mask(chosen, len(key))
+    """Return attention of queries [q, heads, d] over keys [k, groups, d]; `mask` is [q, k] or [groups, q, k]."""
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        mask = mask.repeat_interleave(repeats, dim=0) if mask.ndim == 3 else mask
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     width = query.shape[-1]
     if sinks is not None:
@@ -348,3 +370,17 @@ def chosen_mask(chosen: Tensor, keys: int) -> Tensor:
     mask = torch.zeros(len(chosen), keys + 1, dtype=torch.bool, device=chosen.device)
     mask.scatter_(1, torch.where(chosen < 0, keys, chosen).long(), True)  # the last column takes the −1
     return mask[:, :keys]
+
+
+def block_mask(
+    chosen: Int32[Tensor, "queries groups topk"], keys: int, ends: Int[Tensor, " queries"], size: int
+) -> Bool[Tensor, "queries groups keys"]:
+    """Convert numbers of chosen blocks to a mask: True for their keys among the query's first `ends` keys.
+
+    Args:
+        size: number of keys in a block.
+    """
+    blocks = -(-keys // size)
+    mask = chosen_mask(chosen.flatten(0, 1), blocks).unflatten(0, chosen.shape[:2])
+    seen = torch.arange(keys, device=chosen.device) < ends[:, None]
+    return mask.repeat_interleave(size, dim=-1)[..., :keys] & seen[:, None]

@@ -135,9 +135,10 @@ class TEPackedCausalAttention(PackedCausalAttention):
         window: int | None = None,
         sinks: int = 0,
         float32_sinks: bool = False,
+        block_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        own: Any = {"window": window, "sinks": sinks, "float32_sinks": float32_sinks}
+        own: Any = {"window": window, "sinks": sinks, "float32_sinks": float32_sinks, "block_size": block_size}
         super().__init__(config, layer_number, attn_mask_type, attention_type, **own, **kwargs)
         self.te_attention = TEAttention(config, layer_number, attn_mask_type, attention_type, **kwargs)
 
@@ -154,6 +155,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
     ) -> Tensor:
         """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d]."""
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
+        chosen = packed_seq_params.chosen.get(self.layer_number - 1) if chosen is None else chosen
         ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         sees_all = self.window is None or self.window >= longest

@@ -21,6 +21,7 @@ from mcore_rl.models.megatron.families.dense import (
 )
 from mcore_rl.models.megatron.families.hyper_connected import HYV4
 from mcore_rl.models.megatron.families.kimi_linear import KimiLinear
+from mcore_rl.models.megatron.families.minimax_m3 import MiniMaxM3
 from mcore_rl.models.megatron.families.mixtures import (
     DeepseekV3,
     DeepseekV32,
@@ -59,6 +60,7 @@ MIXTURES = (
     GptOss,
     MiMoV2Flash,
     MiniMaxM2,
+    MiniMaxM3,
     Ernie45MoE,
 )
 HYPER_CONNECTED = (HYV4,)

@@ -54,11 +54,15 @@ class PackedMLP(Family):
     """A family whose gate and up projections are stacked in one Hugging Face tensor."""
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        hidden, width = self.hidden_size, self.hf.intermediate_size
-        both = f"{theirs}gate_up_proj.weight"
-        parts = (Part(both, (width, hidden)), Part(both, (width, hidden), width))
-        yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp())
-        yield Mapping(f"{ours}linear_fc2.weight", (Part(f"{theirs}down_proj.weight", (hidden, width)),), Columns())
+        yield from packed_mlp(ours, theirs, self.hidden_size, self.intermediate_size)
+
+
+def packed_mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Mapping]:
+    """Yield the mappings of an MLP whose gate and up projections are stacked; the arguments are `gated_mlp`'s."""
+    both = f"{theirs}gate_up_proj.weight"
+    parts = (Part(both, (width, hidden)), Part(both, (width, hidden), width))
+    yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp())
+    yield Mapping(f"{ours}linear_fc2.weight", (Part(f"{theirs}down_proj.weight", (hidden, width)),), Columns())
 
 
 class Phi3(PackedMLP):
