@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet
-from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
+from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exact, plan_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
@@ -162,10 +162,10 @@ def _grown(storage: Tensor, count: int) -> Tensor:
 
 
 class StateLayerCache(LayerCache):
-    """Cache of a gated delta net: for each sequence, the states of the convolution and of the delta rule.
+    """Cache of a gated delta net or Mamba-2 mixer: for each sequence, the states of its convolution and of its rule.
 
     convolution: [slots, width − 1, heads, convolved], the last width − 1 inputs of the convolution.
-    states: [slots, heads, repeats, key_dim, value_dim], the states of the delta rule, in fp32 or wider.
+    states: [slots, heads, repeats, key_dim, value_dim], the states of the rule, in fp32 or wider.
     """
 
     def __init__(self, layer: DeltaNetLayer, tensor_parallel: int, dtype: torch.dtype) -> None:
@@ -192,9 +192,8 @@ class StateLayerCache(LayerCache):
         kept = torch.stack([*reversed(plan.before[: self.net.width - 2, plan.last]), plan.last], dim=1)
         there = (kept >= 0)[..., None, None]
         self.convolution[prompts.slots] = torch.where(there, mixed[kept.clamp(min=0)], 0)
-        convolved = causal_conv(mixed, weights.convolution, plan.before)
-        out, states = delta_rule(*self.net.rule_inputs(convolved, others, weights), plan, with_states=True)
-        assert states is not None, "delta_rule returns states with with_states=True"
+        convolved = causal_conv(mixed, weights.convolution, plan.before, weights.bias)
+        out, states = self.net.with_states(self.net.rule_inputs(convolved, others, weights), plan)
         self.states[prompts.slots] = states
         return out.flatten(1)
 
@@ -203,9 +202,9 @@ class StateLayerCache(LayerCache):
         mixed, others = rows.split((self.net.convolved_size, self.net.rates_and_decays_size), dim=-1)
         seen = torch.cat((self.convolution[step.slots], mixed[:, None]), dim=1)
         self.convolution[step.slots] = seen[:, 1:]
-        convolved = convolve_last(seen, weights.convolution)
+        convolved = convolve_last(seen, weights.convolution, weights.bias)
         old = self.states[step.slots]
-        out, self.states[step.slots] = delta_step(*self.net.rule_inputs(convolved, others, weights), old)
+        out, self.states[step.slots] = self.net.step(self.net.rule_inputs(convolved, others, weights), old)
         return out.flatten(1)
 
 
@@ -579,8 +578,11 @@ class Decoder:
 
     def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
         self.model, self.topology = model, model.topology
-        self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
-        self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
+        self.mixers = [mixer for mixer in mixers if mixer is not None]
+        # Only the layers in which tokens see each other have a cache.
+        self.layers = [layer for layer, mixer in zip(layers, mixers, strict=True) if mixer is not None]
         attentions = [layer.self_attention for layer in self.layers]
         self.with_indexers = [layer for layer in attentions if getattr(layer, "indexer", None) is not None]
         # Read here, because `generating` replaces the modules that contain the sinks.
@@ -592,7 +594,7 @@ class Decoder:
         self.routers = routers_of(model) if record_experts else []
 
     def layer_caches(self) -> list[LayerCache]:
-        """Return an empty cache for each layer of this rank, and then one for each indexer."""
+        """Return an empty cache for each layer of this rank with a token mixer, and then one for each indexer."""
         size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
         caches: list[LayerCache] = []
         for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):

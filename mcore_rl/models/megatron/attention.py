@@ -186,6 +186,7 @@ class GroupedQueryAttention(KeyValueMixer):
     has_sinks: whether each query head has a sink: the score of an additional key. The value of this key is 0.
     sinks_name: Hugging Face name of the sinks, inside the attention.
     query_scale: function that maps the tokens' positions [T] to factors of the queries; None if there is no factor.
+    module: name of the attention in a layer of the Hugging Face model.
     """
 
     qkv_bias: bool = False
@@ -199,6 +200,7 @@ class GroupedQueryAttention(KeyValueMixer):
     has_sinks: bool = False
     sinks_name: str = "sinks"
     query_scale: Callable[[Tensor], Tensor] | None = None
+    module: str = "self_attn"
 
     @property
     def value_size(self) -> int:
@@ -226,7 +228,7 @@ class GroupedQueryAttention(KeyValueMixer):
         )
 
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
-        theirs += "self_attn."
+        theirs += f"{self.module}."
         if self.has_sinks:
             sinks = Part(theirs + self.sinks_name, (self.heads,))
             yield Mapping(f"{ours}core_attention.softmax_offset", (sinks,), Rows())
@@ -309,7 +311,7 @@ class PackSelfAttention(SelfAttention):
         packed_seq_params: PackParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        self._angles = rotary_pos_emb
+        self._angles = rotary_pos_emb if rotary_pos_emb is not None and rotary_pos_emb.shape[-1] else None
         if self.mixer.query_scale is not None:
             self._scales = position_factors(self.mixer.query_scale, packed_seq_params)
         out = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

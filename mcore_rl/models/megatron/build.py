@@ -123,27 +123,26 @@ def _router(family: Family) -> Any:
 
 
 def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
+    """Return the spec of a layer. A layer without token mixer or without MLP keeps Megatron's identities there."""
     before = modules.norm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
-    mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
-    mixer = family.token_mixer(layer)
     # Names of the norms in Megatron's checkpoints: Megatron's own layers fuse the norms into the linear layers.
-    keys = {"input_layernorm.": f"self_attention.{mixer.input_linear}.layer_norm_"}
-    if not is_sparse:
-        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    keys, parts = dict[str, str](), dict[str, Any]()
+    if (mixer := family.token_mixer(layer)) is not None:
+        keys["input_layernorm."] = f"self_attention.{mixer.input_linear}.layer_norm_"
+        parts |= {"input_layernorm": before, "self_attention": mixer.spec(modules)}
+        parts["self_attn_bda"] = get_bias_dropout_add
+    if family.has_mlp(layer):
+        if not is_sparse:
+            keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
+        parts |= {"pre_mlp_layernorm": before, "mlp": _sparse_mlp(family, config, modules) if is_sparse else mlp}
+        parts["mlp_bda"] = get_bias_dropout_add
     streams = {} if family.streams is None else {"streams": family.streams}
     return ModuleSpec(
         module=StreamLayer if streams else PackLayer,
         params={"rope": _rope_of(family, layer), **streams},
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=before,
-            self_attention=mixer.spec(modules),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=before,
-            mlp=_sparse_mlp(family, config, modules) if is_sparse else mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys if family.norms_before else {},
-        ),
+        submodules=TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=keys if family.norms_before else {}),
     )
 
 
@@ -172,7 +171,11 @@ def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
 def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> Any:
     assert isinstance(family, Mixture), "only mixtures have experts"
     linears = _linears(family, modules)
-    options = {"has_biases": family.experts.has_biases, "limit": family.experts.limit}
+    options: dict[str, Any] = {
+        "has_biases": family.experts.has_biases,
+        "limit": family.experts.limit,
+        "latent": family.experts.latent,
+    }
     options = {name: value for name, value in options.items() if value}
     experts = ModuleSpec(module=CountingExperts, params=options, submodules=linears)
     if config.moe_grouped_gemm:
@@ -186,7 +189,8 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
         experts=experts,
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
     )
-    return MLPSpec(PackMoELayer, submodules, {"pg_collection": process_groups()})
+    latent = {"latent": family.experts.latent} if family.experts.latent else {}
+    return MLPSpec(PackMoELayer, submodules, {"pg_collection": process_groups(), **latent})
 
 
 class PendingGather(Protocol):

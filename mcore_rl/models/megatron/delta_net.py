@@ -23,7 +23,16 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import LayerModules, PackParams, TokenMixer
-from mcore_rl.models.megatron.delta_rule import CHUNK, describe_kernels, packed_convolution, packed_rule, plan_of
+from mcore_rl.models.megatron.delta_rule import (
+    CHUNK,
+    ChunkPlan,
+    delta_rule,
+    delta_step,
+    describe_kernels,
+    packed_convolution,
+    packed_rule,
+    plan_of,
+)
 from mcore_rl.models.megatron.layers import recomputed
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
@@ -109,6 +118,24 @@ class GatedDeltaNet(TokenMixer):
         decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
         return query, key, value.unflatten(-1, (self.repeats, -1)), decay, rate.sigmoid()
 
+    def packed(self, inputs: RuleInputs, layout: PackLayout, plan: ChunkPlan) -> Tensor:
+        """Apply the rule to a pack of T tokens; return the outputs, [T, heads, repeats, value_dim].
+
+        Args:
+            inputs: results of `rule_inputs`.
+        """
+        return packed_rule(*inputs, layout, plan)
+
+    def with_states(self, inputs: RuleInputs, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
+        """Return the outputs as `packed` does, and the state after each segment of the pack."""
+        out, states = delta_rule(*inputs, plan, with_states=True)
+        assert states is not None, "delta_rule returns states with with_states=True"
+        return out, states
+
+    def step(self, inputs: RuleInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the rule to one token of each of n sequences with these states; return outputs and new states."""
+        return delta_step(*inputs, states)
+
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         theirs += "linear_attn."
         sizes = self.key_dim, self.key_dim, self.values_size
@@ -176,15 +203,24 @@ class InterleavedDeltaNet(GatedDeltaNet):
 
 
 class DeltaWeights(NamedTuple):
-    """The weights of the convolution and of the delta rule, by key head.
+    """The weights of the convolution and of the rule, by key head.
 
     convolution: [heads, convolved channels, width]. log_decay: [heads, repeats], called A_log in the Hugging Face
         model. shift: [heads, shifts], called dt_bias.
+    bias: [heads, convolved channels], bias of the convolution; None if there is none.
+    skip: [heads, repeats], factors of the values that are added to the outputs, called D; None if there are none.
     """
 
     convolution: Tensor
     log_decay: Tensor
     shift: Tensor
+    bias: Tensor | None = None
+    skip: Tensor | None = None
+
+    def of_rank(self, rank: int, size: int) -> DeltaWeights:
+        """Return the weights of the heads that the context-parallel rank `rank` of `size` ranks computes."""
+        own = {name: weight.chunk(size)[rank] for name, weight in self._asdict().items() if weight is not None}
+        return self._replace(**own)
 
 
 class PackedDeltaRule(torch.nn.Module):
@@ -214,9 +250,9 @@ class PackedDeltaRule(torch.nn.Module):
         if size > 1:
             rank, (to_pack, to_ranks) = self.cp_group.rank(), orders_of(layout, rows.device)
             rows = tokens_for_heads(rows, self.cp_group)[to_pack]
-            weights = DeltaWeights(*(weight.chunk(size)[rank] for weight in weights))
+            weights = weights.of_rank(rank, size)
 
-        def mixed(rows: Tensor, *weights: Tensor) -> Tensor:
+        def mixed(rows: Tensor, *weights: Any) -> Tensor:
             return self._mixed(rows, DeltaWeights(*weights), layout)
 
         out = mixed(rows, *weights) if self.keeps else recomputed(mixed, rows, *weights)
@@ -225,9 +261,9 @@ class PackedDeltaRule(torch.nn.Module):
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
         """Apply convolution and delta rule to the tokens in pack order; return the outputs, [T, key heads, values]."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
-        convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
+        convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan, weights.bias)
         inputs = self.net.rule_inputs(convolved, rows[..., size:], weights)
-        return packed_rule(*inputs, layout, plan).flatten(2)
+        return self.net.packed(inputs, layout, plan).flatten(2)
 
 
 @lru_cache(maxsize=16)
@@ -265,9 +301,13 @@ class DeltaNetLayer(MegatronModule):
 
     The weights of decay and norm are always fp32, whatever the model's precision is.
 
+    sharded: names of the parameters that have rows for each head.
+
     Args:
         modules: classes of the projections.
     """
+
+    sharded: ClassVar[tuple[str, ...]] = ("conv_weight", "A_log", "dt_bias")
 
     def __init__(
         self,
@@ -306,6 +346,7 @@ class DeltaNetLayer(MegatronModule):
         shift_dtype = torch.float32 if net.float32_shifts else dtype
         self.dt_bias = torch.nn.Parameter(torch.zeros(heads * net.shifts_size, dtype=shift_dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(net.value_dim))
+        self.add_weights(heads)
         self.core_attention: Any = PackedDeltaRule(net, config, groups.cp)
 
     def add_projections(self, column_linear: Callable[..., Any]) -> None:
@@ -315,8 +356,15 @@ class DeltaNetLayer(MegatronModule):
             column_linear: function that builds a column-parallel linear layer of given sizes.
         """
 
+    def add_weights(self, heads: int) -> None:
+        """Add or replace parameters of the convolution, the rule or the norm.
+
+        Args:
+            heads: number of key heads on this tensor-parallel rank.
+        """
+
     def weights(self) -> DeltaWeights:
-        """Return the weights of convolution and delta rule for this rank's key heads."""
+        """Return the weights of convolution and rule for this rank's key heads."""
         net = self.net
         return DeltaWeights(
             self.conv_weight.view(-1, net.convolved_size, net.width),
@@ -330,9 +378,7 @@ class DeltaNetLayer(MegatronModule):
         """Map hidden states [T / CP (/ TP with SP), 1, hidden] to outputs of the same shape."""
         rows, gate = self._projected(hidden_states)
         mixed = self.core_attention(rows, self.weights(), packed_seq_params=packed_seq_params)
-        # All heads share the norm's weight: its gradient is summed over the ranks.
-        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        normed = recomputed(self._gated_norm, mixed, gate.flatten(1), weight)
+        normed = recomputed(self._gated_norm, mixed, gate.flatten(1), self._own_norm_weight())
         out: tuple[Tensor, Tensor | None] = self.out_proj(normed[:, None])
         return out
 
@@ -344,6 +390,11 @@ class DeltaNetLayer(MegatronModule):
         sizes = net.convolved_size, net.values_size, net.rates_and_decays_size
         convolved, gate, others = heads.split(sizes, dim=-1)
         return torch.cat((convolved, others), dim=-1), gate
+
+    def _own_norm_weight(self) -> Tensor:
+        """Return the norm's weight. All heads share it: its gradient is summed over tensor-parallel ranks."""
+        weight: Tensor = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        return weight
 
     def _gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """Normalize each value head of `x` [T, values] by its RMS; multiply it by `weight` and the activated `gate`.
@@ -358,10 +409,14 @@ class DeltaNetLayer(MegatronModule):
         """Return Megatron's sharded state dict, with the weights of heads sharded over tensor-parallel ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own, groups = dict(self.named_parameters(recurse=False)), process_groups()
-        sharded = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}
         described.update(
             make_sharded_tensors_for_checkpoint(
-                own, prefix, sharded, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+                own,
+                prefix,
+                dict.fromkeys(self.sharded, 0),
+                sharded_offsets,
+                tp_group=groups.tp,
+                dp_cp_group=groups.dp_cp,
             )
         )
         return described

@@ -158,9 +158,12 @@ def exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def causal_conv(
-    x: Float[Tensor, "tokens heads channels"], weight: Float[Tensor, "heads channels width"], before: Tensor
+    x: Float[Tensor, "tokens heads channels"],
+    weight: Float[Tensor, "heads channels width"],
+    before: Tensor,
+    bias: Float[Tensor, "heads channels"] | None = None,
 ) -> Float[Tensor, "tokens heads channels"]:
-    """Return silu of the causal convolution of each channel.
+    """Return silu of the causal convolution of each channel, plus its bias if there is one.
 
     Args:
         weight: weights of each channel. The last column multiplies the token itself, the column before it the previous
@@ -168,7 +171,7 @@ def causal_conv(
         before: positions of the previous tokens; see `ChunkPlan`.
     """
     wide, weight = x.to(exact(x.dtype)), weight.to(exact(x.dtype))
-    out = wide * weight[..., -1]
+    out = wide * weight[..., -1] + (0.0 if bias is None else bias.to(wide.dtype))
     for back, positions in enumerate(before, start=2):
         earlier = wide.index_select(0, positions.clamp(min=0)) * _trailing((positions >= 0).to(wide.dtype), wide)
         out = out + earlier * weight[..., -back]
@@ -176,7 +179,9 @@ def causal_conv(
 
 
 def convolve_last(
-    seen: Float[Tensor, "n width heads channels"], weight: Float[Tensor, "heads channels width"]
+    seen: Float[Tensor, "n width heads channels"],
+    weight: Float[Tensor, "heads channels width"],
+    bias: Float[Tensor, "heads channels"] | None = None,
 ) -> Float[Tensor, "n heads channels"]:
     """Return the result of `causal_conv` for one token of each sequence.
 
@@ -184,7 +189,8 @@ def convolve_last(
         seen: for each sequence, the last `width` tokens. The last of them is the token to compute.
     """
     wide = exact(seen.dtype)
-    return F.silu((seen.to(wide) * weight.to(wide).movedim(-1, 0)).sum(1)).to(seen.dtype)
+    out = (seen.to(wide) * weight.to(wide).movedim(-1, 0)).sum(1)
+    return F.silu(out if bias is None else out + bias.to(wide)).to(seen.dtype)
 
 
 def l2_normalized(x: Tensor) -> Tensor:
@@ -405,15 +411,18 @@ def _fits(layout: PackLayout) -> bool:
     return not (isinstance(layout, PrefixLayout) or torch.are_deterministic_algorithms_enabled())
 
 
-def packed_convolution(x: Tensor, weight: Tensor, layout: PackLayout, plan: ChunkPlan) -> Tensor:
+def packed_convolution(
+    x: Tensor, weight: Tensor, layout: PackLayout, plan: ChunkPlan, bias: Tensor | None = None
+) -> Tensor:
     """Compute `causal_conv` over a pack, by the kernel if it can be used; return [T, heads, channels]."""
     kernel = convolution_kernel() if _fits(layout) else None
     if kernel is None:
-        return causal_conv(x, weight, plan.before)
+        return causal_conv(x, weight, plan.before, bias)
     _, segment = _segments(layout, x.device)
     # The kernel takes sequence indices only if the channels of a token are next to each other.
     rows = x.flatten(1).T[None]
-    out: Tensor = kernel(rows, weight.flatten(0, 1), seq_idx=segment, activation="silu")
+    options = {} if bias is None else {"bias": bias.flatten()}
+    out: Tensor = kernel(rows, weight.flatten(0, 1), seq_idx=segment, activation="silu", **options)
     return out[0].T.unflatten(1, x.shape[1:])
 
 

@@ -18,6 +18,8 @@ from mcore_rl.config import ModelConfig
 from mcore_rl.config.sections import FP8Config
 from mcore_rl.models.megatron.parallel_state import process_groups
 
+from megatron.core.transformer.identity_op import IdentityOp
+
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.attention import PackParams
     from mcore_rl.models.megatron.layers import PackLayer
@@ -81,6 +83,8 @@ def keep_padding_zero(layer: PackLayer) -> None:
     attention: Any = layer.self_attention
     if layer.layer_number == 1:
         layer.register_forward_pre_hook(_zero_inputs, with_kwargs=True)
+    if isinstance(attention, IdentityOp):
+        return
     attention.core_attention.register_forward_hook(_zero_outputs, with_kwargs=True)
     attention.register_forward_hook(_zero_biased_outputs, with_kwargs=True)
 

@@ -285,9 +285,11 @@ def _check_options(family: Family, model: ModelConfig) -> None:
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
     """Raise UserError if `model.recompute_modules` names a module that no layer has."""
-    sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,)
+    layers = range(family.num_layers)
+    sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,) * family.num_layers
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
-    for name, present in (("mlp", not all(sparse)), ("moe", any(sparse)), ("shared_experts", shares)):
+    dense = any(family.has_mlp(layer) and not sparse[layer] for layer in layers)
+    for name, present in (("mlp", dense), ("moe", any(sparse)), ("shared_experts", shares)):
         if name in model.recompute_modules and not present:
             raise UserError(f"model.recompute_modules: no layer of {family.model_type} has {name}; leave {name} out")
 
@@ -315,7 +317,7 @@ def _grouped_gemm_problem(family: Family, model: ModelConfig, parallel: Parallel
     multiple = 16 // getattr(torch, model.dtype).itemsize
     of_rank = f" on each of {processes} processes" if processes > 1 else ""
     for what, size in (
-        ("hidden size", family.hidden_size),
+        ("latent size", family.experts.latent) if family.experts.latent else ("hidden size", family.hidden_size),
         (f"width of an expert{of_rank}", family.experts.width // processes),
     ):
         if size % multiple:

@@ -89,7 +89,7 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         return F.linear(input_, self.weight, self.bias), None
 
 
-def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
+def recomputed(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
     """Return `function(*tensors)`. Only `tensors` are kept; the backward pass calls the function again."""
     if not torch.is_grad_enabled():
         return function(*tensors)
@@ -362,14 +362,17 @@ class GatedActivation(torch.nn.Module):
     Only the inputs are saved for the backward pass. Autograd would also save the activated gate and a copy of the other
     half: together 2/5 of an MLP's activations. If the result is multiplied by weights, autograd would save the
     unweighted result as well. It is a module because Megatron, since 0.17, accepts nothing else.
+
+    In a model whose MLPs have no gates, it applies the activation function to […, width] instead.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.product = _weighted_glu(glu(config))
+        is_gated = config.gated_linear_unit
+        self.product = _weighted(glu(config), 2) if is_gated else _weighted(config.activation_func, 1)
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the gated activation of `x`, in the precision of `x`.
+        """Return the activation of `x`, in the precision of `x`.
 
         Args:
             weights: factors […, 1] of the result; None for no factors.
@@ -383,12 +386,19 @@ class GatedActivation(torch.nn.Module):
 
 
 @functools.cache
-def _weighted_glu(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _weighted(activation: Callable[..., Tensor], parts: int) -> Callable[..., Tensor]:
+    """Return the function of x, and weights if there are any: the activation of the `parts` of x, times the weights."""
+
     def product(x: Tensor, weights: Tensor | None = None) -> Tensor:
-        plain = gated(*x.chunk(2, dim=-1))
+        plain = activation(*x.chunk(parts, dim=-1))
         return plain if weights is None else (plain * weights).to(x.dtype)
 
     return product
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x)², called `relu2` in transformers."""
+    return F.relu(x).square()
 
 
 class _Gated(torch.autograd.Function):

@@ -33,6 +33,7 @@ from mcore_rl.models.megatron.weight_mapping import (
     Mapping,
     Part,
     Replicated,
+    Rows,
     Shape,
     Stacked,
     TensorSource,
@@ -436,7 +437,7 @@ def adaptable_modules(family: Family, with_tower: bool = False) -> tuple[str, ..
         with_tower: whether the projections of the vision tower's layers are among them.
     """
     adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family, with_tower))
-    return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
+    return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, family, ())))
 
 
 def _is_adaptable(mapping: Mapping, family: Family, with_tower: bool) -> bool:
@@ -451,15 +452,15 @@ def _is_adaptable(mapping: Mapping, family: Family, with_tower: bool) -> bool:
         return False
     if not mapping.megatron.endswith("weight") or not (mapping.is_expert or len(mapping.parts[0].shape) == 2):
         return False
-    is_projection = isinstance(mapping.kind, GateUp | Columns)
+    is_projection = isinstance(mapping.kind, GateUp | Rows | Columns)
     in_mlp = is_projection and ".mlp." in mapping.megatron
     return ".self_attention." in mapping.megatron or (in_mlp and (mapping.is_expert or not isinstance(family, Mixture)))
 
 
-def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
+def _modules_of(mapping: Mapping, family: Family, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
     """Return (target, PEFT module, first row in B) for each part of a weight; target and module are names."""
     if not mapping.is_expert:
-        modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
+        modules = [(family.module_of(part.name.removesuffix(".weight")), part.first) for part in mapping.parts]
         return [(_target_of(module), module, first) for module, first in modules]
     target = DOWN if isinstance(mapping.kind, Columns) else GATE_UP
     layer = mapping.parts[0].name.partition(".experts.")[0].rpartition(".")[0] + "."
@@ -484,7 +485,7 @@ def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
 
 def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], rank: int) -> Iterator[Mapping]:
     """Yield the mappings of A and B for one linear layer; yield nothing if none of its projections is a target."""
-    modules = _modules_of(mapping, targets)
+    modules = _modules_of(mapping, family, targets)
     targeted = list(dict.fromkeys(module for target, module, _ in modules if target in targets))
     if not targeted:
         return

@@ -25,7 +25,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GenerationFastPath, bias_of_first_rank
+from mcore_rl.models.megatron.layers import GenerationFastPath, ReplicatedLinear, bias_of_first_rank
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
@@ -155,10 +155,18 @@ class PackMoELayer(MoELayer):
 
     The recomputation uses the same pack as the first forward pass. Megatron's own recomputation uses the pack that the
     router has during the backward pass; under pipeline parallelism this is the pack of another microbatch.
+
+    Args:
+        latent: size of the latent states that the routed experts map to latent states; 0 if they map hidden states.
+            Megatron has this option as well, but only for Transformer Engine's layers.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: Any, latent: int = 0, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.latent = latent
+        if latent:
+            self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, latent)
+            self.fc2_latent_proj = ReplicatedLinear(config, latent, config.hidden_size)
         self.recomputes = bool(vars(self)["moe_layer_recompute"])
         self.moe_layer_recompute = False
         if platform.simulates() or self.config.moe_token_dispatcher_type == "alltoall":
@@ -166,6 +174,17 @@ class PackMoELayer(MoELayer):
             self.token_dispatcher = dispatcher(
                 self.num_local_experts, self.local_expert_indices, self.config, process_groups()
             )
+
+    def preprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        latent = self.fc1_latent_proj(hidden_states) if self.latent else hidden_states
+        return super().preprocess(latent, *args, **kwargs)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        if not self.latent:
+            whole: Tensor = super().postprocess(output, shared_expert_output)
+            return whole
+        output = self.fc2_latent_proj(super().postprocess(output, None))
+        return output if shared_expert_output is None else output + shared_expert_output
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.recomputes and self.training):
@@ -385,6 +404,7 @@ class ExpertsMixin:
             of the configuration. In the model's configuration it would apply to all linear layers, and Megatron would
             reject it for tensor-parallel experts.
         limit: limit to which the experts' gate and up projections are clamped; None for the model's own.
+        latent: size of the experts' inputs and outputs; 0 for the size of the hidden states.
     """
 
     load: RouterStatistics | None = None
@@ -397,10 +417,11 @@ class ExpertsMixin:
         *args: Any,
         has_biases: bool = False,
         limit: float | None = None,
+        latent: int = 0,
         **kwargs: Any,
     ) -> None:
-        if has_biases or limit is not None:
-            config = copy.copy(config)
+        config = copy.copy(config)
+        config.hidden_size = latent or config.hidden_size
         if limit is not None:
             config.activation_func_clamp_value = limit
         if has_biases:

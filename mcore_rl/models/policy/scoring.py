@@ -260,7 +260,8 @@ class ScoringModel:
         self._flops_of_head = 0.0 if family.has_reward_head else of_parameter * family.vocab_size * family.hidden_size
         if lora is not None:
             self._flops_of_weights += 6.0 * lora.active_parameters(family)
-        self._mixers = Counter(map(family.token_mixer, range(family.num_layers)))
+        mixers = map(family.token_mixer, range(family.num_layers))
+        self._mixers = Counter(mixer for mixer in mixers if mixer is not None)
 
     def _attention_length(self) -> float:
         """Return the sequence length at which attention costs as much as all other operations."""

@@ -23,6 +23,7 @@ from mcore_rl.models.megatron.weight_mapping import (
     Mapping,
     Part,
     Replicated,
+    Rows,
     Shape,
     Vocabulary,
     tensor_shapes,
@@ -51,13 +52,18 @@ class Family:
     num_ids: number of ids, from 0 on, over which log-probabilities and samples are normalized. It is `vocab_size`,
         unless a caller sets it because the tokenizer has fewer tokens.
     norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; "" for
-        a norm that the layer does not have.
+        a norm that the layer does not have. final_norm_name: Hugging Face name of the norm after the last layer.
+    dense_mlp_name: Hugging Face name of the MLP of a layer without experts. mlp_projections: names of an MLP's gate, up
+        and down projections; of its up and down projections if MLPs and experts have no gates.
     """
 
     model_type: ClassVar[str]
     norms_before: ClassVar[bool] = True
     norms_after: ClassVar[bool] = False
     norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
+    final_norm_name: ClassVar[str] = "norm"
+    dense_mlp_name: ClassVar[str] = "mlp"
+    mlp_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
     activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
     embedding_scale = 1.0
     has_windows = True
@@ -112,6 +118,11 @@ class Family:
         self.ties_embeddings = bool(self.whole.tie_word_embeddings)
         self.has_reward_head = has_reward_head(self.whole)
 
+    @classmethod
+    def kind_for(cls, hf: Any) -> type[Family]:
+        """Return the class for this configuration: this class, unless models of one type differ too much."""
+        return cls
+
     @staticmethod
     def text_config(hf: Any) -> Any:
         """Return the configuration of the text model in the configuration `hf` of the whole model."""
@@ -161,6 +172,11 @@ class Family:
         self.hf.pad_token_id = token
 
     @property
+    def norm_eps(self) -> float:
+        """Number that norms add to mean squares."""
+        return float(self.hf.rms_norm_eps)
+
+    @property
     def softmax_scale(self) -> float:
         """Factor by which query–key products are multiplied."""
         return float(self.head_dim**-0.5)
@@ -197,9 +213,17 @@ class Family:
         """Return which entry of `ropes` the layer uses."""
         return 0
 
-    def token_mixer(self, layer: int) -> TokenMixer:
-        """Return the token mixer of a layer. A token mixer describes the layer's attention."""
+    def token_mixer(self, layer: int) -> TokenMixer | None:
+        """Return the token mixer of a layer, which describes the layer's attention; None if it has only an MLP."""
         return self._grouped_query_attention(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether the layer has an MLP or experts; if not, it has only a token mixer."""
+        return True
+
+    def module_of(self, name: str) -> str:
+        """Return the name that transformers gives to the module with the weight `name` + ".weight"."""
+        return name
 
     def _grouped_query_attention(
         self, layer: int, kind: type[GroupedQueryAttention] = GroupedQueryAttention, **fields: Any
@@ -244,7 +268,8 @@ class Family:
             raise UserError("model.path: attention_dropout other than 0 is not supported")
         self.ropes()
         for layer in range(self.num_layers):
-            self.token_mixer(layer).check()
+            if (mixer := self.token_mixer(layer)) is not None:
+                mixer.check()
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's TransformerConfig that describe the architecture."""
@@ -256,9 +281,9 @@ class Family:
             "num_query_groups": self.num_query_groups,
             "kv_channels": self.head_dim,
             "normalization": "RMSNorm",
-            "layernorm_epsilon": self.hf.rms_norm_eps,
+            "layernorm_epsilon": self.norm_eps,
             "qk_layernorm": self.has_qk_norm or self.has_wide_qk_norm,
-            "gated_linear_unit": True,
+            "gated_linear_unit": len(self.mlp_projections) == 3,
             "activation_func": self.activations[self.activation],
             "softmax_scale": self.softmax_scale,
             "add_bias_linear": False,
@@ -340,7 +365,7 @@ class Family:
         yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
         for layer in range(self.num_layers):
             yield from self._layer(layer, f"decoder.layers.{layer}.", f"{self.prefix}layers.{layer}.")
-        yield norm("decoder.final_layernorm", f"{self.prefix}norm", hidden)
+        yield norm("decoder.final_layernorm", f"{self.prefix}{self.final_norm_name}", hidden)
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
@@ -355,19 +380,21 @@ class Family:
             theirs: prefix of the layer's names in the Hugging Face model.
         """
         hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
-        if self.norms_before:
-            yield norm(f"{ours}input_layernorm", theirs + before, hidden)
-        yield from self.token_mixer(layer).mappings(f"{ours}self_attention.", theirs)
-        if self.norms_after:
-            yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
-        if self.norms_before:
-            yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden)
-        yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}mlp.")
-        if self.norms_after:
-            yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
+        if (mixer := self.token_mixer(layer)) is not None:
+            if self.norms_before:
+                yield norm(f"{ours}input_layernorm", theirs + before, hidden)
+            yield from mixer.mappings(f"{ours}self_attention.", theirs)
+            if self.norms_after:
+                yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
+        if self.has_mlp(layer):
+            if self.norms_before:
+                yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden)
+            yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}{self.dense_mlp_name}.")
+            if self.norms_after:
+                yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size)
+        yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size, self.mlp_projections)
 
 
 def norm(ours: str, theirs: str, size: int) -> Mapping:
@@ -380,17 +407,17 @@ def gated_mlp(
     theirs: str,
     hidden: int,
     width: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, ...],
     is_expert: bool = False,
 ) -> Iterator[Mapping]:
-    """Yield the mappings of an MLP's gate, up and down projections.
+    """Yield the mappings of an MLP's projections.
 
     Args:
         ours: prefix of the Megatron names.
         theirs: prefix of the Hugging Face names.
-        names: Hugging Face names of the three projections, without prefix.
+        names: Hugging Face names of gate (if there is one), up and down projection, without prefix.
     """
-    gate, up, down = (f"{theirs}{name}.weight" for name in names)
-    parts = (Part(gate, (width, hidden)), Part(up, (width, hidden)))
-    yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp(), is_expert)
+    *inputs, down = (f"{theirs}{name}.weight" for name in names)
+    parts = tuple(Part(name, (width, hidden)) for name in inputs)
+    yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp() if len(parts) == 2 else Rows(), is_expert)
     yield Mapping(f"{ours}linear_fc2.weight", (Part(down, (hidden, width)),), Columns(), is_expert)

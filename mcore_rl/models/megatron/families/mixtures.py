@@ -54,6 +54,8 @@ class Experts:
         transformers.
     has_biases: whether the router and the experts' linear layers have biases.
     limit: limit to which the gate and up projections of routed experts are clamped; None for that of all MLPs.
+    latent: size of the latent states that the routed experts see, which are projected from the hidden states and back;
+        0 if the experts see the hidden states.
     """
 
     count: int
@@ -71,6 +73,7 @@ class Experts:
     float32_router: bool = False
     has_biases: bool = False
     limit: float | None = None
+    latent: int = 0
 
 
 class Mixture(Family):
@@ -85,7 +88,7 @@ class Mixture(Family):
 
     count_field: ClassVar[str] = "num_experts"
     width_field: ClassVar[str] = "moe_intermediate_size"
-    expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    expert_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
     mlp_name: ClassVar[str] = "mlp"
     shared_name: ClassVar[str] = "shared_expert"
     selection_bias_name: ClassVar[str] = "gate.e_score_correction_bias"
@@ -159,10 +162,14 @@ class Mixture(Family):
             yield Mapping(f"{ours}router.expert_bias", (bias,), Replicated(), is_float32=True)
         for expert in range(experts.count):
             names = f"{ours}experts.{expert}.", f"{theirs}experts.{expert}."
-            yield from gated_mlp(*names, hidden, experts.width, self.expert_names, is_expert=True)
+            yield from gated_mlp(*names, experts.latent or hidden, experts.width, self.expert_names, is_expert=True)
+        if experts.latent:
+            for name, shape in (("fc1", (experts.latent, hidden)), ("fc2", (hidden, experts.latent))):
+                part = Part(f"{theirs}{name}_latent_proj.weight", shape)
+                yield Mapping(f"{ours}{name}_latent_proj.weight", (part,), Replicated())
         if experts.shared_width:
             names = f"{ours}shared_experts.", f"{theirs}{self.shared_name}."
-            yield from gated_mlp(*names, hidden, experts.shared_width)
+            yield from gated_mlp(*names, hidden, experts.shared_width, self.mlp_projections)
         if experts.shared_gate:
             gate = Part(f"{theirs}shared_expert_gate.weight", (1, hidden))
             yield Mapping(f"{ours}shared_experts.gate_weight", (gate,), Replicated())
