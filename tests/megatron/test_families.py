@@ -19,6 +19,7 @@ from mcore_rl.testing.processes import run_processes
 LENGTHS = (520, 8, 33, 1)
 # transformers' own logits of these models in fp32 are 3.6e-6 and 2.3e-6 from those in float64, ours 3.7e-6 and 1.4e-6.
 LIMITS = {"gpt_oss": 5e-6, "kimi_linear": 5e-6}
+NEVER_TIED = ("kimi_linear", "nemotron_h", "nemotron_h_moe")
 
 
 def token_rows():
@@ -120,7 +121,7 @@ EXPERT_SIZES = {
     },
 }
 QUICK = ("qwen2", "gemma3", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5")
-IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_5")
+IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_5", "nemotron_h")
 
 
 def mark_of(family, name):
@@ -345,7 +346,7 @@ def test_a_head_beside_tied_embeddings_is_that_of_transformers(family, sizes, he
     check_family(family, sizes, lambda _: path, tmp_path)
 
 
-@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family != "kimi_linear"])
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in NEVER_TIED])
 def test_embeddings_are_untied_where_transformers_unties_them(family, tmp_path):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
@@ -372,10 +373,11 @@ def test_embeddings_are_untied_where_transformers_unties_them(family, tmp_path):
     assert load_hf_config(path).tie_word_embeddings  # a plan of a run needs no weights
 
 
-def test_kimi_linear_never_ties_its_embeddings(tmp_path):
+@pytest.mark.parametrize("family", [family for family in NEVER_TIED if family in FAMILIES])
+def test_some_families_never_tie_their_embeddings(family, tmp_path):
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
-    path = make_model("kimi_linear", tmp_path, tie_word_embeddings=True)
+    path = make_model(family, tmp_path, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     assert "lm_head.weight" in family_of(load_hf_config(path)).shapes()

@@ -77,6 +77,16 @@ DELTA_NET_EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
+MAMBA2 = {
+    "layer_norm_epsilon": 1e-4,  # as in DELTA_NETS
+    "n_groups": 4,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "time_step_min": 0.3,  # many step sizes are smaller: their gradient is 0
+}
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
@@ -415,6 +425,25 @@ FAMILIES = {
             "linear_conv_kernel_dim": 4,
             "linear_head_dim": 12,
             "linear_num_heads": 4,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**MAMBA2, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **MAMBA2,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 40,
+            "n_group": 4,
+            "topk_group": 3,
+            "routed_scaling_factor": 1.7,
         },
     ),
 }

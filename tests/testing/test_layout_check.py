@@ -84,6 +84,7 @@ EXPERT_LAYOUTS = and_long(
         ("glm_moe_dsa", ParallelLayout(pp=2, cp=2, ep=2)),
         ("mimo_v2_flash", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(pp=2, vpp=2, stages="E|tt|tt|L")),
+        ("nemotron_h_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -99,6 +100,9 @@ EXPERT_LAYOUTS = and_long(
         ("kimi_linear", ParallelLayout(tp=2, ep=2, etp=1, sp=True, packing=False)),
         ("deepseek_v32", ParallelLayout(tp=2, sp=True)),
         ("deepseek_v32", ParallelLayout(cp=2, packing=False)),
+        ("nemotron_h_moe", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
+        ("nemotron_h_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("nemotron_h_moe", ParallelLayout(pp=2, vpp=3, cp=2)),
         ("glm_moe_dsa", ParallelLayout(pp=2, tokens_per_pack=128)),
         ("hy_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(tp=2, sp=True)),
@@ -189,6 +193,7 @@ OTHERS = and_long(
         ("seed_oss", ParallelLayout(tp=2, sp=True)),
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", ParallelLayout(pp=2, tokens_per_pack=128)),
+        ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True)),
     ],
     [
         ("qwen2", ParallelLayout(pp=2)),
@@ -198,6 +203,10 @@ OTHERS = and_long(
         ("qwen3_5", ParallelLayout(tp=2)),
         ("qwen3_5", ParallelLayout(cp=4)),
         ("qwen3_5", ParallelLayout(packing=False)),
+        ("nemotron_h", ParallelLayout(pp=2, tokens_per_pack=128)),
+        ("nemotron_h", ParallelLayout(tp=2)),
+        ("nemotron_h", ParallelLayout(tp=4)),
+        ("nemotron_h", ParallelLayout(cp=4, packing=False)),
     ],
 )
 
@@ -256,6 +265,7 @@ SFT = and_long(
         ("kimi_linear", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("mistral4", ParallelLayout(pp=2, cp=2, ep=2), {}),
         ("hy_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
+        ("nemotron_h_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe", "mlp")}),
     ],
     [
         ("minimax_m3", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
@@ -279,6 +289,7 @@ SFT = and_long(
         ("glm_moe_dsa", ParallelLayout(pp=2, packing=False), {}),
         ("hy_v4", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {"recompute_modules": ("mlp", "moe")}),
         ("deepseek_v32", ParallelLayout(cp=4), {}),
+        ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
     ],
 )
 

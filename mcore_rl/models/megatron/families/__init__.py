@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.families.mixtures import (
     Qwen2MoE,
     Qwen3MoE,
 )
+from mcore_rl.models.megatron.families.nemotron_h import NemotronH
 from mcore_rl.models.megatron.families.qwen_next import (
     Qwen3Next,
     Qwen35,
@@ -64,7 +65,7 @@ MIXTURES = (
     Ernie45MoE,
 )
 HYPER_CONNECTED = (HYV4,)
-HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear)
+HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear, NemotronH)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family for family in (*DENSE, *MIXTURES, *HYPER_CONNECTED, *HYBRIDS, *VISION)
@@ -77,7 +78,7 @@ CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}
 
 def family_of(hf: Any) -> Family:
     """Return the `Family` for a transformers configuration. `check_model_directory` must accept its model type."""
-    return FAMILIES[hf.model_type](hf)
+    return FAMILIES[hf.model_type].kind_for(hf)(hf)
 
 
 __all__ = ["CONFIGURED_AS", "FAMILIES", "Family", "family_of", "has_reward_head"]
