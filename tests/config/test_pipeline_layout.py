@@ -1,5 +1,7 @@
 """Tests of the division of layers into pipeline stages: every option gives the same result as in Megatron."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -135,6 +137,15 @@ def test_layouts_of_another_model():
         UserError, match=r"model\.lora: every pipeline stage needs adapters to train, but one stage has no layers"
     ):
         check_model_fits(make_config("llama"), parallel, 64, ModelConfig(path="unused", lora={}))
+
+
+def test_stages_without_adapters_are_refused():
+    """Layers of Nemotron-H have one block each, so that adapters of attention leave other layers out."""
+    hf, lora = make_config("nemotron_h"), {"target_modules": ["q_proj", "up_proj"]}
+    for layout, fits in (("Ett|ttL", True), ("Ettt|tL", False), ("Et|tttL", False)):
+        parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+        with nullcontext() if fits else pytest.raises(UserError, match="one stage has no layer with adapters; give"):
+            check_model_fits(hf, parallel, 64, ModelConfig(path="unused", lora=lora))
 
 
 @pytest.mark.parametrize(

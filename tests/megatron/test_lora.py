@@ -35,7 +35,7 @@ TARGETS = {
 def make_adapter(path, directory, targets):
     """A PEFT directory whose B is not zero, so that A has gradients too."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    modules, parameters = ([t for t in targets if t.startswith("mlp.experts.") is kind] for kind in (False, True))
+    modules, parameters = ([t for t in targets if (".experts." in t) is kind] for kind in (False, True))
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
@@ -124,9 +124,13 @@ CASES = and_long(
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
         ("mimo_v2_flash", "attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("kimi_linear", "kimi", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("nemotron_h_moe", "nemotron_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("kimi_linear", "kimi", ParallelLayout(pp=2)),
+        ("nemotron_h", "nemotron", ParallelLayout(pp=2, cp=2)),
+        ("nemotron_h", "nemotron", ParallelLayout(tp=2, sp=True)),
+        ("nemotron_h_moe", "nemotron_up", ParallelLayout(pp=2)),
         ("llama", "all", ParallelLayout()),
         ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
         ("olmo2", "all", ParallelLayout(tp=2)),
@@ -153,6 +157,7 @@ GROUPED_CASES = and_long(
         ("mixtral", "experts", ParallelLayout()),
         ("moonlight", "latent_queries", ParallelLayout(dp=2, ep=2)),
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
+        ("nemotron_h_moe", "nemotron_moe", ParallelLayout(tp=2, sp=True)),
     ],
 )
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -167,6 +172,9 @@ TARGETS |= {
     "experts_down": [EXPERTS[1], "v_proj"],
     "experts_gate_up": [EXPERTS[0]],
     "delta_nets": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "v_proj", "up_proj"],
+    "nemotron": ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    "nemotron_moe": ["mixer.experts.up_proj", "mixer.experts.down_proj", "in_proj", "k_proj"],
+    "nemotron_up": ["mixer.experts.up_proj", "in_proj"],
     "next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", EXPERTS[1]],
 }
 
@@ -236,6 +244,7 @@ DOWN = ["experts.down_proj"]
 @pytest.mark.parametrize(
     ("family", "lora", "model", "message"),
     [
+        ("nemotron_h", {"target_modules": ["out_proj"]}, {}, "nemotron_h has no out_proj to adapt; it has in_proj, "),
         (
             "mixtral",
             {"target_modules": DOWN, "dropout": 0.1},

@@ -136,12 +136,8 @@ def check_model_fits(
         _check_precision(model, parallel)
         if model.fp8 is not None:
             _check_fp8(family, model.fp8, parallel)
-    stages = parallel.layers_of_stages(family.num_layers)
-    if model is not None and model.lora and 0 in stages:
-        raise UserError(
-            "model.lora: every pipeline stage needs adapters to train, but one stage has no layers; give each stage "
-            "a layer"
-        )
+    if model is not None and model.lora:
+        _check_adapted_stages(family, model, parallel)
     _check_first_chunk(family, parallel)
     _check_shared_choices(family, parallel, max_sequence_length)
     tp = parallel.tensor_model_parallel_size
@@ -161,6 +157,19 @@ def check_model_fits(
             f"parallel.tensor_model_parallel_size={tp}: must divide the model's key-value heads ({groups}), or be "
             "a multiple of them"
         )
+
+
+def _check_adapted_stages(family: Family, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError if a pipeline stage has no adapters to train."""
+    assert model.lora is not None
+    adapters = lora_of(model.lora, family, with_tower=model.vision_tower == "trained")
+    stages, count = parallel.stages_of_layers(family.num_layers), parallel.pipeline_model_parallel_size
+    for what, layers in (("layers", range(family.num_layers)), ("layer with adapters", adapters.layers())):
+        if layers and len({stages[layer] for layer in layers}) < count:
+            raise UserError(
+                f"model.lora: every pipeline stage needs adapters to train, but one stage has no {what}; give each "
+                "stage a layer with adapters (model.lora.target_modules, parallel.pipeline_model_parallel_layout)"
+            )
 
 
 def _check_first_chunk(family: Family, parallel: ParallelConfig) -> None:

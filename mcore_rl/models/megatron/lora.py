@@ -44,10 +44,8 @@ from mcore_rl.utils.model_directory import copy_companions, digest_of_weights
 
 TOWER_TARGETS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
 """Targets in the layers of the vision tower."""
-GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-"""Names of the experts' parameters in transformers that can have adapters."""
-MODULE = "mlp."
-"""Name of the layer's submodule that contains `experts` in transformers, with a trailing dot."""
+GATE_UP, UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
+"""Names of the experts' parameters in transformers that can have adapters. Experts without gates have `UP`."""
 _OF_EXPERT = re.compile(r"^(.*)\[(\d+)/(\d+)\]$")
 
 
@@ -55,18 +53,18 @@ def is_expert_target(target: str) -> bool:
     return target in TARGETS
 
 
-def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
+def module_of(experts: str, target: str, targets: Iterable[str]) -> str:
     """Return the name of the module that PEFT creates to adapt `target`, a parameter of all experts of a layer.
 
-    If both parameters of the experts have adapters, PEFT's module for `GATE_UP` is inside its module for `DOWN`.
+    If both parameters of the experts have adapters, PEFT's module for `GATE_UP` or `UP` is inside that for `DOWN`.
 
     Args:
-        layer: name of the layer's module in the Hugging Face model, with a trailing dot.
-        target: the parameter, `GATE_UP` or `DOWN`.
+        experts: name of the module with the experts' parameters in transformers.
+        target: the parameter, one of `TARGETS`.
         targets: all targets of the adapters.
     """
-    is_inner = target == GATE_UP and DOWN in targets
-    return f"{layer}{MODULE}experts" + (".base_layer" if is_inner else "")
+    is_inner = target != DOWN and DOWN in targets
+    return experts + (".base_layer" if is_inner else "")
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
@@ -315,6 +313,7 @@ class LoRA:
     table: map from the Megatron name of each A and B matrix to its `Mapping`, in the model's order. The mappings
         contain names of tensors in PEFT's files instead of Hugging Face names.
     source: source of the initial values.
+    experts_in: see `Family`.
     """
 
     rank: int
@@ -323,6 +322,7 @@ class LoRA:
     target_modules: tuple[str, ...]
     table: Dictionary[str, Mapping]
     source: TensorSource
+    experts_in: str = "mlp"
 
     @property
     def scale(self) -> float:
@@ -339,8 +339,13 @@ class LoRA:
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
-            settings["target_parameters"] = [MODULE + name for name in experts]
+            settings["target_parameters"] = [f"{self.experts_in}.{name}" for name in experts]
         return settings
+
+    def layers(self) -> set[int]:
+        """Return the numbers, from 0, of the layers that have adapters."""
+        names = (name.partition("decoder.layers.") for name in self.table)
+        return {int(rest.partition(".")[0]) for before, _, rest in names if rest and not before}
 
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model's adapters."""
@@ -417,7 +422,8 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
     if directory is not None:
         directory.check(shapes_of(table))
         source = SingleExperts(directory, rank)
-    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, ZerosIfMissing(source, rank))
+    source = ZerosIfMissing(source, rank)
+    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, source, family.experts_in)
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
@@ -462,10 +468,10 @@ def _modules_of(mapping: Mapping, family: Family, targets: tuple[str, ...]) -> l
     if not mapping.is_expert:
         modules = [(family.module_of(part.name.removesuffix(".weight")), part.first) for part in mapping.parts]
         return [(_target_of(module), module, first) for module, first in modules]
-    target = DOWN if isinstance(mapping.kind, Columns) else GATE_UP
-    layer = mapping.parts[0].name.partition(".experts.")[0].rpartition(".")[0] + "."
-    rows = _rows_of(mapping.parts[0])
-    return [(target, module_of(layer, target, targets), index * rows) for index in range(len(mapping.parts))]
+    target = DOWN if isinstance(mapping.kind, Columns) else UP if isinstance(mapping.kind, Rows) else GATE_UP
+    layer = family.module_of(mapping.parts[0].name.partition(".experts.")[0]).rpartition(".")[0]
+    module, rows = f"{layer}.{family.experts_in}.experts", _rows_of(mapping.parts[0])
+    return [(target, module_of(module, target, targets), index * rows) for index in range(len(mapping.parts))]
 
 
 def _rows_of(part: Part) -> int:

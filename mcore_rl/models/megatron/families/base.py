@@ -77,7 +77,10 @@ class Family:
     rotates_neighbours = False
     """Whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart."""
     unadapted: ClassVar[tuple[str, ...]] = ()
-    """Projections that cannot have adapters: transformers has them in modules of other names than their tensors."""
+    """Projections that cannot have adapters: PEFT refuses them, or transformers has them in modules of other names than
+    their tensors."""
+    experts_in: ClassVar[str] = "mlp"
+    """Name of the module of a layer that contains the module `experts` in transformers."""
     rotates_partly = False
     """Whether a configuration may restrict rotary embeddings to a part of each head."""
 
@@ -222,7 +225,7 @@ class Family:
         return True
 
     def module_of(self, name: str) -> str:
-        """Return the name that transformers gives to the module with the weight `name` + ".weight"."""
+        """Return the name that transformers gives to the module called `name` in directories."""
         return name
 
     def _grouped_query_attention(

@@ -35,6 +35,8 @@ class NemotronH(Family):
     activations: ClassVar = {"relu2": squared_relu, "silu": F.silu}
     has_windows = False
     padding_token = None  # transformers' embedding has no `padding_idx`
+    unadapted: ClassVar[tuple[str, ...]] = ("out_proj",)  # PEFT refuses it in models with Mamba
+    experts_in = "mixer"
 
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
