@@ -224,6 +224,23 @@ def test_states_by_channel_go_on_from_shared_prompts(case, unshared, model_of):
     check(ParallelLayout(prefix=True, cp=2), case, unshared, model_of, "kimi_linear")
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [],
+        [("nemotron_h_moe", ParallelLayout(prefix=True, cp=2))],
+        [
+            ("nemotron_h", ParallelLayout(prefix=True, tp=2, sp=True)),
+            ("nemotron_h_moe", ParallelLayout(prefix=True, pp=2)),
+        ],
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("case", CASES)
+def test_states_of_mamba_go_on_from_shared_prompts(family, layout, case, unshared, model_of):
+    check(layout, case, unshared, model_of, family)
+
+
 def test_prompts_are_shared_there(model_of):
     """The cases above do have something in common: fewer tokens go through the model."""
     for make, rows_per_group in ((make_pairs, 2), (make_groups, 4)):

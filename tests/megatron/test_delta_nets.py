@@ -1,5 +1,6 @@
-"""Tests of gated delta nets: the rule over packs and trees, layouts, and directories as they are published."""
+"""Tests of gated delta nets and Mamba-2: rules over packs and trees, layouts, and published directories."""
 
+import functools
 import json
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ from mcore_rl.models.megatron.delta_rule import (
     packed_rule,
     plan_of,
 )
+from mcore_rl.models.megatron.state_space import state_rule
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -44,25 +46,47 @@ def random_inputs(tokens, per_channel=False):
     return [x.requires_grad_() for x in inputs]
 
 
-def token_by_token(inputs, sequences, total):
+def state_inputs(tokens):
+    """Inputs of Mamba-2's rule: C and B of 2 groups; Δ x, A Δ and D x of 3 heads each, in float64."""
+    query, key, value, decay, _ = (x.detach() for x in random_inputs(tokens))
+    return [x.requires_grad_() for x in (query, key, value, decay, value.flip(0).clone())]
+
+
+def plain_state_step(query, key, value, decay, added, state):
+    """One token of the recurrence of arXiv:2405.21060, eq. 16 (with D): S ← exp(A Δ) S + B (Δ x)ᵀ, y = Sᵀ C + D x."""
+    state = decay.exp()[..., None, None] * state + torch.einsum("ngk,ngrv->ngrkv", key, value)
+    return torch.einsum("ngk,ngrkv->ngrv", query, state) + added, state
+
+
+def token_by_token(inputs, sequences, total, step=delta_step):
     """Outputs [T, …] of the plain recurrence over sequences of pack positions, and their last states."""
     value = inputs[2]
     outs, states = {}, []
     for positions in sequences:
         state = value.new_zeros(1, *value.shape[1:3], inputs[0].shape[-1], value.shape[-1])
         for position in positions:
-            out, state = delta_step(*(x[position : position + 1] for x in inputs), state)
+            out, state = step(*(x[position : position + 1] for x in inputs), state)
             outs[position] = out
         states.append(state)
     nothing = value.new_zeros(1, *value.shape[1:])
     return torch.cat([outs.get(position, nothing) for position in range(total)]), torch.cat(states)
 
 
-def assert_rule_is_recurrence(layout, sequences, ends, per_channel):
+RULES = {
+    "decay by head": (delta_rule, random_inputs, delta_step),
+    "decay by channel": (delta_rule, functools.partial(random_inputs, per_channel=True), delta_step),
+    "state space": (state_rule, state_inputs, plain_state_step),
+}
+
+
+def assert_rule_is_recurrence(layout, sequences, ends, kind):
     """Compare outputs, the states at `ends` (indices of segments) and all gradients."""
-    inputs = random_inputs(layout.total, per_channel)
-    out, states = delta_rule(*inputs, plan_of(layout, WIDTH, torch.device("cpu")), with_states=True)
-    expected, last = token_by_token(inputs, sequences, layout.total)
+    rule, make, step = RULES[kind]
+    inputs = make(layout.total)
+    out, states = rule(*inputs, plan_of(layout, WIDTH, torch.device("cpu")), with_states=True)
+    is_token = (torch.arange(layout.total) < 0).index_fill(0, torch.tensor([i for s in sequences for i in s]), True)
+    out = out * is_token[:, None, None, None]  # nobody reads the outputs of padding
+    expected, last = token_by_token(inputs, sequences, layout.total, step)
     weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     found, wanted = (
         torch.autograd.grad((x * weights).sum() + s.square().sum(), inputs)
@@ -77,24 +101,29 @@ def assert_rule_is_recurrence(layout, sequences, ends, per_channel):
 PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["decay by head", "decay by channel"])
 
 
-@PER_CHANNEL
-def test_the_rule_over_a_pack_is_the_recurrence_of_each_sequence(per_channel):
+OF_EACH_KIND = pytest.mark.parametrize("kind", RULES)
+
+
+@OF_EACH_KIND
+def test_the_rule_over_a_pack_is_the_recurrence_of_each_sequence(kind):
     layout = PackLayout.pack(LENGTHS, 1, 8)
     sequences = [range(start, start + n) for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
-    assert_rule_is_recurrence(layout, sequences, list(range(len(LENGTHS))), per_channel)
+    assert_rule_is_recurrence(layout, sequences, list(range(len(LENGTHS))), kind)
 
 
 @pytest.mark.parametrize("strongest", [5.0, 60.0, 600.0])
-def test_strong_decays_by_channel_are_exact_in_float32(strongest):
+@pytest.mark.parametrize("kind", ["decay by channel", "state space"])
+def test_strong_decays_are_exact_in_float32(kind, strongest):
     """Sums of decays are never differences of longer sums, so neither outputs nor gradients lose digits."""
     layout = PackLayout.pack((150, 40), 1, 8)
     plan = plan_of(layout, WIDTH, torch.device("cpu"))
-    query, key, value, decay, rate = random_inputs(layout.total, per_channel=True)
+    rule, make, _ = RULES[kind]
+    query, key, value, decay, last = make(layout.total)
     decay = -strongest * torch.rand(decay.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    inputs = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
+    inputs = [x.detach().requires_grad_() for x in (query, key, value, decay, last)]
     results = []
     for dtype in (torch.float64, torch.float32):
-        out, _ = delta_rule(*(x.to(dtype) for x in inputs), plan)
+        out, _ = rule(*(x.to(dtype) for x in inputs), plan)
         weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
         results.append([out, *torch.autograd.grad((out * weights).sum(), inputs)])
     for exact, rough in zip(*results, strict=True):
@@ -107,39 +136,46 @@ def make_tree():
     return PrefixLayout.of(tree, 1, 8)
 
 
-@PER_CHANNEL
-def test_the_rule_over_a_tree_is_the_recurrence_of_each_row(per_channel):
+@OF_EACH_KIND
+def test_the_rule_over_a_tree_is_the_recurrence_of_each_row(kind):
     layout = make_tree()
     tree, starts = layout.tree, layout.cu_seqlens_padded.tolist()
     sequences = [
         [starts[s] + i for s in tree.path(end) for i in range(tree.lengths[s])] for end in tree.ends
     ]  # rows repeat the positions of what they share
-    assert_rule_is_recurrence(layout, sequences, list(tree.ends), per_channel)
+    assert_rule_is_recurrence(layout, sequences, list(tree.ends), kind)
 
 
-def test_the_convolution_sees_only_earlier_tokens_of_its_sequence():
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_convolution_sees_only_earlier_tokens_of_its_sequence(has_bias):
     layout = make_tree()
     tree, starts = layout.tree, layout.cu_seqlens_padded.tolist()
     generator = torch.Generator().manual_seed(7)
     x, weight = torch.randn(layout.total, 2, 3, generator=generator), torch.randn(2, 3, WIDTH, generator=generator)
-    out = causal_conv(x, weight, plan_of(layout, WIDTH, torch.device("cpu")).before)
+    bias = torch.randn(2, 3, generator=generator) if has_bias else None
+    out = causal_conv(x, weight, plan_of(layout, WIDTH, torch.device("cpu")).before, bias)
     for end in tree.ends:
         positions = [starts[s] + i for s in tree.path(end) for i in range(tree.lengths[s])]
         row = torch.cat((torch.zeros(WIDTH - 1, 2, 3), x[positions]))
         windows = torch.stack([row[i : i + WIDTH] for i in range(len(positions))])
-        torch.testing.assert_close(out[positions], convolve_last(windows, weight))
+        torch.testing.assert_close(out[positions], convolve_last(windows, weight, bias))
+        filters = weight.flatten(0, 1)[:, None], None if bias is None else bias.flatten()
+        plain = torch.nn.functional.conv1d(row.flatten(1).T, *filters, groups=6).T
+        torch.testing.assert_close(out[positions].flatten(1), torch.nn.functional.silu(plain))
 
 
-def test_sequences_of_a_pack_do_not_see_each_other():
+@pytest.mark.parametrize("kind", ["decay by head", "state space"])
+def test_sequences_of_a_pack_do_not_see_each_other(kind):
     """Not a single bit of another sequence's results changes with a sequence."""
+    rule, make, _ = RULES[kind]
     layout = PackLayout.pack(LENGTHS, 1, 8)
-    plan, inputs = plan_of(layout, WIDTH, torch.device("cpu")), [x.detach() for x in random_inputs(layout.total)]
-    before, _ = delta_rule(*inputs, plan)
+    plan, inputs = plan_of(layout, WIDTH, torch.device("cpu")), [x.detach() for x in make(layout.total)]
+    before, _ = rule(*inputs, plan)
     first, end = layout.cu_seqlens_padded[1:3].tolist()
     changed = [x.clone() for x in inputs]
     for x in changed:
         x[first:end] += 1
-    after, _ = delta_rule(*changed, plan)
+    after, _ = rule(*changed, plan)
     others = torch.ones(layout.total, dtype=torch.bool)
     others[first:end] = False
     assert torch.equal(before[others], after[others])
@@ -159,11 +195,12 @@ def test_sequences_of_a_pack_do_not_see_each_other():
         ),
     ],
 )
-def test_more_ranks_than_key_heads_are_refused(sizes, message):
+@pytest.mark.parametrize(("family", "heads"), [("qwen3_5", "key heads"), ("nemotron_h", "groups of Mamba-2")])
+def test_more_ranks_than_key_heads_are_refused(family, heads, sizes, message):
     from mcore_rl.models.megatron.hf_config import check_model_fits
 
-    with pytest.raises(UserError, match=message):
-        check_model_fits(make_hf_config("qwen3_5"), ParallelConfig(**sizes), 64)
+    with pytest.raises(UserError, match=message.replace("key heads", heads)):
+        check_model_fits(make_hf_config(family), ParallelConfig(**sizes), 64)
 
 
 def test_what_the_families_do_not_compute():
@@ -173,6 +210,16 @@ def test_what_the_families_do_not_compute():
         check_model_fits(make_hf_config("qwen3_5", attn_output_gate=False), ParallelConfig(), 64)
     with pytest.raises(UserError, match=r"10 value heads .* multiple of the key heads"):
         check_model_fits(make_hf_config("qwen3_5", linear_num_value_heads=10), ParallelConfig(), 64)
+    for changes, message in (
+        ({"mamba_num_heads": 10}, r"mamba_num_heads \(10\) must be a multiple of n_groups \(4\)"),
+        ({"conv_kernel": 1}, "conv_kernel below 2"),
+        ({"mamba_hidden_act": "relu"}, "mamba_hidden_act='relu'"),
+        ({"use_bias": True}, "use_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"mlp_hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_model_fits(make_hf_config("nemotron_h", **changes), ParallelConfig(), 64)
 
 
 def weights_after(config, directory, load, steps):
@@ -189,7 +236,9 @@ def weights_after(config, directory, load, steps):
             ("qwen3_next", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout()),
             ("qwen3_5", ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)),
             ("kimi_linear", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout(pp=2)),
+            ("nemotron_h_moe", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout(pp=2)),
         ],
+        [("nemotron_h", ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True))],
     ),
     ids=str,
 )
@@ -204,7 +253,7 @@ def test_a_checkpoint_loads_under_another_layout(family, first, second, model_of
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next", "kimi_linear"]))
+@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next", "kimi_linear", "nemotron_h_moe"]))
 def test_recomputed_layers_have_the_same_gradients(family, model_of):
     config = make_config(model_of(family))
     recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
@@ -215,10 +264,18 @@ def test_recomputed_layers_have_the_same_gradients(family, model_of):
     assert all(torch.equal(again.gradients[name], gradient) for name, gradient in one.gradients.items())
 
 
-@pytest.mark.parametrize("layout", and_long([], [ParallelLayout(tp=2, sp=True), ParallelLayout(cp=2)]), ids=str)
-def test_training_in_bf16_stays_near_fp32(layout, model_of):
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [],
+        [("qwen3_5", ParallelLayout(tp=2, sp=True)), ("qwen3_5", ParallelLayout(cp=2))],
+        [("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True))],
+    ),
+    ids=str,
+)
+def test_training_in_bf16_stays_near_fp32(family, layout, model_of):
     """Log-probabilities, and the loss of three steps; gradients of so small a model are noise in bf16."""
-    config = make_config(model_of("qwen3_5"))
+    config = make_config(model_of(family))
     half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     exact, rough = (
         run_processes(compute_layout_result, each.apply(c), make_data(), 3, world_size=each.world_size)[0]
@@ -268,13 +325,13 @@ def causal_conv1d_fn(
     activation=None,
 ):  # fmt: skip
     """Compute what causal_conv1d 1.7.0 computes with these arguments."""
-    assert bias is None and initial_states is None and not return_final_states and activation == "silu"
+    assert initial_states is None and not return_final_states and activation == "silu"
     assert x.shape[0] == 1 and x.stride(1) == 1 and seq_idx.dtype == torch.int32, "channels of a token lie together"
     out = []
     for number in range(int(seq_idx.max()) + 1):
         own = x[0, :, seq_idx[0] == number]
         padded = torch.nn.functional.pad(own, (weight.shape[1] - 1, 0))
-        out.append(torch.nn.functional.conv1d(padded[None], weight[:, None], groups=len(weight))[0])
+        out.append(torch.nn.functional.conv1d(padded[None], weight[:, None], bias, groups=len(weight))[0])
     return torch.nn.functional.silu(torch.cat(out, dim=1))[None]
 
 
@@ -307,8 +364,9 @@ def test_kernels_of_other_packages_get_the_right_arguments(with_kernels, per_cha
     # The rows of padding differ: nobody reads them, and they follow the tokens of their sequence. Decays are in fp32.
     torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-7)
     x, weight = torch.randn(layout.total, 3, 5, dtype=torch.float64), torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    expected = causal_conv(x, weight, plan.before)
-    found = packed_convolution(x, weight, layout, plan)
+    bias = torch.randn(3, 5, dtype=torch.float64) if per_channel else None
+    expected = causal_conv(x, weight, plan.before, bias)
+    found = packed_convolution(x, weight, layout, plan, bias)
     torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-12)
     assert with_kernels == ["chunk_kda" if per_channel else "chunk_gated_delta_rule", "causal_conv1d_fn"]
 
