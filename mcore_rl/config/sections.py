@@ -45,9 +45,10 @@ class LoRAConfig(Section):
     """Fraction of an adapter's inputs that dropout sets to zero during training."""
     target_modules: tuple[Name, ...] = ()
     """Projections to adapt, by their names in the Hugging Face model (`q_proj`, …; for routed experts
-    `experts.gate_up_proj`, `experts.down_proj`; for a trained vision tower `attn.qkv`, `attn.proj`, `mlp.linear_fc1`,
-    `mlp.linear_fc2`). The default is the projections of `path`. Without `path`, it is all projections of attention and,
-    except in MoE models, of the MLP, and those of a trained vision tower."""
+    `experts.gate_up_proj` or, without gates, `experts.up_proj`, and `experts.down_proj`; for a trained vision tower
+    `attn.qkv`, `attn.proj`, `mlp.linear_fc1`, `mlp.linear_fc2`). The default is the projections of `path`. Without
+    `path`, it is all projections of attention and, except in MoE models, of the MLP, and those of a trained vision
+    tower."""
     path: Directory | None = None
     """A PEFT adapter directory to start from."""
 

@@ -258,8 +258,9 @@ def positions_of(values: Mapping[str, Any]) -> float:
 def count_layers(path: Path) -> int | None:
     """Return the number of layers in a model directory's config.json; None if it does not say it."""
     values = json.loads((path / "config.json").read_bytes())
-    layers = {**values, **values.get("text_config", {})}.get("num_hidden_layers")
-    return layers if isinstance(layers, int) else None
+    text = {**values, **values.get("text_config", {})}
+    layers = text.get("num_hidden_layers", len(text.get("layers_block_type") or ()))  # Nemotron-H
+    return layers if isinstance(layers, int) and layers else None
 
 
 def check_positions(values: Mapping[str, Any], max_sequence_length: int) -> None:

@@ -39,7 +39,9 @@ LAYOUTS = and_long(
         ("glm4", ParallelLayout(tp=2)),
         ("qwen3_5", ParallelLayout(tp=2, sp=True)),
         ("qwen3_next", ParallelLayout(pp=2)),
+        ("nemotron_h_moe", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
     ],
+    [("nemotron_h", ParallelLayout(pp=2))],
 )
 
 

@@ -11,6 +11,7 @@ from published_directories import save_in_shards, tensors_of, train_and_export
 from safetensors.torch import load_file
 from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, and_long, make_tokenizer
 from small_models import make_config as make_hf_config
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.config import ParallelConfig
@@ -26,7 +27,7 @@ from mcore_rl.models.megatron.delta_rule import (
     packed_rule,
     plan_of,
 )
-from mcore_rl.models.megatron.state_space import state_rule
+from mcore_rl.models.megatron.state_space import Mamba2, state_rule
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -180,6 +181,19 @@ def test_sequences_of_a_pack_do_not_see_each_other(kind):
     others[first:end] = False
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[first:end], after[first:end])
+
+
+def test_operations_of_mamba_are_those_of_its_products():
+    """All but those of the first chunk, which reads no state."""
+    net = Mamba2(hidden=1, heads=2, repeats=3, key_dim=5, value_dim=7, width=WIDTH, least_step=0.0, conv_bias=True)
+    tokens, first = 320, 64
+    plan = plan_of(PackLayout.pack((tokens,)), WIDTH, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        out, states = state_rule(*state_inputs(tokens), plan, with_states=True)
+        (out.sum() + states.sum()).backward()
+    reads, convolution = 3 * 2 * 3 * 2 * 5 * 7, 3 * 2 * 2 * WIDTH * net.convolved_size
+    counted = net.flops(tokens) - tokens * convolution - first * reads
+    assert counter.get_total_flops() == counted
 
 
 @pytest.mark.parametrize(

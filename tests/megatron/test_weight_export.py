@@ -84,6 +84,7 @@ AWKWARD = and_long(
         ("deep", ParallelLayout(pp=2, vpp=3, stages="E|tt|t|t|tt|L")),
         ("deep", ParallelLayout(pp=3, stages="Et|t*5|L")),
         ("qwen3_next", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True)),
+        ("nemotron_h_moe", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True)),
         ("llama", ParallelLayout(tp=4)),  # more ranks than key-value heads
     ],
 )

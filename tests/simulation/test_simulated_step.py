@@ -120,6 +120,13 @@ def test_simulated_rank_of_other_families_equals_real_rank(family, sizes, layout
     compare(config_of(path), layout, SEQUENCES)
 
 
+@pytest.mark.parametrize("layout", and_long([], [ParallelLayout(tp=2, cp=2, sp=True)], [ParallelLayout(pp=2)]), ids=str)
+def test_simulated_rank_with_mamba_equals_real_rank(layout, tmp_path):
+    """Layers have one block each: Mamba-2, attention or an MLP without gate."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "mamba_head_dim": 32, "ssm_state_size": 32}
+    compare(config_of(make_model("nemotron_h", tmp_path / "model", **sizes)), layout, SEQUENCES)
+
+
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     """A smaller model of another family, and a reward model; the vocabulary is the policy's."""

@@ -118,6 +118,12 @@ LONG_CASES = {
     "ministral3 cp2": ("ministral3", CP2, {}),
     "delta nets tp2 sp": ("qwen3_5", TP2, {}),
     "delta nets and grouped experts ep2": ("qwen3_next", EP2, {"model": GROUPED}),
+    "mamba and grouped latent experts ep2": ("nemotron_h_moe", EP2, {"model": GROUPED}),
+    "mamba, adapters of latent experts, flex dispatcher, ep2": (
+        "nemotron_h_moe",
+        EP2,
+        {"model": GROUPED, "parallel": FLEX, "lora": {**EXPERTS, "target_modules": ["experts.up_proj", "in_proj"]}},
+    ),
 }
 
 

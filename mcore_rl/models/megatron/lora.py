@@ -46,6 +46,7 @@ TOWER_TARGETS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
 """Targets in the layers of the vision tower."""
 GATE_UP, UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 """Names of the experts' parameters in transformers that can have adapters. Experts without gates have `UP`."""
+ADAPTED_IN_MIXTURES = "; in mixtures, only attention and routed experts have adapters"
 _OF_EXPERT = re.compile(r"^(.*)\[(\d+)/(\d+)\]$")
 
 
@@ -395,9 +396,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
                 raise UserError(
                     f"model.lora.{key}: {target} is in the vision tower; set model.vision_tower=trained to adapt it"
                 )
-            experts = (
-                "; in mixtures, only attention and routed experts have adapters" if isinstance(family, Mixture) else ""
-            )
+            experts = ADAPTED_IN_MIXTURES if isinstance(family, Mixture) else ""
             raise UserError(
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
             )
