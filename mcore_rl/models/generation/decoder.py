@@ -32,14 +32,7 @@ from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exac
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
-from mcore_rl.models.megatron.sparse_attention import (
-    Indexer,
-    IndexerLayer,
-    choose,
-    highest,
-    index_scores,
-    selected_attention,
-)
+from mcore_rl.models.megatron.sparse_attention import AnyIndexerLayer, block_mask, selected_attention
 from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -254,35 +247,34 @@ class BlockLayerCache(LayerCache):
 
 
 class IndexLayerCache(BlockLayerCache):
-    """Cache of the keys of one layer's indexer, [blocks, BLOCK_SIZE, head_dim].
+    """Cache of the keys of one layer's indexer, [blocks, BLOCK_SIZE, key_size].
 
-    `prefill` and `step` take the indexer's states and return its choice, int32 [T, topk]; None if no sequence has more
-    than `topk` tokens.
+    `prefill` and `step` take the indexer's states and return its choice, int32 [T, …]; None if all sequences are so
+    short that nothing is chosen.
     """
 
-    def __init__(self, indexer: Indexer, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
-        super().__init__((indexer.head_dim,), dtype, gathered)
-        self.topk = indexer.topk
+    def __init__(self, layer: AnyIndexerLayer, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
+        super().__init__((layer.indexer.key_size,), dtype, gathered)
+        self.layer = layer
 
     def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor | None:
-        query, key, weight = inputs
-        self._write(prompts.places, key)
-        if max(prompts.visible.layout.row_lengths) <= self.topk:
+        states = self.layer.kind_of_states(*inputs)
+        self._write(prompts.places, states.key)
+        if max(prompts.visible.layout.row_lengths) <= self.layer.indexer.most_seen:
             return None
-        return choose(query, key, weight, prompts.visible, self.topk)
+        return self.layer.choose(states, prompts.visible)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor | None:
-        query, key, weight = inputs
-        self._write(step.places, key)
-        if step.parts[0].longest <= self.topk:
+        states = self.layer.kind_of_states(*inputs)
+        self._write(step.places, states.key)
+        if step.parts[0].longest <= self.layer.indexer.most_seen:
             return None
-        chosen = torch.full((len(query), self.topk), -1, dtype=torch.int32, device=query.device)
+        found = []
         for part in step.parts:
-            q, w = query[part.rows, None], weight[part.rows, None]
-            scores = index_scores(q, self._rows(part), w).squeeze(1)
-            found = highest(scores, step.lengths[part.rows, None], self.topk)
-            chosen[part.rows, : found.shape[1]] = found
-        return chosen
+            last = self.layer.kind_of_states(*(x[part.rows, None] for x in states))._replace(key=self._rows(part))
+            found.append(self.layer.best(last, step.lengths[part.rows, None]))
+        width = max(chosen.shape[-1] for chosen in found)
+        return torch.cat([F.pad(chosen, (0, width - chosen.shape[-1]), value=-1) for chosen in found])
 
 
 class KeyValueLayerCache(BlockLayerCache):
@@ -312,20 +304,26 @@ class KeyValueLayerCache(BlockLayerCache):
         self._write(prompts.places, torch.stack((key, value), dim=1))
         scale, window = self.mixer.scale, self.mixer.window
         if chosen:
-            return selected_attention(query, key, value, prompts.visible, chosen[0], scale, self.sinks).flatten(1)
+            options = scale, self.sinks, self.mixer.block_size
+            return selected_attention(query, key, value, prompts.visible, chosen[0], *options).flatten(1)
         return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
     def step(self, step: _Step, *inputs: Tensor) -> Tensor:
         """Store the key and value of each sequence's last token; return that token's attention, [n, heads · d]."""
         query, key, value, *chosen = inputs
         self._write(step.places, torch.stack((key, value), dim=1))
-        if chosen:
+        if chosen and self.mixer.block_size == 1:
             outs = [self._attend_to_chosen(part, query, chosen[0][part.rows]) for part in step.parts]
         else:
-            seen = step.seen[self.mixer.window]
-            masks = (seen[part.rows, : part.longest] for part in step.parts)
+            masks = (self._mask(step, part, *chosen) for part in step.parts)
             outs = [self._attend(query[p.rows], self._rows(p), mask) for p, mask in zip(step.parts, masks, strict=True)]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _mask(self, step: _Step, part: _Part, *chosen: Tensor) -> Tensor:
+        """Return which keys the sequences in `part` see, [n, keys]; [n, groups, keys] if blocks of keys are chosen."""
+        if not chosen:
+            return step.seen[self.mixer.window][part.rows, : part.longest]
+        return block_mask(chosen[0][part.rows], part.longest, step.lengths[part.rows], self.mixer.block_size)
 
     def _attend_to_chosen(self, part: _Part, query: Tensor, chosen: Tensor) -> Tensor:
         """Return the attention of the sequences in `part` over their chosen keys; only these are read.
@@ -342,10 +340,11 @@ class KeyValueLayerCache(BlockLayerCache):
         """Return the attention of n sequences, [n, heads · d].
 
         Args:
-            query: [n, heads, d]. rows: keys and values [n, keys, 2, groups, d]. seen: mask [n, keys].
+            query: [n, heads, d]. rows: keys and values [n, keys, 2, groups, d].
+            seen: mask [n, keys], or [n, groups, keys].
         """
         keys, values = rows.transpose(1, 3).unbind(2)
-        mask = seen[:, None, None]
+        mask = seen[:, None, None] if seen.ndim == 2 else seen[:, :, None]
         if self.sinks is not None:
             scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
             sinks = self.sinks.view(1, self.groups, -1).expand(len(mask), -1, -1)
@@ -538,7 +537,15 @@ class CachedMixer(torch.nn.Module):
         super().__init__()
         self.decoder, self.layer, self.inputs = [decoder], layer, inputs  # a decoder in a list is not a submodule
 
-    def forward(self, *arguments: Any, chosen: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        *arguments: Any,
+        chosen: Tensor | None = None,
+        packed_seq_params: PackParams | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if chosen is None and packed_seq_params is not None:
+            chosen = packed_seq_params.chosen.get(self.decoder[0].layers[self.layer].layer_number - 1)
         inputs = arguments[: self.inputs] if chosen is None else (*arguments[: self.inputs], chosen)
         out: Tensor = self.decoder[0].attend(self.layer, *inputs)
         return out
@@ -551,14 +558,17 @@ class CachedIndexer(torch.nn.Module):
         number: number of the cache.
     """
 
-    def __init__(self, decoder: Decoder, indexer: IndexerLayer, number: int) -> None:
+    def __init__(self, decoder: Decoder, indexer: AnyIndexerLayer, number: int) -> None:
         super().__init__()
         self.decoder, self.number, self.indexer = [decoder], number, indexer
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: Any = None) -> Tensor | None:
-        """Return the keys that are chosen for all tokens of this pass, int32 [T, topk]; None if all keys are seen."""
-        states: Sequence[Tensor] = self.indexer.states(hidden, latent, angles)
+    def forward(self, *inputs: Any) -> Tensor | None:
+        """Return the keys that are chosen for all tokens of this pass, int32 [T, …]; None if all keys are seen.
+
+        The arguments are those of the indexer's own method. The last one, the visible keys, is not used.
+        """
+        states: Sequence[Tensor] = self.indexer.states(*inputs[:-1])
         if self.indexer.sequence_parallel:
             states = [all_gather(x, self.decoder[0].topology.tensor.group).flatten(0, 1) for x in states]
         chosen: Tensor | None = self.decoder[0].attend(self.number, *states)
@@ -585,7 +595,8 @@ class Decoder:
         self.layers = [layer for layer, mixer in zip(layers, mixers, strict=True) if mixer is not None]
         attentions = [layer.self_attention for layer in self.layers]
         self.with_indexers = [layer for layer in attentions if getattr(layer, "indexer", None) is not None]
-        # Read here, because `generating` replaces the modules that contain the sinks.
+        # Read here, because `generating` replaces the indexers, and the modules that contain the sinks.
+        self.indexers = [layer.indexer for layer in self.with_indexers]
         self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = model.chunks[0].config.params_dtype
         self.sequence_ranks = self.topology.tensor.size if self.topology.sequence_parallel else 1
@@ -602,8 +613,7 @@ class Decoder:
                 caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
             else:
                 caches.append(StateLayerCache(layer.self_attention, size, self.dtype))
-        indexers = [attention.mixer.indexer for attention in self.with_indexers]
-        return [*caches, *(IndexLayerCache(indexer, self.dtype, gathered) for indexer in indexers)]
+        return [*caches, *(IndexLayerCache(indexer, self.dtype, gathered) for indexer in self.indexers)]
 
     @property
     def has_states(self) -> bool:
@@ -627,7 +637,6 @@ class Decoder:
         """Return a context in which the model's modules are set up for generation. `forward` needs this context."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
-        indexers = [attention.indexer for attention in self.with_indexers]
         faster = [
             module
             for chunk in self.model.chunks
@@ -650,7 +659,7 @@ class Decoder:
                 module.in_generation = False
             for attention, original in zip(attentions, originals, strict=True):
                 attention.core_attention = original
-            for attention, indexer in zip(self.with_indexers, indexers, strict=True):
+            for attention, indexer in zip(self.with_indexers, self.indexers, strict=True):
                 attention.indexer = indexer
             self.__dict__.pop("attend", None)  # it refers to the cache, whose memory training needs
 
@@ -710,7 +719,7 @@ class Decoder:
 
         def attend_real(layer: int, *inputs: Tensor) -> Tensor | None:
             out: Tensor | None = attend(layer, *(x[:count] for x in inputs))
-            return out if out is None or not padding else F.pad(out, (0, 0, 0, padding))
+            return out if out is None or not padding else F.pad(out, (*(0, 0) * (out.ndim - 1), 0, padding))
 
         self.attend = attend_real
         pack = PackParams(qkv_format="thd", positions=positions, images=images)

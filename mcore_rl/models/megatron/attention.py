@@ -157,6 +157,11 @@ class KeyValueMixer(TokenMixer):
     def mixed_size(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def block_size(self) -> int:
+        """Number of consecutive keys that are chosen together, if an indexer chooses keys."""
+        return 1
+
     def flops_per_token_squared(self) -> float:
         return 6.0 * self.heads * self.head_dim
 

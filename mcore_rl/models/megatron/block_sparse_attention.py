@@ -118,6 +118,8 @@ class BlockIndexerStates(NamedTuple):
 class BlockIndexerLayer(torch.nn.Module):
     """The indexer of one layer. Its weights are the same on every rank and are not trained."""
 
+    kind_of_states = BlockIndexerStates
+
     def __init__(self, config: TransformerConfig, indexer: BlockIndexer, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.indexer, self.groups, self.sequence_parallel = indexer, groups, config.sequence_parallel
@@ -145,8 +147,16 @@ class BlockIndexerLayer(torch.nn.Module):
         if self.sequence_parallel:
             key = all_gather(key, self.groups.tp).flatten(0, 1)
         key = all_gather(key, self.groups.cp).flatten(0, 1)
-        chosen = self.indexer.choose(query, key, visible, first)
+        chosen = self.choose(BlockIndexerStates(query, key), visible, first)
         return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
+
+    def choose(self, states: BlockIndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
+        """Return `BlockIndexer.choose` of the states of this rank's queries, with the keys of all ranks."""
+        return self.indexer.choose(*states, visible, first)
+
+    def best(self, states: BlockIndexerStates, ends: Tensor) -> Tensor:
+        """Return `BlockIndexer.best` of the states of n sequences."""
+        return self.indexer.best(*states, ends)
 
     def states(self, hidden: Tensor, angles: Tensor) -> BlockIndexerStates:
         """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
@@ -174,10 +184,13 @@ class BlockSparseAttention(GroupedQueryAttention):
 
     indexer: BlockIndexer
 
+    @property
+    def block_size(self) -> int:
+        return self.indexer.size
+
     def spec(self, modules: LayerModules) -> ModuleSpec:
         spec = super().spec(modules)
-        core = spec.submodules.core_attention
-        core.params["block_size"] = self.indexer.size
+        spec.submodules.core_attention.params["block_size"] = self.block_size
         return replace(spec, module=BlockSparseSelfAttention)
 
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:

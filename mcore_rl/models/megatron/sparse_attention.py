@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,16 @@ class Indexer:
     eps: float = KEY_NORM_EPS
     float32_norm: bool = False
 
+    @property
+    def most_seen(self) -> int:
+        """Largest number of keys that a query sees. Without more keys, nothing is chosen."""
+        return self.topk
+
+    @property
+    def key_size(self) -> int:
+        """Number of elements that an indexer computes of a token's key."""
+        return self.head_dim
+
     def parameters(self, hidden: int, query_rank: int) -> int:
         """Return the number of weights by which a token is multiplied; 0 for a layer that shares a choice."""
         return 0 if self.is_shared else self.heads * (self.head_dim * query_rank + hidden) + self.head_dim * hidden
@@ -80,6 +90,20 @@ class IndexerStates(NamedTuple):
     weight: Tensor
 
 
+class AnyIndexerLayer(Protocol):
+    """What generation must know of an indexer. Its states are a named tuple with the field `key`."""
+
+    indexer: Any
+    sequence_parallel: bool
+    kind_of_states: Any
+
+    def states(self, *inputs: Tensor) -> Any: ...
+
+    def choose(self, states: Any, visible: AttentionPattern, first: int = 0) -> Tensor: ...
+
+    def best(self, states: Any, ends: Tensor) -> Tensor: ...
+
+
 class IndexerLayer(torch.nn.Module):
     """The indexer of one layer. Its weights are the same on every rank and are not trained.
 
@@ -87,6 +111,8 @@ class IndexerLayer(torch.nn.Module):
         query_rank: size of the latent queries. rotated: number of elements of each head that are rotated.
         rope_factor: factor by which cos and sin are multiplied.
     """
+
+    kind_of_states = IndexerStates
 
     def __init__(
         self,
@@ -126,8 +152,16 @@ class IndexerLayer(torch.nn.Module):
         if self.sequence_parallel:
             key = all_gather(key, self.groups.tp).flatten(0, 1)
         key = all_gather(key, self.groups.cp).flatten(0, 1)
-        chosen = choose(query, key, weight, visible, self.indexer.topk, first)
+        chosen = self.choose(IndexerStates(query, key, weight), visible, first)
         return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
+
+    def choose(self, states: IndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
+        """Return `choose` of the states of this rank's queries from `first` on, with the keys of all ranks."""
+        return choose(*states, visible, self.indexer.topk, first)
+
+    def best(self, states: IndexerStates, ends: Tensor) -> Tensor:
+        """Return the keys that the queries of n sequences see: `highest` of the scores of states [n, …, …]."""
+        return highest(index_scores(*states).flatten(0, 1), ends, self.indexer.topk)
 
     def states(self, hidden: Tensor, latent: Tensor, angles: Tensor) -> IndexerStates:
         """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
