@@ -126,6 +126,7 @@ ELSEWHERE = and_long(
     ],
     [
         ("hy_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
+        ("glm5_next", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
     ],
 )
 

@@ -61,6 +61,7 @@ ELSEWHERE = and_long(
         ("deepseek_v32", ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)),
         ("glm_moe_dsa", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
         ("hy_v4", ParallelLayout(pp=2), ParallelLayout(cp=2, ep=2)),
+        ("glm5_next", ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2)),
     ],
 )
 MORE = [

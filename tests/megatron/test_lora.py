@@ -142,6 +142,7 @@ CASES = and_long(
         ("deepseek_v32", "latent", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("glm_moe_dsa", "latent", ParallelLayout(pp=2)),
         ("hy_v4", "latent", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("glm5_next", "kimi", ParallelLayout(tp=2, pp=2, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(

@@ -20,7 +20,7 @@ from mcore_rl.models.megatron import sparse_attention
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_config import check_model_fits
-from mcore_rl.models.megatron.sparse_attention import choose, highest, index_scores, selected_attention
+from mcore_rl.models.megatron.sparse_attention import Pooling, choose, highest, index_scores, selected_attention
 from mcore_rl.testing.layout_check import compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -112,6 +112,36 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, has_sinks, monkeypa
                 total.index_add_(0, places, part)
         for total, gradient in zip(sums, right, strict=True):
             torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, monkeypatch):
+    """Pools of a row may cross the chunks of context-parallel ranks, and the parts of shared prefixes."""
+    monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", 90)
+    size, pools = 3, 2
+    pooling = Pooling(size, torch.randn(size, DIM, dtype=torch.float64))
+    for name, layout in layouts(cp).items():
+        if layout.total > 120:
+            continue
+        query, key, gate = (torch.randn(layout.total, *shape).double() for shape in ((HEADS, DIM), (DIM,), (DIM,)))
+        weight, distance = torch.randn(layout.total, HEADS).double(), predecessors(layout)
+        order = torch.cat([layout.local_positions(rank) for rank in range(cp)])
+        states = torch.cat((key, gate), -1)[order]
+        for rank in range(cp):
+            own = layout.local_positions(rank)
+            got = choose(query[own], states, weight[own], AttentionPattern(layout, rank), size * pools, 0, pooling)
+            for token, row in zip(own.tolist(), got.tolist(), strict=True):
+                keys = (distance[token] >= 0).nonzero()[:, 0].tolist()
+                keys.sort(key=lambda k, token=token: -int(distance[token, k]))  # by their positions in the row
+                scores = []
+                for first in range(0, len(keys) // size * size, size):
+                    members = keys[first : first + size]
+                    mean = ((gate[members] + pooling.bias).softmax(0) * key[members]).sum(0)
+                    scores.append((-float(weight[token] @ (query[token] @ mean).relu()), first))
+                best = sorted(scores)[:pools]
+                seen = [first + n for _, first in best for n in range(size)]
+                seen += range(len(keys) // size * size, len(keys))
+                assert sorted(place for place in row if place >= 0) == sorted(seen), (name, token)
 
 
 def test_kept_and_temporary_memory_is_linear_in_tokens(monkeypatch):
@@ -341,6 +371,36 @@ def test_types_of_indexers_that_do_not_fit_are_refused(types):
     hf.indexer_types = types
     with pytest.raises(UserError, match=r'indexer_types must be "full" or "shared" for each of the 4 layers'):
         check_model_fits(hf, ParallelConfig(), 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_kpool_always_select_tail": False}, "the first tokens of a row would see no keys"),
+        ({"indexer_types": ["full", "full", "full", "shared"]}, 'indexer_types other than "full"'),
+        ({"linear_lower_bound": 0.5}, "linear_lower_bound=0.5 must be below 0"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim below 2"),
+    ],
+)
+def test_pools_and_delta_nets_of_glm5_next_that_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        family_of(make_config("glm5_next", **changes)).check(60)
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(23, 0), (40, 0), (43, 0), (40, 24)])
+def test_operations_count_chosen_pools_and_later_keys(tokens, before):
+    """Beyond `index_topk`, the keys after the last pool count with their mean number."""
+    family = family_of(make_config("glm5_next"))
+    hf, mixer = family.hf, family.token_mixer(1)
+    most, mean = hf.index_topk + hf.index_kpool - 1, hf.index_topk + (hf.index_kpool - 1) / 2
+    positions = range(before, before + tokens)
+    seen = sum(position + 0.5 if position < most else mean for position in positions)
+    attention = 6 * hf.num_attention_heads * (hf.qk_nope_head_dim + hf.v_head_dim) * seen
+    heads, size = hf.index_n_heads, hf.index_head_dim
+    weights = heads * size * hf.q_lora_rank + 2 * size * hf.hidden_size + heads * hf.hidden_size
+    scores = 2 * heads * size / hf.index_kpool * sum(position + 0.5 for position in positions)
+    expected = attention + (scores + 2 * weights * tokens if before + tokens > most else 0)
+    assert mixer.flops(tokens, before) == pytest.approx(expected)
 
 
 def test_adapters_of_indexers_are_refused(model_of):

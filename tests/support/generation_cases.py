@@ -57,7 +57,7 @@ def drawn_logprobs(policy, data, params, greedy):
     """Return the trainer's log-probabilities [B, S], in the distribution that transformers samples from."""
     if greedy or not params.filters:
         return policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
-    best = policy.get_topk_logits(data, policy.hf_config.vocab_size)
+    best = policy.get_topk_logits(data, policy.model.vocab_size)
     logits = torch.empty_like(best["topk_logits"]).scatter_(2, best["topk_indices"], best["topk_logits"])
     rows = logits[:, :-1].flatten(0, 1) / params.temperature
     filters = [(TopKLogitsWarper, params.top_k), (TopPLogitsWarper, params.top_p), (MinPLogitsWarper, params.min_p)]

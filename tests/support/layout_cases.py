@@ -172,9 +172,11 @@ def gradient_of(tensor):
 
 
 def trained(model, tensors):
-    """Return the tensors without those of indexers, whose choice of keys has no gradient."""
-    untrained = [name for name in tensors if ".indexer." in name]
-    assert not any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".indexer." in n)
+    """Return the tensors without those of indexers, whose choice of keys has no gradient, and of vision towers."""
+    parts = ".indexer.", ".visual."
+    untrained = [name for name in tensors if any(part in name for part in parts)]
+    gradients = [p.grad for name, p in model.named_parameters() if any(part in name for part in parts)]
+    assert not any(gradient is not None and gradient.any() for gradient in gradients)
     return {name: tensor for name, tensor in tensors.items() if name not in untrained}
 
 

@@ -11,6 +11,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 if hasattr(transformers, "Mistral4Config"):  # a causal language model that is missing in this class's table
     AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+if "glm5_next" in CONFIG_MAPPING:  # transformers has no class without the vision tower
+    AutoModelForCausalLM.register(
+        CONFIG_MAPPING["glm5_next"], transformers.Glm5NextForConditionalGeneration, exist_ok=True
+    )
 VOCAB_SIZE = 250  # not a multiple of anything: the vocabulary is padded, and cut again at export
 
 SMALL = {
@@ -246,6 +250,37 @@ FAMILIES = {
             "hc_eps": 1e-3,
             "learnable_sink_init": 0.3,
             "swiglu_limit": 1.5,
+        },
+    ),
+    "glm5_next": (
+        "glm5_next",
+        {
+            **LATENT,
+            **INDEX,
+            "rms_norm_eps": 1e-4,  # as in DELTA_NETS
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+            "indexer_types": ["full"] * 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "index_topk": 20,
+            "index_kpool": 4,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "linear_lower_bound": -3.5,
+            "hc_mult": 3,
+            "hc_eps": 1e-3,
+            "hc_sinkhorn_iters": 5,
+            "swiglu_limit": 3.0,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "image_size": 28,
+                "out_hidden_size": 16,
+                "intermediate_size": 24,
+                "projection_intermediate_size": 24,
+            },
         },
     ),
     "gpt_oss": (
@@ -508,6 +543,9 @@ def make_config(family: str, **changes):
             rope = dict(rope["full_attention"])
         values["rope_theta"] = rope.pop("rope_theta")
         values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if "vision_config" in values:
+        values = {"vision_config": values.pop("vision_config"), "text_config": values}
+        values["tie_word_embeddings"] = values["text_config"].pop("tie_word_embeddings", False)
     return AutoConfig.for_model(model_type, **values)
 
 

@@ -85,6 +85,7 @@ EXPERT_LAYOUTS = and_long(
         ("mimo_v2_flash", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(pp=2, vpp=2, stages="E|tt|tt|L")),
         ("nemotron_h_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("glm5_next", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -106,6 +107,9 @@ EXPERT_LAYOUTS = and_long(
         ("glm_moe_dsa", ParallelLayout(pp=2, tokens_per_pack=128)),
         ("hy_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(tp=2, sp=True)),
+        ("glm5_next", ParallelLayout(pp=2, vpp=2)),
+        ("glm5_next", ParallelLayout(cp=4, packing=False)),
+        ("glm5_next", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
         ("hy_v4", ParallelLayout(cp=2, packing=False)),
         ("hy_v4", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
         ("mixtral", ParallelLayout(dp=2, ep=2)),
@@ -266,6 +270,7 @@ SFT = and_long(
         ("mistral4", ParallelLayout(pp=2, cp=2, ep=2), {}),
         ("hy_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("nemotron_h_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe", "mlp")}),
+        ("glm5_next", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
         ("minimax_m3", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
@@ -424,6 +429,7 @@ def test_compare_rejects_scaled_gradient(outcomes):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_path):
     """`verify_layouts` runs on a small model of the same architecture, sized for the largest layout."""
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.weights import check_hf_tensors
@@ -439,7 +445,7 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     shrink_model(config.model, tmp_path / "small", layouts)
     hf = load_hf_config(tmp_path / "small")
     check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
-    assert hf.num_hidden_layers == 8
+    assert family_of(hf).num_layers == 8
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
     is_mixture = "num_experts_per_tok" in FAMILIES[family][1]

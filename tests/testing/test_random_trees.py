@@ -41,7 +41,7 @@ LONG = [
     ("deepseek_v32", "cp2 ep2 prefix"),
     ("glm_moe_dsa", "tp2 ep2 etp1 sp prefix"),
 ]
-EXHAUSTIVE = [("hy_v4", "cp2 ep2 prefix"), ("hy_v4", "pp2 prefix")]
+EXHAUSTIVE = [("hy_v4", "cp2 ep2 prefix"), ("hy_v4", "pp2 prefix"), ("glm5_next", "cp2 ep2 prefix")]
 ALL = ["qwen3", "deep", "gemma3", "windows", "qwen3_5", "mixtral", *(name for name, _ in [*QUICK, *LONG[1:]])]
 GRADIENTS = {"gpt_oss": 3e-4}
 """Limits of gradients that differ from the family's own: the gradient of a sink is a small sum of large terms. Two

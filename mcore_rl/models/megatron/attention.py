@@ -172,7 +172,7 @@ class KeyValueMixer(TokenMixer):
     def _seen_squared(self, tokens: int) -> float:
         """Return twice the number of pairs of a query and a visible key, in a sequence of `tokens` tokens."""
         window = tokens if self.window is None else min(tokens, self.window)
-        return window**2 + 2 * (tokens - window) * window
+        return float(window**2 + 2 * (tokens - window) * window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,6 +425,9 @@ class LatentAttention(KeyValueMixer):
                 "key_norm_bias": ("k_norm.bias", (size,)),
                 "head_weight": ("weights_proj.weight", (heads, self.hidden)),
             }
+            if self.indexer.pool > 1:
+                shapes["pool_gate"] = "index_kpool_compress_gate", (size, self.hidden)
+                shapes["pool_bias"] = "index_kpool_compress_ape", (self.indexer.pool, size)
             for name, (hf_name, shape) in shapes.items():
                 part, is_norm = Part(f"{theirs}indexer.{hf_name}", shape), name.startswith("key_norm")
                 wide = name == "head_weight" or (is_norm and self.indexer.float32_norm)
@@ -441,10 +444,10 @@ class LatentAttention(KeyValueMixer):
     def flops(self, tokens: int, before: int = 0) -> float:
         """Return `TokenMixer.flops`: attention counts the chosen keys, and the indexer's forward pass all earlier keys.
 
-        The indexer's products with its weights are counted too. In sequences of at most `topk` tokens it does nothing.
+        The indexer's products with its weights are counted too. In short sequences it does nothing (`most_seen`).
         """
         count = super().flops(tokens, before)
-        if self.indexer is None or before + tokens <= self.indexer.topk:
+        if self.indexer is None or before + tokens <= self.indexer.most_seen:
             return count
         pairs = ((before + tokens) ** 2 - before**2) / 2
         weights = self.indexer.parameters(self.hidden, self.query_rank or 0)
@@ -453,8 +456,8 @@ class LatentAttention(KeyValueMixer):
     def _seen_squared(self, tokens: int) -> float:
         if self.indexer is None:
             return super()._seen_squared(tokens)
-        seen = min(tokens, self.indexer.topk)
-        return seen**2 + 2 * (tokens - seen) * seen
+        seen = min(tokens, self.indexer.most_seen)
+        return float(seen**2 + 2 * (tokens - seen) * self.indexer.mean_seen)
 
 
 class PackLatentAttention(MegatronModule):
@@ -531,7 +534,9 @@ class PackLatentAttention(MegatronModule):
             query = query * position_factors(mixer.query_scale, packed_seq_params).to(query.dtype)
         latent, rotated = self.linear_kv_down_proj(hidden_states).split((mixer.key_value_rank, mixer.rotated), -1)
         # All heads share this part of the keys; the copy's backward pass sums the gradients of the ranks' heads.
-        if self.config.sequence_parallel:
+        if not mixer.rotated:
+            rotated = rotated.new_empty(len(query), 1, 0)
+        elif self.config.sequence_parallel:
             rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
         else:
             rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
@@ -564,7 +569,7 @@ class PackLatentAttention(MegatronModule):
     def _chosen(
         self, hidden_states: Tensor, latent: Tensor, angles: Tensor | tuple[Tensor, Tensor], pack: PackParams | None
     ) -> Tensor | None:
-        """Return the keys that the queries see, int32 [T / CP, topk]; None if they see all previous keys.
+        """Return the keys that the queries see, int32 [T / CP, most_seen]; None if they see all previous keys.
 
         Keys are chosen once for a pack. Layers that share the choice, and recomputed layers, take it from the pack: the
         backward pass must see the keys of the forward pass.

@@ -234,7 +234,7 @@ class BlockSparseAttention(GroupedQueryAttention):
     def _seen_squared(self, tokens: int) -> float:
         seen = min(tokens, self.indexer.most_seen)
         mean = self.indexer.most_seen - (self.indexer.size - 1) / 2  # a query's own block is not complete
-        return seen**2 + 2 * (tokens - seen) * mean
+        return float(seen**2 + 2 * (tokens - seen) * mean)
 
 
 class BlockSparseSelfAttention(PackSelfAttention):

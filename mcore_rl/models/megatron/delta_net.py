@@ -59,6 +59,8 @@ class GatedDeltaNet(TokenMixer):
     input_linear: ClassVar[str] = "in_proj"
     float32_shifts: ClassVar[bool] = False
     """Whether the shifts (`dt_bias`) are always fp32, whatever the model's precision is."""
+    float32_convolution: ClassVar[bool] = False
+    """Whether the weights of the convolution are always fp32."""
     heads: int
     repeats: int
     key_dim: int
@@ -341,7 +343,8 @@ class DeltaNetLayer(MegatronModule):
             **common,
         )
         heads, dtype = net.heads // groups.tp.size(), config.params_dtype
-        self.conv_weight = torch.nn.Parameter(torch.zeros(heads * net.convolved_size, 1, net.width, dtype=dtype))
+        conv_dtype = torch.float32 if net.float32_convolution else dtype
+        self.conv_weight = torch.nn.Parameter(torch.zeros(heads * net.convolved_size, 1, net.width, dtype=conv_dtype))
         self.A_log = torch.nn.Parameter(torch.zeros(heads * net.repeats))
         shift_dtype = torch.float32 if net.float32_shifts else dtype
         self.dt_bias = torch.nn.Parameter(torch.zeros(heads * net.shifts_size, dtype=shift_dtype))

@@ -201,7 +201,7 @@ def _check_shared_choices(family: Family, parallel: ParallelConfig, max_sequence
         layers = range(first, first + count)
         for layer in layers:
             indexer = getattr(family.token_mixer(layer), "indexer", None)
-            if indexer is not None and max_sequence_length > indexer.topk and indexer.source not in layers:
+            if indexer is not None and max_sequence_length > indexer.most_seen and indexer.source not in layers:
                 raise UserError(
                     f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: layer {layer} "
                     f"attends to the keys that layer {indexer.source} chooses (indexer_types of config.json), so both "

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.models.megatron.attention import LayerModules
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, DeltaWeights, GatedDeltaNet, RuleInputs
 from mcore_rl.models.megatron.layers import ReplicatedLinear
-from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Reshaped, Rows
+from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Reshaped, Rows, Shape
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -45,6 +45,11 @@ class KimiDeltaNet(GatedDeltaNet):
     def pair_flops(self) -> int:
         return 2 * self.key_dim  # `decayed_products` leaves out pairs with later tokens
 
+    @property
+    def log_decay_shape(self) -> Shape:
+        """Shape of `A_log` in the Hugging Face model."""
+        return 1, 1, self.heads, 1
+
     def spec(self, modules: LayerModules) -> ModuleSpec:
         return ModuleSpec(module=KimiDeltaLayer, params={"net": self, "modules": modules})
 
@@ -59,8 +64,9 @@ class KimiDeltaNet(GatedDeltaNet):
             return Mapping(f"{ours}{name}.weight", part(f"{hf_name}.weight", rows, columns), kind)
 
         convolutions = [part(f"{name}_conv1d.weight", whole, 1, self.width) for name in "qkv"]
-        yield Mapping(f"{ours}conv_weight", sum(convolutions, ()), Grouped(self.heads, sizes))
-        shape = (1, 1, self.heads, 1)
+        wide = self.float32_convolution
+        yield Mapping(f"{ours}conv_weight", sum(convolutions, ()), Grouped(self.heads, sizes), is_float32=wide)
+        shape = self.log_decay_shape
         yield Mapping(f"{ours}A_log", part("A_log", *shape), Reshaped(shape), is_float32=True)
         yield Mapping(f"{ours}dt_bias", part("dt_bias", whole), Rows(), is_float32=True)
         yield Mapping(f"{ours}norm_weight", part("o_norm.weight", self.value_dim), Replicated(), is_float32=True)
@@ -78,8 +84,33 @@ class KimiDeltaNet(GatedDeltaNet):
     def rule_inputs(self, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights) -> RuleInputs:
         query, key, value = convolved.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
         rate, change = rates_and_decays.split((1, self.key_dim), dim=-1)
-        decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
+        decay = self.decay(change.float() + weights.shift.float(), weights.log_decay.float().exp())
         return query, key, value[:, :, None], decay[:, :, None], rate.sigmoid()
+
+    def decay(self, change: Tensor, speed: Tensor) -> Tensor:
+        """Return the decays of the channels.
+
+        Args:
+            change: projections plus shifts, [T, heads, key_dim]. speed: factors of the heads, [heads, 1].
+        """
+        return -speed * F.softplus(change)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedDeltaNet(KimiDeltaNet):
+    """Kimi delta attention in GLM-5.3: no decay is below `lower_bound` for a token. None stands for no bound."""
+
+    float32_convolution: ClassVar[bool] = True
+    lower_bound: float | None
+
+    @property
+    def log_decay_shape(self) -> Shape:
+        return (self.heads,)
+
+    def decay(self, change: Tensor, speed: Tensor) -> Tensor:
+        if self.lower_bound is None:
+            return super().decay(change, speed)
+        return self.lower_bound * (speed * change).sigmoid()
 
 
 class KimiDeltaLayer(DeltaNetLayer):

@@ -7,8 +7,11 @@ The score of query t and key s ≤ t of the same row is
 and a query sees only the `topk` keys with the highest scores. The choice has no gradient, and the indexer's weights are
 frozen, as in transformers.
 
-A choice is an int32 tensor [queries, topk] of positions in the query's own row; −1 fills the rest of a row with fewer
-keys. A position in a row is the same number in every pack and every layout.
+A choice is an int32 tensor [queries, topk] of positions in the query's own row; a query with fewer keys has −1 in the
+other places. A position in a row is the same number in every pack and every layout.
+
+In GLM-5.3 the keys of a row are divided into pools of consecutive keys. Pools are scored and chosen in place of keys;
+the key of a pool is a gated mean. A query always sees the keys after its last whole pool.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ KEY_NORM_EPS = 1e-6
 class Indexer:
     """Describes how the keys of one layer are chosen.
 
-    topk: number of keys that a query sees.
+    topk: number of keys that are chosen for a query.
+    pool: number of consecutive keys that are chosen together.
     heads, head_dim: number and size of the indexer's query heads. All of them share one key.
     interleaved: whether the two elements of a rotated pair are neighbours; otherwise they are half a head apart.
     rotates_end: whether the last elements of each head are rotated; otherwise the first.
@@ -58,31 +62,37 @@ class Indexer:
     rotates_end: bool = False
     eps: float = KEY_NORM_EPS
     float32_norm: bool = False
+    pool: int = 1
 
     @property
     def most_seen(self) -> int:
         """Largest number of keys that a query sees. Without more keys, nothing is chosen."""
-        return self.topk
+        return self.topk + self.pool - 1
+
+    @property
+    def mean_seen(self) -> float:
+        """Mean number of keys that a query with more than `most_seen` keys sees."""
+        return self.topk + (self.pool - 1) / 2
 
     @property
     def key_size(self) -> int:
-        """Number of elements that an indexer computes of a token's key."""
-        return self.head_dim
+        """Number of elements that an indexer computes of a token's key: with pools, also the gates."""
+        return self.head_dim * (1 if self.pool == 1 else 2)
 
     def parameters(self, hidden: int, query_rank: int) -> int:
         """Return the number of weights by which a token is multiplied; 0 for a layer that shares a choice."""
-        return 0 if self.is_shared else self.heads * (self.head_dim * query_rank + hidden) + self.head_dim * hidden
+        return 0 if self.is_shared else self.heads * (self.head_dim * query_rank + hidden) + self.key_size * hidden
 
     def flops_per_pair(self) -> float:
-        """Return the floating-point operations of one score; 0 for a layer that shares a choice."""
-        return 0.0 if self.is_shared else 2.0 * self.heads * self.head_dim
+        """Return the operations of scores for a pair of a query and a key; 0 for a layer that shares a choice."""
+        return 0.0 if self.is_shared else 2.0 * self.heads * self.head_dim / self.pool
 
 
 class IndexerStates(NamedTuple):
     """What an indexer computes of T tokens, before it compares queries with keys.
 
-    query: [T, heads, head_dim]. key: [T, head_dim]. weight: [T, heads], the factors of the heads in the scores, in at
-    least fp32.
+    query: [T, heads, head_dim]. key: [T, head_dim]; with pools [T, 2 · head_dim], the keys and their gates.
+    weight: [T, heads], the factors of the heads in the scores, in at least fp32.
     """
 
     query: Tensor
@@ -102,6 +112,28 @@ class AnyIndexerLayer(Protocol):
     def choose(self, states: Any, visible: AttentionPattern, first: int = 0) -> Tensor: ...
 
     def best(self, states: Any, ends: Tensor) -> Tensor: ...
+
+
+class Pooling(NamedTuple):
+    """How keys are pooled: pool p of a row has its keys p · size … p · size + size − 1.
+
+    bias: [size, head_dim], added to the gates of a pool's keys.
+    """
+
+    size: int
+    bias: Tensor
+
+    def pooled(self, states: Float[Tensor, "n keys both"]) -> Float[Tensor, "n pools dim"]:
+        """Return the means of whole pools, weighted for each channel by the softmax of the gates.
+
+        Args:
+            states: keys and gates, [n, keys, 2 · head_dim].
+        """
+        whole = states.shape[1] // self.size
+        pools = states[:, : whole * self.size].unflatten(1, (whole, self.size))
+        keys, gates = pools.chunk(2, dim=-1)
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        return ((gates.to(wide) + self.bias.to(wide)).softmax(2).to(keys.dtype) * keys).sum(2)
 
 
 class IndexerLayer(torch.nn.Module):
@@ -132,20 +164,28 @@ class IndexerLayer(torch.nn.Module):
         norm_dtype = torch.float32 if indexer.float32_norm else dtype
         self.key_norm_weight, self.key_norm_bias = (frozen_weight(size, dtype=norm_dtype) for _ in range(2))
         self.head_weight = frozen_weight(indexer.heads, config.hidden_size, dtype=torch.float32)
+        if indexer.pool > 1:
+            self.pool_gate = frozen_weight(size, config.hidden_size, dtype=dtype)
+            self.pool_bias = frozen_weight(indexer.pool, size, dtype=dtype)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How keys are pooled; None if each key is chosen alone."""
+        return Pooling(self.indexer.pool, self.pool_bias) if self.indexer.pool > 1 else None
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
-        """Choose the keys of this rank's queries; return int32 [T / CP, topk], or None if queries see all keys.
+        """Choose the keys of this rank's queries; return int32 [T / CP, most_seen], or None if queries see all keys.
 
-        They see all keys if no row of the pack has more than `topk` tokens. The condition is about all rows, so all
-        ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the ranks
-        gather the choices.
+        They see all keys if no row of the pack has more than `most_seen` tokens. The condition is about all rows, so
+        all ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the
+        ranks gather the choices.
 
         Args:
             hidden, latent: hidden states and latent queries, [T / CP (/ TP with SP), …].
             angles: rotary angles of the tokens, [T / CP, 1, rotated].
         """
-        if max(visible.layout.row_lengths, default=0) <= self.indexer.topk:
+        if max(visible.layout.row_lengths, default=0) <= self.indexer.most_seen:
             return None
         query, key, weight = self.states(hidden, latent, angles)
         first = self.groups.tp.rank() * len(query) if self.sequence_parallel else 0
@@ -157,11 +197,11 @@ class IndexerLayer(torch.nn.Module):
 
     def choose(self, states: IndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
         """Return `choose` of the states of this rank's queries from `first` on, with the keys of all ranks."""
-        return choose(*states, visible, self.indexer.topk, first)
+        return choose(*states, visible, self.indexer.topk, first, self.pooling)
 
     def best(self, states: IndexerStates, ends: Tensor) -> Tensor:
-        """Return the keys that the queries of n sequences see: `highest` of the scores of states [n, …, …]."""
-        return highest(index_scores(*states).flatten(0, 1), ends, self.indexer.topk)
+        """Return `best_keys` of the states of n sequences."""
+        return best_keys(*states, ends, self.indexer.topk, self.pooling)
 
     def states(self, hidden: Tensor, latent: Tensor, angles: Tensor) -> IndexerStates:
         """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
@@ -172,9 +212,14 @@ class IndexerLayer(torch.nn.Module):
         key = F.layer_norm(key, size, *norm, self.indexer.eps).to(hidden.dtype)
         query = F.linear(latent, self.query_weight).unflatten(-1, (self.indexer.heads, -1))
         weight = F.linear(hidden.to(self.head_weight.dtype), self.head_weight) * self.indexer.heads**-0.5
-        return IndexerStates(self._rotate(query, angles), self._rotate(key[:, None], angles).squeeze(1), weight)
+        key = self._rotate(key[:, None], angles).squeeze(1)
+        if self.indexer.pool > 1:
+            key = torch.cat((key, F.linear(hidden, self.pool_gate)), -1)
+        return IndexerStates(self._rotate(query, angles), key, weight)
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        if not self.rotated:
+            return x
         if self.indexer.rotates_end:
             plain, turned = x.split((x.shape[-1] - self.rotated, self.rotated), -1)
             return torch.cat((plain, rotate(turned, angles, self.rope_factor)), -1)
@@ -233,31 +278,58 @@ def query_blocks(
 
 def choose(
     query: Float[Tensor, "queries heads dim"],
-    key: Float[Tensor, "keys dim"],
+    key: Float[Tensor, "keys size"],
     weight: Float[Tensor, "queries heads"],
     visible: AttentionPattern,
     topk: int,
     first: int = 0,
-) -> Int32[Tensor, "queries topk"]:
+    pooling: Pooling | None = None,
+) -> Int32[Tensor, "queries most_seen"]:
     """Choose the keys of the queries of a pack.
 
-    The memory is that of the result and of one block of scores. No scores are computed in rows of at most `topk` keys.
+    The memory is that of the result and of one block of scores. No scores are computed in rows without more keys than a
+    query may see.
 
     Args:
         query, weight: of this rank's queries `first` … `first + len(query)` − 1.
         key: of all context-parallel ranks, in rank order.
     """
-    chosen = torch.full((len(query), topk), -1, dtype=torch.int32, device=query.device)
+    most_seen = topk if pooling is None else topk + pooling.size - 1
+    chosen = torch.full((len(query), most_seen), -1, dtype=torch.int32, device=query.device)
     for queries, rows, seen in query_blocks(visible, query.shape[1], first, first + len(query), query.device):
         own, count = slice(queries.start - first, queries.stop - first), seen + queries.stop - queries.start - 1
         ends = torch.arange(seen, count + 1, device=key.device)[:, None]
-        if count <= topk:
+        if count <= most_seen:
             found = torch.arange(count, dtype=torch.int32, device=key.device).expand(len(ends), -1)
             found = torch.where(found < ends, found, -1)
         else:
-            found = highest(index_scores(query[own][None], key[rows][None], weight[own][None])[0], ends, topk)
+            found = best_keys(query[own][None], key[rows][None], weight[own][None], ends, topk, pooling)
         chosen[own, : found.shape[1]] = found
     return chosen
+
+
+def best_keys(
+    query: Float[Tensor, "n queries heads dim"],
+    key: Float[Tensor, "n keys size"],
+    weight: Float[Tensor, "n queries heads"],
+    ends: Int[Tensor, "all_queries 1"],
+    topk: int,
+    pooling: Pooling | None,
+) -> Int32[Tensor, "all_queries chosen"]:
+    """Return the positions of the keys that each query sees; −1 for none.
+
+    Args:
+        ends: number of keys of each query, from the first on, of all n sequences after each other.
+    """
+    if pooling is None:
+        return highest(index_scores(query, key, weight).flatten(0, 1), ends, topk)
+    size = pooling.size
+    scores = index_scores(query, pooling.pooled(key), weight).flatten(0, 1)
+    pools = highest(scores, ends // size, topk // size)[..., None]
+    places = torch.arange(size, dtype=torch.int32, device=pools.device)
+    members = torch.where(pools < 0, -1, pools * size + places).flatten(1)
+    after = ends // size * size + places[:-1]
+    return torch.cat((members, torch.where(after < ends, after, -1).int()), 1)
 
 
 def index_scores(

@@ -19,7 +19,7 @@ from mcore_rl.models.megatron.families.dense import (
     SeedOss,
     SmolLM3,
 )
-from mcore_rl.models.megatron.families.hyper_connected import HYV4
+from mcore_rl.models.megatron.families.hyper_connected import HYV4, Glm5Next
 from mcore_rl.models.megatron.families.kimi_linear import KimiLinear
 from mcore_rl.models.megatron.families.minimax_m3 import MiniMaxM3
 from mcore_rl.models.megatron.families.mixtures import (
@@ -64,7 +64,7 @@ MIXTURES = (
     MiniMaxM3,
     Ernie45MoE,
 )
-HYPER_CONNECTED = (HYV4,)
+HYPER_CONNECTED = (HYV4, Glm5Next)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear, NemotronH)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {

@@ -298,7 +298,7 @@ class Ernie45MoE(Mixture):
             yield mapping
 
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 class Glm4MoE(Mixture):
@@ -362,7 +362,7 @@ class DeepseekV3(Glm4MoE):
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
         self.num_query_groups = self.num_attention_heads
-        self.head_dim = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+        self.head_dim = self.hf.qk_nope_head_dim + self.hf.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
