@@ -123,8 +123,8 @@ ELSEWHERE = and_long(
     [
         ("nemotron_h", ParallelLayout(pp=3, stages="Et|t|ttL"), 4),  # one stage has no layer with a cache
         ("nemotron_h_moe", ParallelLayout(cp=2, pp=2, ep=2), 3),
-    ],
-    [
+        ("minimax_m3", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 3),
+        ("mimo_v2_flash", ParallelLayout(tp=2, ep=2, etp=1, sp=True), 4),
         ("hy_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
         ("glm5_next", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
     ],

@@ -9,8 +9,7 @@ TENSOR_MODULES = ("collectives", "divergences", "logprobs", "model_utils", "pack
 LOSS_MODULES = ("common", "distillation", "packing", "policy_gradient", "preference")  # options check kinds themselves
 MODULES = [
     *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
-    "mcore_rl.models.megatron.attention",
-    "mcore_rl.models.megatron.sparse_attention",
+    *(f"mcore_rl.models.megatron.{name}attention" for name in ("", "latent_", "sparse_", "block_sparse_")),
     *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
     "mcore_rl.algorithms.advantages",
 ]

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
+from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.families.mixtures import Experts, GlmMoEDsa
 from mcore_rl.models.megatron.kimi_delta import BoundedDeltaNet
+from mcore_rl.models.megatron.latent_attention import LatentAttention
 from mcore_rl.models.megatron.streams import Streams
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import LatentAttention, TokenMixer
+from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
 from mcore_rl.models.megatron.families.dense import SLIDING, PositionScale, RopeByKind
+from mcore_rl.models.megatron.latent_attention import LatentAttention
 from mcore_rl.models.megatron.layers import rope_parameters
 from mcore_rl.models.megatron.small_value_attention import SmallValueAttention
 from mcore_rl.models.megatron.sparse_attention import Indexer
