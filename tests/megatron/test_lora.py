@@ -36,8 +36,15 @@ def make_adapter(path, directory, targets):
     """A PEFT directory whose B is not zero, so that A has gradients too."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     modules, parameters = ([t for t in targets if (".experts." in t) is kind] for kind in (False, True))
+    # The projections of MiniMax-M3's indexers have the names of attention's, but are not trained.
+    frozen = sorted({n[-14:] for n, _ in model.named_modules() if n.endswith(("indexer.q_proj", "indexer.k_proj"))})
     config = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+        exclude_modules=frozen or None,
     )
     torch.manual_seed(7)
     adapted = peft.get_peft_model(model, config)
@@ -122,6 +129,7 @@ CASES = and_long(
         ("qwen3_5", "delta_nets", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", "delta_nets", ParallelLayout(pp=2)),
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
+        ("minimax_m3", "attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("mimo_v2_flash", "attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("kimi_linear", "kimi", ParallelLayout(tp=2, cp=2, sp=True)),
         ("nemotron_h_moe", "nemotron_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),

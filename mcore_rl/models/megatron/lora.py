@@ -273,7 +273,8 @@ def write_peft_directory(
 
     Args:
         base: directory of the base model.
-        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, and `target_parameters` if there are any.
+        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, and `exclude_modules` and `target_parameters` if
+            there are any.
 
     Raises:
         UserError: `destination` contains files that no export has written.
@@ -315,6 +316,8 @@ class LoRA:
         contain names of tensors in PEFT's files instead of Hugging Face names.
     source: source of the initial values.
     experts_in: see `Family`.
+    excluded: modules that are not trained, such as `indexer.q_proj`, and whose last name is a target. PEFT would adapt
+        them too.
     """
 
     rank: int
@@ -324,6 +327,7 @@ class LoRA:
     table: Dictionary[str, Mapping]
     source: TensorSource
     experts_in: str = "mlp"
+    excluded: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -339,6 +343,8 @@ class LoRA:
         """Arguments of PEFT's `LoraConfig` for these adapters."""
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
+        if self.excluded:
+            settings["exclude_modules"] = list(self.excluded)
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
             settings["target_parameters"] = [f"{self.experts_in}.{name}" for name in experts]
         return settings
@@ -422,7 +428,11 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
         directory.check(shapes_of(table))
         source = SingleExperts(directory, rank)
     source = ZerosIfMissing(source, rank)
-    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, source, family.experts_in)
+    frozen = [
+        _last_two(name.removesuffix(".weight")) for m in family.table.values() if m.is_frozen for name in m.hf_names
+    ]
+    excluded = tuple(sorted({name for name in frozen if name.rpartition(".")[2] in targets}))
+    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, source, family.experts_in, excluded)
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:

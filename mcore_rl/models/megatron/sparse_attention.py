@@ -448,7 +448,8 @@ def _attend(
     """Return attention of queries [q, heads, d] over keys [k, groups, d]; `mask` is [q, k] or [groups, q, k]."""
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        mask = mask.repeat_interleave(repeats, dim=0) if mask.ndim == 3 else mask
+    if mask.ndim == 3:  # the fused kernel of the CPU takes masks of two or four dimensions
+        mask = mask.repeat_interleave(repeats, dim=0)[None]
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     width = query.shape[-1]
     if sinks is not None:
