@@ -380,6 +380,12 @@ DENSE, SPARSE = ["q_proj", "k_proj", "down_proj"], ["experts.gate_up_proj", "exp
         ("llama", DENSE, ParallelLayout(dp=2)),
         ("mixtral", SPARSE, ParallelLayout(dp=2, ep=2)),
         ("qwen3_moe", SPARSE, ParallelLayout(tp=2, sp=True)),
+        pytest.param(
+            "nemotron_h_moe",
+            ["in_proj", "experts.up_proj", "experts.down_proj", "o_proj"],
+            ParallelLayout(tp=2, ep=2, etp=1, sp=True),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )

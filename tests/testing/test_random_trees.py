@@ -42,7 +42,16 @@ LONG = [
     ("glm_moe_dsa", "tp2 ep2 etp1 sp prefix"),
 ]
 EXHAUSTIVE = [("hy_v4", "cp2 ep2 prefix"), ("hy_v4", "pp2 prefix"), ("glm5_next", "cp2 ep2 prefix")]
-ALL = ["qwen3", "deep", "gemma3", "windows", "qwen3_5", "mixtral", *(name for name, _ in [*QUICK, *LONG[1:]])]
+ALL = [
+    "qwen3",
+    "deep",
+    "gemma3",
+    "windows",
+    "qwen3_5",
+    "mixtral",
+    "nemotron_h_moe",
+    *(name for name, _ in [*QUICK, *LONG[1:]]),
+]
 GRADIENTS = {"gpt_oss": 3e-4}
 """Limits of gradients that differ from the family's own: the gradient of a sink is a small sum of large terms. Two
 layouts without shared prefixes differed by up to 4e-5 in it, and a layout with them by up to 1.5e-4."""
