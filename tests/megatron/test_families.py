@@ -473,3 +473,23 @@ def test_operations_per_token_equal_published_figures(model_type, published):
     family = family_of(AutoConfig.for_model(model_type))  # the defaults are those of the published models
     mixing = sum(family.token_mixer(layer).flops(4096) for layer in range(family.num_layers)) / 4096
     assert 6 * family.active_parameters() + mixing == pytest.approx(published, rel=0.005)
+
+
+@pytest.mark.skipif("nemotron_h" not in FAMILIES, reason="transformers 4 lacks it")
+def test_parameters_of_nemotron_3_nano_equal_published_figures():
+    """NVIDIA's figures for Nemotron 3 Nano: 31.6e9 parameters, of which a token uses 3.2e9, or 3.6e9 with embedding."""
+    from transformers import AutoConfig
+
+    hf = AutoConfig.for_model(
+        "nemotron_h",
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        **{"hidden_size": 2688, "vocab_size": 131_072},
+        **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128},
+        **{"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
+        **{"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
+        moe_shared_expert_intermediate_size=3712,
+    )
+    family, embedding = family_of(hf), 2688 * 131_072
+    assert family.num_parameters() == pytest.approx(31.6e9, rel=2e-3)
+    assert family.active_parameters() == pytest.approx(3.2e9, rel=1e-2)
+    assert family.active_parameters() + embedding == pytest.approx(3.6e9, rel=1e-2)

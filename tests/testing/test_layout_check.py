@@ -456,7 +456,11 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("qwen2_moe", {"decoder_sparse_step": 4}), ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5, 6]})],
+    [
+        ("qwen2_moe", {"decoder_sparse_step": 4}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5, 6]}),
+        ("nemotron_h_moe", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}),
+    ],
 )
 def test_shrink_model_keeps_experts_of_mixture(family, changes, tmp_path):
     from mcore_rl.models.megatron.families import family_of

@@ -119,8 +119,9 @@ class NemotronH(Family):
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         hf = self.hf
         repeats = min(hf.mamba_num_heads // hf.n_groups, 3)
-        super().shrink(layers, tensor_parallel, expert_parallel)
+        # A model with experts keeps them, and so its class, if it has fewer layers than kinds of layers.
         kinds = sorted({*hf.layers_block_type}, key=(MAMBA, EXPERTS, ATTENTION, MLP).index)
+        super().shrink(layers, tensor_parallel, expert_parallel)
         hf.layers_block_type = [kinds[layer % len(kinds)] for layer in range(layers)]
         hf.n_groups = 4 * tensor_parallel  # suffices for context parallelism up to 4
         hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size = repeats * hf.n_groups, 12, 8
