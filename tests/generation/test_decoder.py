@@ -154,6 +154,7 @@ def test_small_blocks_and_late_looks_change_nothing(family, layout, lag, slots, 
     and_long(
         [("llama", 64, {}), ("gemma3", 5, {"top_k": 5, "max_kept_tokens": 5})],
         [("llama", 9, {}), ("qwen3_5", 21, {}), ("mistral", 3, {})],
+        [("nemotron_h", 21, {})],
     ),
     ids=str,
 )

@@ -526,8 +526,9 @@ class CachedMixer(torch.nn.Module):
     """Replaces a layer's core attention during generation, and reads and writes the layer's cache.
 
     In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]; and the choice
-    of an indexer, `chosen`, if keys are chosen. Its output is [T, heads · d]. In a gated delta net it has 1 input
-    tensor, [T, heads, …], with queries, keys, values, rates and decays. Its output is [T, heads · value dimension].
+    of an indexer, `chosen`, if keys are chosen. Its output is [T, heads · d]. In a gated delta net or Mamba-2 mixer it
+    has 1 input tensor, [T, heads, …], with queries, keys, values, rates and decays. Its output is [T, heads · value
+    dimension].
 
     Args:
         inputs: number of input tensors, 3 or 1; further arguments of `forward` but `chosen` are ignored.

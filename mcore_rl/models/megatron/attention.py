@@ -1,8 +1,8 @@
 """Attention over packs: token mixers, which describe a layer's attention, and the modules that compute it.
 
 A token mixer describes the part of a layer in which tokens see each other. A family has a token mixer for each of its
-layers (`Family.token_mixer`). The token mixer contains what other modules must know about the layer's attention: its
-modules, its weights in the Hugging Face directory, its cache during generation, and its cost.
+layers that have such a part (`Family.token_mixer`). The token mixer contains what other modules must know about the
+layer's attention: its modules, its weights in the Hugging Face directory, its cache during generation, and its cost.
 
 Under context parallelism each rank gathers the keys and values of the whole pack, and attends with its own queries. In
 a layer with a window, it gathers only those that its windows reach, if these are less than half.

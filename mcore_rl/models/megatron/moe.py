@@ -420,8 +420,9 @@ class ExpertsMixin:
         latent: int = 0,
         **kwargs: Any,
     ) -> None:
-        config = copy.copy(config)
-        config.hidden_size = latent or config.hidden_size
+        if has_biases or latent or limit is not None:
+            config = copy.copy(config)
+            config.hidden_size = latent or config.hidden_size
         if limit is not None:
             config.activation_func_clamp_value = limit
         if has_biases:

@@ -31,6 +31,8 @@ from mcore_rl.models.megatron.weight_mapping import (
 
 LM_HEAD = "lm_head.weight"
 REWARD_ARCHITECTURE = "ForSequenceClassification"
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+"""Hugging Face names of the projections of an MLP with a gate."""
 REWARD_HEAD = "score.weight"
 """Name of the reward head's weight, as in transformers' sequence classifiers; it replaces the LM head."""
 
@@ -63,7 +65,7 @@ class Family:
     norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
     final_norm_name: ClassVar[str] = "norm"
     dense_mlp_name: ClassVar[str] = "mlp"
-    mlp_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
+    mlp_projections: ClassVar[tuple[str, ...]] = GATE_UP_DOWN
     activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
     embedding_scale = 1.0
     has_windows = True
@@ -410,7 +412,7 @@ def gated_mlp(
     theirs: str,
     hidden: int,
     width: int,
-    names: tuple[str, ...],
+    names: tuple[str, ...] = GATE_UP_DOWN,
     is_expert: bool = False,
 ) -> Iterator[Mapping]:
     """Yield the mappings of an MLP's projections.

@@ -94,7 +94,7 @@ def _rounded(x, block, dtype, power_of_two):
     padded = F.pad(x.float(), (0, -columns % wide, 0, -rows % high))
     tiles = padded.view(padded.shape[0] // high, high, -1, wide)
     largest, limit = tiles.abs().amax((1, 3), keepdim=True), torch.finfo(dtype).max
-    scale = torch.where(largest > 0, limit / largest, 1.0)
+    scale = torch.where(largest > 0, limit / largest, 1.0).clamp(max=2.0**127)  # finite for subnormal numbers too
     if power_of_two:
         scale = torch.exp2(scale.log2().floor())
     there = (tiles * scale).clamp(-limit, limit).to(dtype).float() / scale
