@@ -497,6 +497,7 @@ ALIKE = (
     "mistral",
     "mistral4",
     "qwen3_5_moe",
+    "nemotron_h",
 )
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 

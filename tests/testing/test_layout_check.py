@@ -197,7 +197,6 @@ OTHERS = and_long(
         ("seed_oss", ParallelLayout(tp=2, sp=True)),
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", ParallelLayout(pp=2, tokens_per_pack=128)),
-        ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True)),
     ],
     [
         ("qwen2", ParallelLayout(pp=2)),
@@ -207,6 +206,7 @@ OTHERS = and_long(
         ("qwen3_5", ParallelLayout(tp=2)),
         ("qwen3_5", ParallelLayout(cp=4)),
         ("qwen3_5", ParallelLayout(packing=False)),
+        ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True)),
         ("nemotron_h", ParallelLayout(pp=2, tokens_per_pack=128)),
         ("nemotron_h", ParallelLayout(tp=2)),
         ("nemotron_h", ParallelLayout(tp=4)),
