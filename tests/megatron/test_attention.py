@@ -173,6 +173,7 @@ def attention_module(cp_size, window, recompute):
     module = PackedCausalAttention.__new__(PackedCausalAttention)
     torch.nn.Module.__init__(module)
     module.config, module.window, module.softmax_scale, module.softmax_offset = config, window, None, None
+    module.layer_number = 1
     module.cp_group = torch.distributed.group.WORLD if cp_size > 1 else None
     return module
 

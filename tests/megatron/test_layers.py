@@ -28,9 +28,8 @@ def angles_of(tokens, rotated):
 
 
 def gated_of(**options):
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, activation_func=torch.nn.functional.silu, **options
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**sizes, activation_func=torch.nn.functional.silu, gated_linear_unit=True, **options)
     return GatedActivation(config)
 
 

@@ -363,7 +363,8 @@ def lives_of_inputs():
         __hash__ = object.__hash__
 
     microbatches = [Named(name=name, layout=SimpleNamespace(total=1)) for name in "abc"]
-    model = SimpleNamespace(topology=SimpleNamespace(pipeline=SimpleNamespace(size=2)))
+    pipeline, family = SimpleNamespace(size=2), SimpleNamespace(streams_count=1)
+    model = SimpleNamespace(topology=SimpleNamespace(pipeline=pipeline), family=family)
     chunks = [lambda hidden: hidden, lambda hidden: hidden]
     return forward_step.run_microbatches(model, chunks, microbatches, None, train=False)
 

@@ -343,8 +343,9 @@ def attention_for_gpus(_):
     attention = TEPackedCausalAttention.__new__(TEPackedCausalAttention)
     torch.nn.Module.__init__(attention)
     attention.window, attention.softmax_offset, attention.te_attention = None, None, lambda *_, **__: "te"
+    attention.layer_number = 1
     visible = SimpleNamespace(layout=SimpleNamespace(segment_lengths=[5]), ensure_on_device=lambda: None)
-    pack = SimpleNamespace(cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), visible=visible)
+    pack = SimpleNamespace(cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), visible=visible, chosen={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedCausalAttention, "forward", lambda *_, **__: "local")
         return {

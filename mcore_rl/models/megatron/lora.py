@@ -428,11 +428,21 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
         directory.check(shapes_of(table))
         source = SingleExperts(directory, rank)
     source = ZerosIfMissing(source, rank)
-    frozen = [
-        _last_two(name.removesuffix(".weight")) for m in family.table.values() if m.is_frozen for name in m.hf_names
-    ]
-    excluded = tuple(sorted({name for name in frozen if name.rpartition(".")[2] in targets}))
-    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, source, family.experts_in, excluded)
+    return LoRA(
+        rank,
+        alpha or DEFAULT_ALPHA,
+        config.dropout,
+        targets,
+        table,
+        source,
+        family.experts_in,
+        _excluded(family, targets),
+    )
+
+
+def _excluded(family: Family, targets: tuple[str, ...]) -> tuple[str, ...]:
+    names = (name.removesuffix(".weight") for m in family.table.values() if m.is_frozen for name in m.hf_names)
+    return tuple(sorted({_last_two(name) for name in names if name.rpartition(".")[2] in targets}))
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
