@@ -352,6 +352,47 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
     return attend
 
 
+def compressed_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
+    """Return a replacement of `compressed_attention`, as `selected_stand_in`: it counts all products of each block."""
+    from mcore_rl.models.megatron.sparse_attention import blocks_of
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, query: Tensor, states: Tensor, chosen: Tensor | None, count: int, *weights: Tensor
+        ) -> Tensor:
+            ctx.save_for_backward(query, states, chosen, *weights)
+            ctx.count = count
+            flops.total += count
+            return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            query, states, _, *weights = ctx.saved_tensors
+            flops.total += ctx.count * 7 // 2
+            of_query = torch.empty_like(query)
+            sums = [x.new_empty(x.shape, dtype=torch.float32) for x in (states, *weights)]
+            return of_query, sums[0].to(states.dtype), None, None, *sums[1:]
+
+    def attend(
+        query: Tensor,
+        states: Tensor,
+        weights: Sequence[Tensor],
+        visible: AttentionPattern,
+        mixer: Any,
+        chosen: Tensor | None,
+    ) -> Tensor:
+        pairs, rate = 0, None if mixer.compression is None else mixer.compression.rate
+        for own, _, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
+            count = own.stop - own.start
+            last = seen + count - 1
+            pairs += count * (last - max(0, seen - mixer.window) + (last // rate if rate else 0))
+        out: Tensor = Attention.apply(query, states, chosen, 4 * pairs * math.prod(query.shape[1:]), *weights)
+        return out.flatten(1)
+
+    return attend
+
+
 def alike(reduced: Any) -> Any:
     """Return a replacement of `batched_data_dict.reduced` that assumes the same values on all replicas."""
 
@@ -426,7 +467,15 @@ def simulated_process(
     import torch
 
     from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import attention, attention_kernels, moe, sparse_attention, vision, weights
+    from mcore_rl.models.megatron import (
+        attention,
+        attention_kernels,
+        compressed_attention,
+        moe,
+        sparse_attention,
+        vision,
+        weights,
+    )
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
@@ -457,6 +506,7 @@ def simulated_process(
         replaced(vision, "run_module", tower_stand_in(seen.attention)),
         replaced(vision.KeptFeatures, "put", keep_untouched),
         replaced(attention, "selected_attention", selected_stand_in(seen.attention)),
+        replaced(compressed_attention, "compressed_attention", compressed_stand_in(seen.attention)),
     ):
         yield seen
 

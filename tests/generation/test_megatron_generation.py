@@ -127,6 +127,7 @@ ELSEWHERE = and_long(
         ("mimo_v2_flash", ParallelLayout(tp=2, ep=2, etp=1, sp=True), 4),
         ("hy_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
         ("glm5_next", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
+        ("deepseek_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
     ],
 )
 

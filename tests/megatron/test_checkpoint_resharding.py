@@ -62,6 +62,7 @@ ELSEWHERE = and_long(
         ("glm_moe_dsa", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
         ("hy_v4", ParallelLayout(pp=2), ParallelLayout(cp=2, ep=2)),
         ("glm5_next", ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2)),
+        ("deepseek_v4", ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2)),
     ],
 )
 MORE = [

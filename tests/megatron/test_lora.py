@@ -151,6 +151,7 @@ CASES = and_long(
         ("glm_moe_dsa", "latent", ParallelLayout(pp=2)),
         ("hy_v4", "latent", ParallelLayout(tp=2, pp=2, sp=True)),
         ("glm5_next", "kimi", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("deepseek_v4", "compressed", ParallelLayout(tp=2, pp=2, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(
@@ -173,6 +174,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS |= {
     "attention": ALL[:4],
     "kimi": [*EXPERTS, "q_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "kv_b_proj", "o_proj"],
+    "compressed": [*EXPERTS, "q_a_proj", "o_b_proj"],
     "latent": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "latent_queries": [*EXPERTS, "q_proj", "kv_b_proj"],
     "phi3_mlp": [*ALL[:4], "gate_up_proj", "down_proj"],

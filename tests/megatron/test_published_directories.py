@@ -131,6 +131,7 @@ LONG_CASES = {
     "glm_moe_dsa": ("glm_moe_dsa", EP2, {}),
     "hy_v4": ("hy_v4", EP2, {}),
     "glm5_next": ("glm5_next", TP2, {}),
+    "deepseek_v4": ("deepseek_v4", EP2, {}),
     "ernie4_5_moe": ("ernie4_5_moe", TP2, {}),
     "nemotron_h": ("nemotron_h_moe", EP2, {"predicts": "mtp.layers.0.", "rewritten": with_pattern}),
     "olmo3": ("olmo3", ParallelLayout(cp=2), {}),
@@ -166,6 +167,25 @@ def test_published_directory_is_trained_and_exported(name, tmp_path):
     with torch.no_grad():
         expected = plain_logprobs(model, make_data())
     assert (logprobs - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_deepseek_v4_has_other_names_in_published_directories(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    make_model("deepseek_v4", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    hf = load_hf_config(tmp_path)
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
+    names = {name: name.removeprefix("model.").replace("hc_head.hc_", "hc_head_") for name in tensors}
+    names["model.embed_tokens.weight"] = "embed.weight"
+    assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.1.attn.indexer.compressor.ape"} <= {
+        *names.values()
+    }
+    published = {names[name]: tensor for name, tensor in tensors.items()}
+    save_file({**published, "mtp.0.norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
 
 
 @pytest.mark.parametrize("family", and_long(["qwen2"], ["gemma3", "glm4_moe"]))

@@ -20,11 +20,19 @@ from mcore_rl.models.megatron import sparse_attention
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_config import check_model_fits
-from mcore_rl.models.megatron.sparse_attention import Pooling, choose, highest, index_scores, selected_attention
+from mcore_rl.models.megatron.sparse_attention import (
+    Indexer,
+    Pooling,
+    choose,
+    highest,
+    index_scores,
+    selected_attention,
+)
 from mcore_rl.testing.layout_check import compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 TOPK, HEADS, DIM, SCALE = 4, 3, 4, 0.3  # the square root of 4 is exact
+INDEXER = Indexer(TOPK, HEADS, DIM, interleaved=False, source=0)
 NEAR = 1e-5
 """Difference of two scores, relative to the query's largest score, below which rounding may exchange their keys."""
 
@@ -98,7 +106,7 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, has_sinks, monkeypa
         order = torch.cat([layout.local_positions(rank) for rank in range(cp)])
         for rank in range(cp):
             own, visible = layout.local_positions(rank), AttentionPattern(layout, rank)
-            got = choose(states[0][own], states[1][order], states[2][own], visible, TOPK)
+            got = choose(states[0][own], states[1][order], states[2][own], visible, INDEXER)
             position = distance.max(1).values  # the first token of a row is the farthest
             for token, row in zip(own.tolist(), got.tolist(), strict=True):
                 positions = [int(position[token] - distance[token, k]) for k in chosen[token]]
@@ -120,6 +128,7 @@ def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, monkeypa
     monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", 90)
     size, pools = 3, 2
     pooling = Pooling(size, torch.randn(size, DIM, dtype=torch.float64))
+    indexer = Indexer(size * pools, HEADS, DIM, interleaved=False, source=0, pool=size)
     for name, layout in layouts(cp).items():
         if layout.total > 120:
             continue
@@ -129,7 +138,15 @@ def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, monkeypa
         states = torch.cat((key, gate), -1)[order]
         for rank in range(cp):
             own = layout.local_positions(rank)
-            got = choose(query[own], states, weight[own], AttentionPattern(layout, rank), size * pools, 0, pooling)
+            got = choose(
+                query[own],
+                states,
+                weight[own],
+                AttentionPattern(layout, rank),
+                indexer,
+                0,
+                pooling,
+            )
             for token, row in zip(own.tolist(), got.tolist(), strict=True):
                 keys = (distance[token] >= 0).nonzero()[:, 0].tolist()
                 keys.sort(key=lambda k, token=token: -int(distance[token, k]))  # by their positions in the row
@@ -159,7 +176,7 @@ def test_kept_and_temporary_memory_is_linear_in_tokens(monkeypatch):
         saved = []
         visible = AttentionPattern(PackLayout.pack((tokens,)), 0)
         query, key, value = (torch.randn(tokens, HEADS, DIM, requires_grad=True) for _ in range(3))
-        chosen = choose(query.detach(), key.detach()[:, 0], query.detach()[..., 0], visible, TOPK)
+        chosen = choose(query.detach(), key.detach()[:, 0], query.detach()[..., 0], visible, INDEXER)
         with saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
             selected_attention(query, key, value, visible, chosen, SCALE)
         kept[tokens] = sum(saved)

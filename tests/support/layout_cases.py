@@ -136,6 +136,9 @@ def as_saved(model, value_of):
 
     They are those in which transformers saves them, except for `RENAMED`.
     """
+    if model.config.model_type == "deepseek_v4":  # neither transformers nor published directories have these names
+        own = {name: value_of(tensor).detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+        return of_single_experts({name: tensor for name, tensor in own.items() if not name.endswith("tid2eid")})
     copied = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
         for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):

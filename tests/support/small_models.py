@@ -283,6 +283,48 @@ FAMILIES = {
             },
         },
     ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "q_lora_rank": 28,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+            "compress_rope_theta": 1e5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8},
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "sliding_window": 7,
+            "index_topk": 5,
+            "index_n_heads": 32,
+            "index_head_dim": 16,
+            "o_groups": 2,
+            "o_lora_rank": 12,
+            "hc_mult": 3,
+            "hc_eps": 1e-3,
+            "hc_sinkhorn_iters": 5,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "swiglu_limit": 4.0,
+            "pad_token_id": None,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -558,6 +600,9 @@ def make_model(family: str, directory: Path, **changes) -> Path:
             # Norms are ones and biases zeros: hide nothing behind that. Experts' biases are rows of a matrix.
             if parameter.ndim == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # distinct experts for each token id
+                table.copy_(torch.rand(len(table), model.config.n_routed_experts).argsort(-1)[:, : table.shape[1]])
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

@@ -86,6 +86,7 @@ EXPERT_LAYOUTS = and_long(
         ("hy_v4", ParallelLayout(pp=2, vpp=2, stages="E|tt|tt|L")),
         ("nemotron_h_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("glm5_next", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("deepseek_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -108,6 +109,9 @@ EXPERT_LAYOUTS = and_long(
         ("hy_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(tp=2, sp=True)),
         ("glm5_next", ParallelLayout(pp=2, vpp=2)),
+        ("deepseek_v4", ParallelLayout(pp=2, vpp=2)),
+        ("deepseek_v4", ParallelLayout(cp=4, packing=False)),
+        ("deepseek_v4", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
         ("glm5_next", ParallelLayout(cp=4, packing=False)),
         ("glm5_next", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
         ("hy_v4", ParallelLayout(cp=2, packing=False)),
@@ -271,6 +275,7 @@ SFT = and_long(
         ("hy_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("nemotron_h_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe", "mlp")}),
         ("glm5_next", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
+        ("deepseek_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
         ("minimax_m3", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),

@@ -27,6 +27,12 @@ from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
 from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.compressed_attention import (
+    CompressedAttention,
+    PackedCompressedAttention,
+    attend,
+    compressed_attention,
+)
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exact, plan_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
@@ -277,6 +283,34 @@ class IndexLayerCache(BlockLayerCache):
         return torch.cat([F.pad(chosen, (0, width - chosen.shape[-1]), value=-1) for chosen in found])
 
 
+class CompressedLayerCache(BlockLayerCache):
+    """Cache of the tokens' states of one layer with `CompressedAttention`, [blocks, BLOCK_SIZE, state_size].
+
+    The inputs of `prefill` and `step` are queries and states; and the choice of an indexer, if entries are chosen. The
+    entries are computed again in each step.
+    """
+
+    def __init__(self, core: PackedCompressedAttention, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
+        super().__init__((core.mixer.state_size,), dtype, gathered)
+        self.core, self.mixer = core, core.mixer
+
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
+        query, states, *chosen = inputs
+        self._write(prompts.places, states)
+        weights = self.core.weights()
+        return compressed_attention(query, states, weights, prompts.visible, self.mixer, chosen[0] if chosen else None)
+
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
+        query, states, *chosen = inputs
+        self._write(step.places, states)
+        outs = []
+        for part in step.parts:
+            ends, of_part = step.lengths[part.rows, None], chosen[0][part.rows, None] if chosen else None
+            weights = self.core.weights()
+            outs.append(attend(query[part.rows, None], self._rows(part), ends, of_part, 0, self.mixer, weights))
+        return torch.cat(outs).flatten(1)
+
+
 class KeyValueLayerCache(BlockLayerCache):
     """Cache of one layer's keys and values, [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
 
@@ -481,7 +515,7 @@ class SequenceCache:
         sequence. A part has as many sequences as fit into a workspace of limited size.
         """
         ranges: list[tuple[slice, int]] = []
-        token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
+        token_bytes = max((layer.token_bytes for layer in self.with_blocks), default=1)
         first, limit = 0, CHUNK_BYTES[platform.device().type] // token_bytes
         while first < len(self.lengths):
             longest = self.lengths[first]
@@ -525,26 +559,20 @@ Attend = Callable[..., Any]
 class CachedMixer(torch.nn.Module):
     """Replaces a layer's core attention during generation, and reads and writes the layer's cache.
 
-    In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]; and the choice
-    of an indexer, `chosen`, if keys are chosen. Its output is [T, heads · d]. In a gated delta net or Mamba-2 mixer it
-    has 1 input tensor, [T, heads, …], with queries, keys, values, rates and decays. Its output is [T, heads · value
-    dimension].
+    In an attention layer it has 3 input tensors: queries [T, heads, d], keys and values [T, groups, d]. In one with
+    `CompressedAttention` it has 2: queries, and states [T, state_size]. Both also get the choice of an indexer, if
+    there is one (`chosen`). The output is [T, heads · d]. In a gated delta net or Mamba-2 mixer it has 1 input tensor,
+    [T, heads, …], with queries, keys, values, rates and decays. The output is [T, heads · value dimension].
 
     Args:
-        inputs: number of input tensors, 3 or 1; further arguments of `forward` but `chosen` are ignored.
+        inputs: number of input tensors; further arguments of `forward` but `chosen` are ignored.
     """
 
     def __init__(self, decoder: Decoder, layer: int, inputs: int) -> None:
         super().__init__()
         self.decoder, self.layer, self.inputs = [decoder], layer, inputs  # a decoder in a list is not a submodule
 
-    def forward(
-        self,
-        *arguments: Any,
-        chosen: Tensor | None = None,
-        packed_seq_params: PackParams | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, *arguments: Any, chosen: Any = None, packed_seq_params: Any = None, **_: Any) -> Tensor:
         if chosen is None and packed_seq_params is not None:
             chosen = packed_seq_params.chosen.get(self.decoder[0].layers[self.layer].layer_number - 1)
         inputs = arguments[: self.inputs] if chosen is None else (*arguments[: self.inputs], chosen)
@@ -598,7 +626,8 @@ class Decoder:
         self.with_indexers = [layer for layer in attentions if getattr(layer, "indexer", None) is not None]
         # Read here, because `generating` replaces the indexers, and the modules that contain the sinks.
         self.indexers = [layer.indexer for layer in self.with_indexers]
-        self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
+        self.cores = [attention.core_attention for attention in attentions]
+        self.sinks = [getattr(core, "softmax_offset", None) for core in self.cores]
         self.dtype = model.chunks[0].config.params_dtype
         self.sequence_ranks = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.token_multiple = self.sequence_ranks * model.row_multiple
@@ -612,6 +641,8 @@ class Decoder:
         for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):
             if isinstance(mixer, KeyValueMixer):
                 caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
+            elif isinstance(mixer, CompressedAttention):
+                caches.append(CompressedLayerCache(self.cores[len(caches)], self.dtype, gathered))
             else:
                 caches.append(StateLayerCache(layer.self_attention, size, self.dtype))
         return [*caches, *(IndexLayerCache(indexer, self.dtype, gathered) for indexer in self.indexers)]
@@ -637,7 +668,6 @@ class Decoder:
     def generating(self) -> Iterator[None]:
         """Return a context in which the model's modules are set up for generation. `forward` needs this context."""
         attentions = [layer.self_attention for layer in self.layers]
-        originals = [attention.core_attention for attention in attentions]
         faster = [
             module
             for chunk in self.model.chunks
@@ -651,14 +681,15 @@ class Decoder:
             for module in faster:
                 module.in_generation = True
             for index, (mixer, attention) in enumerate(zip(self.mixers, attentions, strict=True)):
-                attention.core_attention = CachedMixer(self, index, inputs=3 if isinstance(mixer, KeyValueMixer) else 1)
+                inputs = 3 if isinstance(mixer, KeyValueMixer) else 2 if isinstance(mixer, CompressedAttention) else 1
+                attention.core_attention = CachedMixer(self, index, inputs)
             for number, attention in enumerate(self.with_indexers, len(attentions)):
                 attention.indexer = CachedIndexer(self, attention.indexer, number)
             yield
         finally:
             for module in faster:
                 module.in_generation = False
-            for attention, original in zip(attentions, originals, strict=True):
+            for attention, original in zip(attentions, self.cores, strict=True):
                 attention.core_attention = original
             for attention, indexer in zip(self.with_indexers, self.indexers, strict=True):
                 attention.indexer = indexer
@@ -723,7 +754,7 @@ class Decoder:
             return out if out is None or not padding else F.pad(out, (*(0, 0) * (out.ndim - 1), 0, padding))
 
         self.attend = attend_real
-        pack = PackParams(qkv_format="thd", positions=positions, images=images)
+        pack = PackParams(qkv_format="thd", positions=positions, images=images, token_ids=tokens)
         if self.model.fp8 is not None:
             pack.is_token = (torch.arange(len(tokens), device=tokens.device) < count).to(self.dtype)
         inputs = {

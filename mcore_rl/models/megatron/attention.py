@@ -356,6 +356,7 @@ class PackParams(PackedSeqParams):
     images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
     chosen: for each layer, from 0, whose indexer has run: the keys that it chose for the rank's tokens
         (`sparse_attention`), or None if the tokens see all previous keys.
+    token_ids: [T / CP], the rank's tokens.
     """
 
     visible: AttentionPattern | None = None
@@ -365,6 +366,7 @@ class PackParams(PackedSeqParams):
     is_token: Tensor | None = None
     images: PackImages | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    token_ids: Tensor | None = None
 
 
 def position_factors(scale: Callable[[Tensor], Tensor], pack: PackParams | None) -> Tensor:

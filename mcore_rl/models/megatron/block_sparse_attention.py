@@ -26,7 +26,7 @@ from mcore_rl.models.megatron.attention import GroupedQueryAttention, LayerModul
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.layers import rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
-from mcore_rl.models.megatron.sparse_attention import frozen_weight, highest, query_blocks, replicated_state_dict
+from mcore_rl.models.megatron.sparse_attention import blocks_of, frozen, highest, replicated_state_dict
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -100,7 +100,7 @@ class BlockIndexer:
             key: of all context-parallel ranks, in rank order.
         """
         chosen = torch.full((len(query), self.heads, self.topk), -1, dtype=torch.int32, device=query.device)
-        for queries, rows, seen in query_blocks(visible, self.heads, first, first + len(query), query.device):
+        for queries, rows, seen in blocks_of(visible, self.heads, first, first + len(query), query.device):
             own, count = slice(queries.start - first, queries.stop - first), queries.stop - queries.start
             ends = torch.arange(seen, seen + count, device=key.device)[:, None]
             found = self.best(query[own][None], key[rows][None], ends)
@@ -124,9 +124,9 @@ class BlockIndexerLayer(torch.nn.Module):
         super().__init__()
         self.indexer, self.groups, self.sequence_parallel = indexer, groups, config.sequence_parallel
         size, dtype = indexer.head_dim, config.params_dtype
-        self.query_weight = frozen_weight(indexer.heads * size, config.hidden_size, dtype=dtype)
-        self.key_weight = frozen_weight(size, config.hidden_size, dtype=dtype)
-        self.query_norm_weight, self.key_norm_weight = (frozen_weight(size, dtype=dtype) for _ in range(2))
+        self.query_weight = frozen(indexer.heads * size, config.hidden_size, dtype=dtype)
+        self.key_weight = frozen(size, config.hidden_size, dtype=dtype)
+        self.query_norm_weight, self.key_norm_weight = (frozen(size, dtype=dtype) for _ in range(2))
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:

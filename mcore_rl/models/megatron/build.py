@@ -26,6 +26,7 @@ from mcore_rl.models.megatron.fp8 import set_scales
 from mcore_rl.models.megatron.hf_config import transformer_config
 from mcore_rl.models.megatron.layers import (
     ColumnLinear,
+    FloatRMSNorm,
     GatedActivation,
     HeadRMSNorm,
     NormedRowLinear,
@@ -111,20 +112,22 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     modules = layer_modules(config)
     layers = [_layer_spec(config, family, modules, layer) for layer in range(first, first + count)]
-    norm = modules.norm
+    norm = FloatRMSNorm if family.float32_norms else modules.norm
     if family.streams is not None:
-        norm = ModuleSpec(module=StreamNorm, params={"streams": family.streams})
+        norm = ModuleSpec(module=StreamNorm, params={"streams": family.streams, "is_float32": family.float32_norms})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _router(family: Family) -> Any:
+def _router(family: Family, layer: int) -> Any:
     assert isinstance(family, Mixture), "only mixtures have routers"
-    return functools.partial(Router, experts=family.experts)
+    ids = family.vocab_size if layer in family.experts.by_id else 0
+    return functools.partial(Router, experts=family.experts, vocab_size=ids)
 
 
 def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
     """Return the spec of a layer. A layer without token mixer or without MLP keeps Megatron's identities there."""
-    before = modules.norm if family.norms_before else IdentityOp
+    norm = FloatRMSNorm if family.float32_norms else modules.norm
+    before = norm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
     # Names of the norms in Megatron's checkpoints: Megatron's own layers fuse the norms into the linear layers.
     keys, parts = dict[str, str](), dict[str, Any]()
@@ -136,7 +139,8 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
         if not is_sparse:
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
-        parts |= {"pre_mlp_layernorm": before, "mlp": _sparse_mlp(family, config, modules) if is_sparse else mlp}
+        parts["mlp"] = _sparse_mlp(family, config, modules, layer) if is_sparse else mlp
+        parts |= {"pre_mlp_layernorm": before}
         parts["mlp_bda"] = get_bias_dropout_add
     streams = {} if family.streams is None else {"streams": family.streams}
     return ModuleSpec(
@@ -168,7 +172,7 @@ def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
     )
 
 
-def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> Any:
+def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules, layer: int) -> Any:
     assert isinstance(family, Mixture), "only mixtures have experts"
     linears = _linears(family, modules)
     options: dict[str, Any] = {
@@ -185,7 +189,7 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
             of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
         experts = ModuleSpec(module=modules.grouped_experts, params=options, submodules=of_all)
     submodules = MoESubmodules(
-        router=_router(family),
+        router=_router(family, layer),
         experts=experts,
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
     )

@@ -127,7 +127,7 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     tensors = tokens, positions, *masks, *ends, *routed
     # Transformer Engine's attention needs no index tensors; a layer that falls back to the local attention sends them.
     visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, *tensors, sends_index=not uses_te)
-    params = PackParams(qkv_format="thd", visible=visible, positions=positions)
+    params = PackParams(qkv_format="thd", visible=visible, positions=positions, token_ids=tokens)
     if masks:
         params.is_token = rest.pop(0)
     if ends:

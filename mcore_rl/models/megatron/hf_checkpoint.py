@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -21,27 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.directory_names import name_in_family
 from mcore_rl.models.megatron.families import family_of, has_reward_head
 from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
 from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, name_padding, read_index
 
 MAX_SHARD_BYTES = 4 * 1024**3
-
-
-_RENAMED = (
-    (r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$", r".mlp.\1"),  # dense layers of Kimi Linear
-    (r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.hc_(fn|base|scale)$", r".\1.hc_pre.hc_\2"),  # this and the others: HY-4
-    (r"\.hc_pre\.(hc_head\.hc_head_(?:fn|base|scale))$", r".\1"),
-    (r"\.(mlp(?:\.shared_experts)?)\.linear_gate\.weight$", r".\1.gate_proj.weight"),
-)
-"""Pairs of a pattern of names that transformers gives to tensors, and the name that the model's publishers give."""
-
-
-def _published_name(name: str) -> str:
-    for pattern, published in _RENAMED:
-        name = re.sub(pattern, published, name)
-    return name
-
 
 FP8_SCALE = "_scale_inv"
 """Ending of the names of the scales of FP8 tensors, one for each block (DeepSeek-V3)."""
@@ -99,8 +83,8 @@ class SafetensorsDirectory:
     In some directories one tensor contains the weights of all experts of a layer: `experts.gate_up_proj` [experts,
     2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases; or both with the last two
     dimensions exchanged (Qwen3-VL). This class offers them under the names of separate weights, such as
-    `experts.0.gate_proj.weight`. Tensors that transformers writes under other names than a model's publishers have the
-    publishers' names here. `packed_like` undoes both.
+    `experts.0.gate_proj.weight`. Tensors whose names differ between directories have the names of the family here
+    (`directory_names`). `packed_like` undoes both.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory, or
@@ -111,8 +95,8 @@ class SafetensorsDirectory:
         self.path = path
         self._open: dict[str, Any] = {}
         self.file_of = self._locate()
-        published = {_published_name(name): name for name in self.file_of}
-        self.stored_name = {name: stored for name, stored in published.items() if name != stored}
+        names = {name_in_family(name): name for name in self.file_of}
+        self.stored_name = {name: stored for name, stored in names.items() if name != stored}
         self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:

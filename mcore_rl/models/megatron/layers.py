@@ -233,6 +233,14 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
         return normed
 
 
+class FloatRMSNorm(RMSNorm):
+    """`RMSNorm` whose weight is always fp32, whatever the model's precision is."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.weight.data = self.weight.data.float()
+
+
 class _Normed(torch.autograd.Function):
     """The function weight · x / rms(x), which saves less for the backward pass than autograd would.
 

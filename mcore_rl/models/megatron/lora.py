@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from pathlib import Path
@@ -396,16 +396,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
         rank, alpha, targets = directory.rank, directory.alpha, directory.target_modules
     key = "target_modules" if directory is None else f"path={config.path}"
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family, with_tower)
-    for target in targets:
-        if target not in known:
-            if target in TOWER_TARGETS and family.vision_config is not None:
-                raise UserError(
-                    f"model.lora.{key}: {target} is in the vision tower; set model.vision_tower=trained to adapt it"
-                )
-            experts = ADAPTED_IN_MIXTURES if isinstance(family, Mixture) else ""
-            raise UserError(
-                f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
-            )
+    _check_targets(targets, known, family, key)
     targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
     if with_tower and not set(TOWER_TARGETS).intersection(targets):
         raise UserError(
@@ -438,6 +429,19 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0, with_tower: bool 
         family.experts_in,
         _excluded(family, targets),
     )
+
+
+def _check_targets(targets: Sequence[str], known: Sequence[str], family: Family, key: str) -> None:
+    for target in targets:
+        if target not in known:
+            if target in TOWER_TARGETS and family.vision_config is not None:
+                raise UserError(
+                    f"model.lora.{key}: {target} is in the vision tower; set model.vision_tower=trained to adapt it"
+                )
+            experts = ADAPTED_IN_MIXTURES if isinstance(family, Mixture) else ""
+            raise UserError(
+                f"model.lora.{key}: {family.model_type} has no {target} to adapt; it has {', '.join(known)}{experts}"
+            )
 
 
 def _excluded(family: Family, targets: tuple[str, ...]) -> tuple[str, ...]:

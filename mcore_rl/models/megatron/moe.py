@@ -209,15 +209,22 @@ class Router(TopKRouter):
     pack: the pack that contains the current tokens.
     load: statistics of the current training step; None outside a step.
     recorded: [T, topk], the experts that the router chose in the last forward pass in evaluation mode.
+    token_experts: if the experts of a token depend on its id alone: [vocabulary, topk], the experts of each id, as fp32
+        numbers. Otherwise None.
     """
 
     pack: PackParams | None = None
     load: RouterStatistics | None = None
     recorded: Tensor | None = None
 
-    def __init__(self, config: TransformerConfig, experts: Experts, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, experts: Experts, vocab_size: int = 0, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.experts = experts
+        self.token_experts: torch.nn.Parameter | None = None
+        if vocab_size:
+            self.token_experts = torch.nn.Parameter(torch.zeros(vocab_size, experts.topk), requires_grad=False)
+            del self.expert_bias, self.local_tokens_per_expert
+            self.enable_expert_bias = False
         if experts.float32_router:
             self.weight.data = self.weight.data.float()
         if experts.has_biases:
@@ -276,7 +283,9 @@ class Router(TopKRouter):
         each of them.
         """
         weight = tokens.weight[tokens.segment]
-        probabilities = logits.softmax(-1) if self.experts.score == "softmax" else _normalised(logits.sigmoid())
+        probabilities = _scores(logits, self.experts.score)
+        if self.experts.score != "softmax":
+            probabilities = _normalised(probabilities)
         counted = chosen * tokens.count[tokens.segment][:, None]
         balance = logits.new_zeros(())
         if self.config.moe_aux_loss_coeff:
@@ -304,7 +313,9 @@ class Router(TopKRouter):
         its two highest scores.
         """
         experts = self.experts
-        scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
+        if self.token_experts is not None:
+            return self._experts_of_ids(self.token_experts)
+        scores = _scores(logits, experts.score)
         if experts.selection_bias:
             scores = scores + self.expert_bias
         if experts.groups > 1:
@@ -321,10 +332,24 @@ class Router(TopKRouter):
             normaliser = logits.gather(1, chosen) if experts.normalise else logits
             weights = (logits.gather(1, chosen) - normaliser.logsumexp(-1, keepdim=True)).exp()
         else:
-            weights = logits.gather(1, chosen).sigmoid()
+            weights = _scores(logits.gather(1, chosen), experts.score)
             if experts.normalise:
                 weights = _normalised(weights)
         return weights if experts.scale is None else weights * experts.scale
+
+    def _experts_of_ids(self, table: Tensor) -> Tensor:
+        """Return the experts of this rank's tokens, [T, topk]."""
+        assert self.pack is not None and self.pack.token_ids is not None, "the router needs the ids of the tokens"
+        ids = self.pack.token_ids
+        if self.config.sequence_parallel:
+            ids = ids.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return table[ids].long()
+
+
+def _scores(logits: Tensor, function: str) -> Tensor:
+    if function == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if function == "sigmoid" else F.softplus(logits).sqrt()
 
 
 class _FloatLinear(torch.autograd.Function):
@@ -565,6 +590,8 @@ class StepRouterStatistics:
         `rate`.
         """
         for router in routers_of(model):
+            if router.token_experts is not None:
+                continue
             tokens = self.tokens[router.index]
             router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)
 

@@ -70,6 +70,11 @@ class Indexer:
         return self.topk + self.pool - 1
 
     @property
+    def chosen_size(self) -> int:
+        """Number of columns of a choice."""
+        return self.most_seen
+
+    @property
     def mean_seen(self) -> float:
         """Mean number of keys that a query with more than `most_seen` keys sees."""
         return self.topk + (self.pool - 1) / 2
@@ -114,7 +119,8 @@ class AnyIndexerLayer(Protocol):
     def best(self, states: Any, ends: Tensor) -> Tensor: ...
 
 
-class Pooling(NamedTuple):
+@dataclass(frozen=True)
+class Pooling:
     """How keys are pooled: pool p of a row has its keys p · size … p · size + size − 1.
 
     bias: [size, head_dim], added to the gates of a pool's keys.
@@ -134,6 +140,27 @@ class Pooling(NamedTuple):
         keys, gates = pools.chunk(2, dim=-1)
         wide = torch.promote_types(gates.dtype, torch.float32)
         return ((gates.to(wide) + self.bias.to(wide)).softmax(2).to(keys.dtype) * keys).sum(2)
+
+    def count(self, topk: int) -> int:
+        """Return the number of pools that are chosen."""
+        return topk // self.size
+
+    def members(self, pools: Int32[Tensor, "queries pools"], ends: Int[Tensor, "queries 1"]) -> Tensor:
+        """Return the positions of the keys of chosen pools, and of the keys after the last whole pool; −1 for none."""
+        places = torch.arange(self.size, dtype=torch.int32, device=pools.device)
+        members = torch.where(pools[..., None] < 0, -1, pools[..., None] * self.size + places).flatten(1)
+        after = ends // self.size * self.size + places[:-1]
+        return torch.cat((members, torch.where(after < ends, after, -1).int()), 1)
+
+    def everything(self, ends: Int[Tensor, "queries 1"], keys: int) -> Tensor:
+        """Return the choice of all of a query's keys, where a row has `keys` keys; −1 after its last key."""
+        return all_keys(ends, keys)
+
+
+def all_keys(ends: Int[Tensor, "queries 1"], keys: int) -> Int32[Tensor, "queries keys"]:
+    """Return the positions of all keys of each query; −1 after its last key."""
+    found = torch.arange(keys, dtype=torch.int32, device=ends.device).expand(len(ends), -1)
+    return torch.where(found < ends, found, -1)
 
 
 class IndexerLayer(torch.nn.Module):
@@ -159,14 +186,14 @@ class IndexerLayer(torch.nn.Module):
         self.indexer, self.rotated, self.rope_factor = indexer, rotated, rope_factor
         self.groups, self.sequence_parallel = groups, config.sequence_parallel
         size, dtype = indexer.head_dim, config.params_dtype
-        self.query_weight = frozen_weight(indexer.heads * size, query_rank, dtype=dtype)
-        self.key_weight = frozen_weight(size, config.hidden_size, dtype=dtype)
+        self.query_weight = frozen(indexer.heads * size, query_rank, dtype=dtype)
+        self.key_weight = frozen(size, config.hidden_size, dtype=dtype)
         norm_dtype = torch.float32 if indexer.float32_norm else dtype
-        self.key_norm_weight, self.key_norm_bias = (frozen_weight(size, dtype=norm_dtype) for _ in range(2))
-        self.head_weight = frozen_weight(indexer.heads, config.hidden_size, dtype=torch.float32)
+        self.key_norm_weight, self.key_norm_bias = (frozen(size, dtype=norm_dtype) for _ in range(2))
+        self.head_weight = frozen(indexer.heads, config.hidden_size, dtype=torch.float32)
         if indexer.pool > 1:
-            self.pool_gate = frozen_weight(size, config.hidden_size, dtype=dtype)
-            self.pool_bias = frozen_weight(indexer.pool, size, dtype=dtype)
+            self.pool_gate = frozen(size, config.hidden_size, dtype=dtype)
+            self.pool_bias = frozen(indexer.pool, size, dtype=dtype)
 
     @property
     def pooling(self) -> Pooling | None:
@@ -175,7 +202,7 @@ class IndexerLayer(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
-        """Choose the keys of this rank's queries; return int32 [T / CP, most_seen], or None if queries see all keys.
+        """Choose the keys of this rank's queries; return int32 [T / CP, chosen_size], or None if queries see all.
 
         They see all keys if no row of the pack has more than `most_seen` tokens. The condition is about all rows, so
         all ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the
@@ -197,7 +224,7 @@ class IndexerLayer(torch.nn.Module):
 
     def choose(self, states: IndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
         """Return `choose` of the states of this rank's queries from `first` on, with the keys of all ranks."""
-        return choose(*states, visible, self.indexer.topk, first, self.pooling)
+        return choose(*states, visible, self.indexer, first, self.pooling)
 
     def best(self, states: IndexerStates, ends: Tensor) -> Tensor:
         """Return `best_keys` of the states of n sequences."""
@@ -243,8 +270,8 @@ def replicated_state_dict(
     return described
 
 
-def frozen_weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    """Return a parameter that is not trained."""
+def frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    """Return a parameter that is never trained."""
     return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
@@ -261,7 +288,7 @@ class QueryBlock(NamedTuple):
     seen: int
 
 
-def query_blocks(
+def blocks_of(
     visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device
 ) -> Iterator[QueryBlock]:
     """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores."""
@@ -281,10 +308,10 @@ def choose(
     key: Float[Tensor, "keys size"],
     weight: Float[Tensor, "queries heads"],
     visible: AttentionPattern,
-    topk: int,
+    indexer: Indexer,
     first: int = 0,
     pooling: Pooling | None = None,
-) -> Int32[Tensor, "queries most_seen"]:
+) -> Int32[Tensor, "queries chosen_size"]:
     """Choose the keys of the queries of a pack.
 
     The memory is that of the result and of one block of scores. No scores are computed in rows without more keys than a
@@ -294,16 +321,14 @@ def choose(
         query, weight: of this rank's queries `first` … `first + len(query)` − 1.
         key: of all context-parallel ranks, in rank order.
     """
-    most_seen = topk if pooling is None else topk + pooling.size - 1
-    chosen = torch.full((len(query), most_seen), -1, dtype=torch.int32, device=query.device)
-    for queries, rows, seen in query_blocks(visible, query.shape[1], first, first + len(query), query.device):
+    chosen = torch.full((len(query), indexer.chosen_size), -1, dtype=torch.int32, device=query.device)
+    for queries, rows, seen in blocks_of(visible, query.shape[1], first, first + len(query), query.device):
         own, count = slice(queries.start - first, queries.stop - first), seen + queries.stop - queries.start - 1
         ends = torch.arange(seen, count + 1, device=key.device)[:, None]
-        if count <= most_seen:
-            found = torch.arange(count, dtype=torch.int32, device=key.device).expand(len(ends), -1)
-            found = torch.where(found < ends, found, -1)
+        if count <= indexer.most_seen:
+            found = (all_keys if pooling is None else pooling.everything)(ends, count)
         else:
-            found = best_keys(query[own][None], key[rows][None], weight[own][None], ends, topk, pooling)
+            found = best_keys(query[own][None], key[rows][None], weight[own][None], ends, indexer.topk, pooling)
         chosen[own, : found.shape[1]] = found
     return chosen
 
@@ -323,13 +348,8 @@ def best_keys(
     """
     if pooling is None:
         return highest(index_scores(query, key, weight).flatten(0, 1), ends, topk)
-    size = pooling.size
     scores = index_scores(query, pooling.pooled(key), weight).flatten(0, 1)
-    pools = highest(scores, ends // size, topk // size)[..., None]
-    places = torch.arange(size, dtype=torch.int32, device=pools.device)
-    members = torch.where(pools < 0, -1, pools * size + places).flatten(1)
-    after = ends // size * size + places[:-1]
-    return torch.cat((members, torch.where(after < ends, after, -1).int()), 1)
+    return pooling.members(highest(scores, ends // pooling.size, pooling.count(topk)), ends)
 
 
 def index_scores(
@@ -402,7 +422,7 @@ class _SelectedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, chosen, sinks)
         ctx.visible, ctx.scale, ctx.block_size = visible, scale, block_size
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for queries, rows, seen in query_blocks(visible, query.shape[1], 0, len(query), query.device):
+        for queries, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
             k, v = key[rows], value[rows]
             mask = _mask_of(chosen[queries], len(k), seen, block_size)
             out[queries] = _attend(query[queries], k, v, mask, scale, sinks)
@@ -416,7 +436,7 @@ class _SelectedAttention(torch.autograd.Function):
         wide = torch.promote_types(key.dtype, torch.float32)
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
         of_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
-        for queries, rows, seen in query_blocks(ctx.visible, query.shape[1], 0, len(query), query.device):
+        for queries, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
             parts = (query[queries], key[rows], value[rows], *(() if sinks is None else (sinks,)))
             q, k, v, *rest = leaves = [x.detach().requires_grad_() for x in parts]
             mask = _mask_of(chosen[queries], len(k), seen, ctx.block_size)

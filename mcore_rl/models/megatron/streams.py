@@ -167,8 +167,18 @@ class StreamLayer(PackLayer):
 class StreamNorm(RMSNorm):
     """The model's last norm. It reads a weighted sum of the streams, or their mean: [T, n, hidden] → [T, 1, hidden]."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, streams: Streams, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float,
+        streams: Streams,
+        is_float32: bool = False,
+        **_: Any,
+    ) -> None:
         super().__init__(config, hidden_size, eps)
+        if is_float32:
+            self.weight.data = self.weight.data.float()
         self.streams = None if streams.ends_in_mean else FinalWeights(config, streams, (streams.count,))
 
     def forward(self, x: Tensor) -> Tensor:

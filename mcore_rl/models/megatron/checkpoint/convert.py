@@ -222,8 +222,10 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 def _float32_names(family: Family) -> tuple[str, ...]:
     """Return the endings of the names of parameters that are float32 whatever the model's precision is."""
-    in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
-    return tuple({f".{name}" for name in in_layer})
+    names = (mapping.megatron for mapping in family.table.values() if mapping.is_float32)
+    endings = {f".{name.split('.', 3)[-1]}" if name.startswith("decoder.layers.") else name for name in names}
+    # Input norms have other names in checkpoints (`build._layer_spec`).
+    return (*endings, *((".layer_norm_weight",) if family.float32_norms else ()))
 
 
 def _name(dtype: torch.dtype) -> str:

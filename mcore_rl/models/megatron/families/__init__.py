@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
+from mcore_rl.models.megatron.families.deepseek_v4 import DeepseekV4
 from mcore_rl.models.megatron.families.dense import (
     Gemma3,
     Glm4,
@@ -64,7 +65,7 @@ MIXTURES = (
     MiniMaxM3,
     Ernie45MoE,
 )
-HYPER_CONNECTED = (HYV4, Glm5Next)
+HYPER_CONNECTED = (HYV4, Glm5Next, DeepseekV4)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear, NemotronH)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {

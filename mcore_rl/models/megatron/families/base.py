@@ -93,6 +93,9 @@ class Family:
     float32_head: ClassVar[bool] = False
     """Whether an LM head that is not the embedding is always float32, whatever the model's precision is."""
 
+    float32_norms: ClassVar[bool] = False
+    """Whether the weights of the layers' norms and of the last norm are always float32."""
+
     prefix: ClassVar[str] = "model."
     """Prefix of the Hugging Face names of the text model's tensors."""
 
@@ -370,7 +373,7 @@ class Family:
         yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
         for layer in range(self.num_layers):
             yield from self._layer(layer, f"decoder.layers.{layer}.", f"{self.prefix}layers.{layer}.")
-        yield norm("decoder.final_layernorm", f"{self.prefix}{self.final_norm_name}", hidden)
+        yield norm("decoder.final_layernorm", f"{self.prefix}{self.final_norm_name}", hidden, self.float32_norms)
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
@@ -387,13 +390,13 @@ class Family:
         hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
         if (mixer := self.token_mixer(layer)) is not None:
             if self.norms_before:
-                yield norm(f"{ours}input_layernorm", theirs + before, hidden)
+                yield norm(f"{ours}input_layernorm", theirs + before, hidden, self.float32_norms)
             yield from mixer.mappings(f"{ours}self_attention.", theirs)
             if self.norms_after:
                 yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
         if self.has_mlp(layer):
             if self.norms_before:
-                yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden)
+                yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden, self.float32_norms)
             yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}{self.dense_mlp_name}.")
             if self.norms_after:
                 yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
@@ -402,9 +405,9 @@ class Family:
         yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size, self.mlp_projections)
 
 
-def norm(ours: str, theirs: str, size: int) -> Mapping:
+def norm(ours: str, theirs: str, size: int, is_float32: bool = False) -> Mapping:
     """Return the mapping of a norm's weight; `ours` and `theirs` are the norm's Megatron and Hugging Face names."""
-    return Mapping(f"{ours}.weight", (Part(f"{theirs}.weight", (size,)),), Replicated())
+    return Mapping(f"{ours}.weight", (Part(f"{theirs}.weight", (size,)),), Replicated(), is_float32=is_float32)
 
 
 def gated_mlp(

@@ -46,7 +46,8 @@ class Experts:
     shared_width: size of the shared expert's hidden layer; 0 if there is no shared expert. Every token goes through the
         shared expert, without being routed.
     shared_gate: whether the output of the shared expert is multiplied by a gate.
-    score: function that maps the router's logits to scores, "softmax" or "sigmoid". normalise: whether the weights of a
+    score: function that maps the router's logits to scores, "softmax", "sigmoid" or "sqrtsoftplus" (the square root of
+        log(1 + exp)). normalise: whether the weights of a
         token's experts sum to 1. scale: factor of the weights; None for 1.
     groups, group_topk: the experts are divided into `groups` groups, and a token's experts are chosen from the best
         `group_topk` groups. Both are 1 if there are no groups.
@@ -57,6 +58,7 @@ class Experts:
     limit: limit to which the gate and up projections of routed experts are clamped; None for that of all MLPs.
     latent: size of the latent states that the routed experts see, which are projected from the hidden states and back;
         0 if the experts see the hidden states.
+    by_id: numbers of the layers in which the experts of a token depend on its id alone.
     """
 
     count: int
@@ -75,6 +77,7 @@ class Experts:
     has_biases: bool = False
     limit: float | None = None
     latent: int = 0
+    by_id: tuple[int, ...] = ()
 
 
 class Mixture(Family):
