@@ -144,15 +144,17 @@ def tolerances(family):
     return {"gradients": 5e-4} if family in WITH_DELTA_NETS else {}
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    "family",
-    and_long(
-        ["llama", "mixtral"],
-        [family for family in ARCHITECTURES if family not in ("llama", "mixtral", *ALIKE)],
-        ALIKE,
-    ),
+# A layout of these families is compared with one process and plain PyTorch in a long case of another test.
+IN_A_LAYOUT = ("hy_v4", "glm5_next", "deepseek_v4", "nemotron_h_moe", "mimo_v2_flash", "kimi_linear")
+IN_ONE_PROCESS = and_long(
+    ["llama", "mixtral"],
+    [family for family in ARCHITECTURES if family not in ("llama", "mixtral", *ALIKE, *IN_A_LAYOUT)],
+    [*ALIKE, *IN_A_LAYOUT],
 )
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("family", IN_ONE_PROCESS)
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
