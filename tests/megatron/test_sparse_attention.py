@@ -444,3 +444,13 @@ def test_operations_count_chosen_keys_and_all_scores(tokens, before):
     assert counted[1] == counted[3] == pytest.approx(attention)
     has_scores = before + tokens > hf.index_topk
     assert counted[0] - counted[1] == pytest.approx(scores if has_scores else 0)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
+def test_checkpoints_do_not_stack_layers_with_and_without_indexers(family):
+    """Not even if all layers have experts. Megatron refuses to save a stack from which a layer's part is missing."""
+    of_all = {"mlp_layer_types": ["sparse"] * 4}
+    shared = family_of(make_config(family, **of_all))
+    alike = family_of(make_config(family, **of_all, indexer_types=["full"] * 4))
+    assert shared.megatron_fields()["hetereogenous_dist_checkpoint"]
+    assert not alike.megatron_fields()["hetereogenous_dist_checkpoint"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
@@ -296,6 +297,7 @@ class Family:
             "softmax_scale": self.softmax_scale,
             "add_bias_linear": False,
             "add_qkv_bias": self.has_qkv_bias,
+            "hetereogenous_dist_checkpoint": self.layers_differ,  # checkpoints cannot stack such layers
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
@@ -334,6 +336,18 @@ class Family:
     def table(self) -> dict[str, Mapping]:
         """Map from the Megatron name of each parameter to its `Mapping`, in the model's order."""
         return {mapping.megatron: mapping for mapping in self._mappings()}
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers have other parameters, or parameters of other shapes, than the first layer."""
+        layers = defaultdict[str, dict[str, Any]](dict)
+        for name, mapping in self.table.items():
+            before, _, rest = name.partition("decoder.layers.")
+            if rest and not before:
+                layer, _, own = rest.partition(".")
+                layers[layer][own] = [part.shape for part in mapping.parts]
+        first, *others = layers.values()
+        return any(other != first for other in others)
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the Hugging Face tensors by name, in the model's order."""

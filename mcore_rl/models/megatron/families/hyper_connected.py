@@ -180,7 +180,6 @@ class Glm5Next(HyperConnected, GlmMoEDsa):
         return {
             **super().megatron_fields(),
             "activation_func_clamp_value": self.hf.swiglu_limit,
-            "hetereogenous_dist_checkpoint": True,  # checkpoints cannot stack layers of different kinds
         }
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:

@@ -59,10 +59,6 @@ class KimiLinear(Glm4MoELite):
         if not getattr(hf, "mla_use_nope", True):
             raise UserError("model.path: mla_use_nope=false (a rotation in latent attention) is not supported")
 
-    def megatron_fields(self) -> dict[str, Any]:
-        # Checkpoints cannot stack layers of different kinds.
-        return {**super().megatron_fields(), "hetereogenous_dist_checkpoint": True}
-
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
         return {"heads of delta nets": self.hf.linear_num_heads}
 

@@ -76,7 +76,6 @@ class MiniMaxM3(PackedMLP, Mixture):
             "activation_func": ScaledSwish(self.hf.swiglu_alpha),
             "activation_func_clamp_value": self.hf.swiglu_limit,
             "glu_linear_offset": 1.0,
-            "hetereogenous_dist_checkpoint": True,  # checkpoints cannot stack layers of different kinds
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:

@@ -462,10 +462,6 @@ class MiMoV2Flash(RopeByKind, MLPByLayer):
             value_scale=1.0 if hf.attention_value_scale is None else hf.attention_value_scale,
         )
 
-    def megatron_fields(self) -> dict[str, Any]:
-        # Checkpoints cannot stack layers of different kinds.
-        return {**super().megatron_fields(), "hetereogenous_dist_checkpoint": True}
-
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
         return {**super().divisible_by_tensor_parallel(), "key-value heads": self.num_query_groups}
 

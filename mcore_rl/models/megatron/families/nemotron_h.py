@@ -99,10 +99,6 @@ class NemotronH(Family):
             raise UserError("model.path: use_bias=true (biases in the projections of Mamba-2) is not supported")
         super().check(max_sequence_length)
 
-    def megatron_fields(self) -> dict[str, Any]:
-        # Checkpoints cannot stack layers of different kinds.
-        return {**super().megatron_fields(), "hetereogenous_dist_checkpoint": True}
-
     @property
     def norm_eps(self) -> float:
         return float(self.hf.layer_norm_epsilon)

@@ -62,7 +62,6 @@ class Hybrid(Family):
             **super().megatron_fields(),
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
-            "hetereogenous_dist_checkpoint": True,  # checkpoints cannot stack layers of different kinds
         }
 
     def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
