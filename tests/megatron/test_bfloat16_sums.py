@@ -121,7 +121,7 @@ def test_router_computes_in_fp32():
     x, weight = torch.randn(4096, 1, 64).bfloat16(), torch.nn.Parameter(torch.randn(8, 64).bfloat16())
     experts = SimpleNamespace(score="softmax", normalise=True, scale=None, selection_bias=False, groups=1, topk=2)
     router = SimpleNamespace(
-        weight=weight, bias=None, experts=experts, pack=None, load=None, training=True, index=0,
+        weight=weight, bias=None, experts=experts, pack=None, load=None, training=True, index=0, token_experts=None,
         _choose=lambda logits: Router._choose(router, logits),
         _weights=lambda logits, chosen: Router._weights(router, logits, chosen),
     )  # fmt: skip

@@ -116,7 +116,6 @@ class DeepseekV4(HyperConnected, Mixture):
         return {
             **super().megatron_fields(),
             "activation_func_clamp_value": self.hf.swiglu_limit,
-            "hetereogenous_dist_checkpoint": True,  # checkpoints cannot stack layers of different kinds
         }
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
