@@ -124,6 +124,7 @@ def test_adapters_are_not_on_indexers():
         ({"index_n_heads": 4}, r"index_n_heads=4 must be the number of key-value heads \(2\)"),
         ({"index_local_blocks": 5}, r"index_local_blocks=5 must be at least 1 and at most index_topk_blocks \(4\)"),
         ({"index_local_blocks": 0}, "index_local_blocks=0"),
+        ({"index_block_size": 1}, "index_block_size=1 must be at least 2"),
         ({"index_head_dim": 6}, r"index_head_dim=6 must be at least the number of rotated elements of a head \(8\)"),
     ],
 )

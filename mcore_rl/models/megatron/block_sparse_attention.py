@@ -213,6 +213,8 @@ class BlockSparseAttention(GroupedQueryAttention):
             raise UserError(
                 f"model.path: index_n_heads={indexer.heads} must be the number of key-value heads ({self.groups})"
             )
+        if indexer.size < 2:
+            raise UserError(f"model.path: index_block_size={indexer.size} must be at least 2")
         if not 1 <= indexer.local <= indexer.topk:
             raise UserError(
                 f"model.path: index_local_blocks={indexer.local} must be at least 1 and at most index_topk_blocks "
