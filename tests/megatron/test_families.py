@@ -258,6 +258,15 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("seed_oss", {"attention_bias": False}, "a bias on the output projection alone"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim below 2"),
+        ("nemotron_h", {"n_groups": 0}, r"mamba_num_heads \(12\) must be a multiple of n_groups \(0\)"),
+        ("mimo_v2_flash", {"v_head_dim": 0}, "v_head_dim=0 must be at least 1"),
+        (
+            "mimo_v2_flash",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters has no entry 'sliding_attention'",
+        ),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk=0 must be at least 1"),
+        ("hy_v4", {"index_head_dim": 6}, r"index_head_dim=6 must be at least qk_rope_head_dim \(8\)"),
     ],
 )
 def test_what_a_family_does_not_cover(family, changes, message):

@@ -262,10 +262,11 @@ class GroupedQueryAttention(KeyValueMixer):
 
 
 def check_value_dim(value_dim: int, head_dim: int) -> None:
-    """Raise an error if values are larger than keys, which no kernel can compute."""
-    if value_dim > head_dim:
+    """Raise an error if there are no values, or if they are larger than keys, which no kernel can compute."""
+    if not 1 <= value_dim <= head_dim:
         raise UserError(
-            f"model.path: v_head_dim={value_dim} must be at most the head dimension of the keys ({head_dim})"
+            f"model.path: v_head_dim={value_dim} must be at least 1, and at most the head dimension of the keys "
+            f"({head_dim})"
         )
 
 

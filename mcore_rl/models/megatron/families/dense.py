@@ -180,6 +180,10 @@ class RopeByKind(Family):
         return self._rope(self.hf.layer_types[layer])[1]
 
     def _rope(self, kind: str) -> tuple[Tensor, float]:
+        if kind not in self.hf.rope_parameters:
+            raise UserError(
+                f"model.path: rope_parameters has no entry {kind!r}; it must have one for each kind of layer"
+            )
         parameters = self.hf.rope_parameters[kind]
         if parameters["rope_type"] == "default":
             part = parameters.get("partial_rotary_factor", self.default_rotated_part) if self.rotates_partly else 1.0
