@@ -159,7 +159,7 @@ def test_verify_layouts_shows_steps_side_by_side(demo):
     assert all(float(one) == pytest.approx(float(tp2), abs=1e-5) for _, one, tp2 in steps), told
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_verify_a_layout_example_succeeds(demo):
     told = call(sys.executable, EXAMPLES / "verify_a_layout.py", ROOT / "configs" / "sft_cpu.yaml", cwd=demo)
     assert re.search(r"^tp2 cp2 sp( +\d\.\de[+-]\d\d){6}$", told, re.MULTILINE), told

@@ -366,7 +366,7 @@ def test_a_part_of_the_run_that_reads_no_images_is_refused_before_training(files
             load_inputs(load_config(kind, files / f"{name}.yaml", options), world_size=1)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_grpo_teaches_the_colour_of_squares(tmp_path):
     """The demo: the colours of held-out pictures are guessed before, and known afterwards."""
     run("make_image_data.py", tmp_path / "data")

@@ -180,6 +180,7 @@ def grpo(root):
     return train(root, "grpo", None, "checkpoint.export_hf=false", "--record", root / "one.jsonl")[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_grpo_does_not_depend_on_layout(layout, root, grpo):
     """All samples are the same; rewards of a group differ, so that all steps have gradients."""

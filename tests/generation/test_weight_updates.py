@@ -148,7 +148,7 @@ def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
     assert len(again) >= 3, "after each restart or lost version, of which some may coincide"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "differences"])
 def test_a_frozen_tower_is_sent_to_each_server_once(delta, root, tmp_path):
     """Also to a server that was started again. All servers have all weights bit for bit after each update."""

@@ -82,9 +82,10 @@ def compare(path, layout, sequences):
 
 DENSE = and_long(
     [],
-    [ParallelLayout(tp=2, sp=True)],
+    [],
     [
         ParallelLayout(),
+        ParallelLayout(tp=2, sp=True),
         ParallelLayout(pp=2),
         ParallelLayout(cp=2),
         ParallelLayout(dp=2),
