@@ -38,7 +38,7 @@ from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exac
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
-from mcore_rl.models.megatron.sparse_attention import AnyIndexerLayer, block_mask, selected_attention
+from mcore_rl.models.megatron.sparse_attention import IndexerBase, block_mask, selected_attention
 from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -259,7 +259,7 @@ class IndexLayerCache(BlockLayerCache):
     short that nothing is chosen.
     """
 
-    def __init__(self, layer: AnyIndexerLayer, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
+    def __init__(self, layer: IndexerBase, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
         super().__init__((layer.indexer.key_size,), dtype, gathered)
         self.layer = layer
 
@@ -587,7 +587,7 @@ class CachedIndexer(torch.nn.Module):
         number: number of the cache.
     """
 
-    def __init__(self, decoder: Decoder, indexer: AnyIndexerLayer, number: int) -> None:
+    def __init__(self, decoder: Decoder, indexer: IndexerBase, number: int) -> None:
         super().__init__()
         self.decoder, self.number, self.indexer = [decoder], number, indexer
 

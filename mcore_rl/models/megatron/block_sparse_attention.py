@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import GroupedQueryAttention, LayerModules, PackParams, PackSelfAttention
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.layers import rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
-from mcore_rl.models.megatron.sparse_attention import blocks_of, frozen, highest, replicated_state_dict
+from mcore_rl.models.megatron.sparse_attention import IndexerBase, blocks_of, frozen, highest
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -115,8 +114,8 @@ class BlockIndexerStates(NamedTuple):
     key: Tensor
 
 
-class BlockIndexerLayer(torch.nn.Module):
-    """The indexer of one layer. Its weights are the same on every rank and are not trained."""
+class BlockIndexerLayer(IndexerBase):
+    """An indexer that chooses blocks; its choices are int32 [T, heads, topk]."""
 
     kind_of_states = BlockIndexerStates
 
@@ -128,28 +127,6 @@ class BlockIndexerLayer(torch.nn.Module):
         self.key_weight = frozen(size, config.hidden_size, dtype=dtype)
         self.query_norm_weight, self.key_norm_weight = (frozen(size, dtype=dtype) for _ in range(2))
 
-    @torch.no_grad()
-    def forward(self, hidden: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
-        """Choose the blocks of this rank's queries; return int32 [T / CP, heads, topk]; None if queries see all keys.
-
-        They see all keys if no row of the pack has more than `most_seen` tokens. The condition is about all rows, so
-        all ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the
-        ranks gather the choices.
-
-        Args:
-            hidden: hidden states [T / CP (/ TP with SP), hidden].
-            angles: rotary angles of the tokens, [T / CP, 1, rotated].
-        """
-        if max(visible.layout.row_lengths, default=0) <= self.indexer.most_seen:
-            return None
-        query, key = self.states(hidden, angles)
-        first = self.groups.tp.rank() * len(query) if self.sequence_parallel else 0
-        if self.sequence_parallel:
-            key = all_gather(key, self.groups.tp).flatten(0, 1)
-        key = all_gather(key, self.groups.cp).flatten(0, 1)
-        chosen = self.choose(BlockIndexerStates(query, key), visible, first)
-        return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
-
     def choose(self, states: BlockIndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
         """Return `BlockIndexer.choose` of the states of this rank's queries, with the keys of all ranks."""
         return self.indexer.choose(*states, visible, first)
@@ -159,7 +136,12 @@ class BlockIndexerLayer(torch.nn.Module):
         return self.indexer.best(*states, ends)
 
     def states(self, hidden: Tensor, angles: Tensor) -> BlockIndexerStates:
-        """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
+        """Return the indexer's states of this rank's tokens.
+
+        Args:
+            hidden: hidden states [T / CP (/ TP with SP), hidden].
+            angles: rotary angles of the tokens, [T / CP, 1, rotated].
+        """
         if self.sequence_parallel:
             angles = angles.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         query = F.linear(hidden, self.query_weight).unflatten(-1, (self.indexer.heads, -1))
@@ -172,10 +154,6 @@ class BlockIndexerLayer(torch.nn.Module):
         """Return x / rms(x) · (1 + weight), computed in at least fp32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), self.indexer.eps).to(x.dtype)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which all weights are replicated."""
-        return replicated_state_dict(self, prefix, sharded_offsets, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

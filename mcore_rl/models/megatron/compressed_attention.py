@@ -34,6 +34,7 @@ from mcore_rl.models.megatron.sparse_attention import (
     Pooling,
     all_keys,
     blocks_of,
+    chosen_mask,
     frozen,
 )
 from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows, Shape, Stacked
@@ -574,8 +575,7 @@ def attend(
         count = torch.arange(entries.shape[1], device=states.device)
         seen = count < (ends // mixer.compression.rate)[..., None]
         if chosen is not None:
-            marks = torch.zeros(*seen.shape[:2], len(count) + 1, dtype=torch.bool, device=seen.device)
-            seen = marks.scatter_(2, torch.where(chosen < 0, len(count), chosen).long(), True)[..., :-1]
+            seen = chosen_mask(chosen, len(count))
         keys, mask = torch.cat((keys, entries), 1), torch.cat((mask, seen), 2)
     # All heads see the same keys, so they take the place of further queries. The sinks are products of an element that
     # is added to each query with a further key, in which only this element is not 0.

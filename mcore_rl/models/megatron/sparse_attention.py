@@ -16,9 +16,10 @@ the key of a pool is a gated mean. A query always sees the keys after its last w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,18 +106,63 @@ class IndexerStates(NamedTuple):
     weight: Tensor
 
 
-class AnyIndexerLayer(Protocol):
-    """What generation must know of an indexer. Its states are a named tuple with the field `key`."""
+class IndexerBase(torch.nn.Module, ABC):
+    """The indexer of one layer. Its weights are the same on every rank and are not trained.
+
+    indexer: description of the indexer.
+    kind_of_states: class of its states, a named tuple whose first fields are `query` and `key`.
+    """
 
     indexer: Any
+    groups: ProcessGroupCollection
     sequence_parallel: bool
-    kind_of_states: Any
+    kind_of_states: ClassVar[Any]
 
-    def states(self, *inputs: Tensor) -> Any: ...
+    @abstractmethod
+    def states(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the indexer's states of this rank's tokens; the arguments are those of `forward`, but the last."""
 
-    def choose(self, states: Any, visible: AttentionPattern, first: int = 0) -> Tensor: ...
+    @abstractmethod
+    def choose(self, states: Any, visible: AttentionPattern, first: int = 0) -> Tensor:
+        """Return the choices for this rank's queries from `first` on; `states` has the keys of all ranks."""
 
-    def best(self, states: Any, ends: Tensor) -> Tensor: ...
+    @abstractmethod
+    def best(self, states: Any, ends: Tensor) -> Tensor:
+        """Return the choices for the queries of n sequences, each of which sees `ends` [queries, 1] keys."""
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any) -> Tensor | None:
+        """Choose the keys of this rank's queries; return int32 [T / CP, …], or None if queries see all keys.
+
+        They see all keys if no row of the pack has more than `most_seen` tokens. The condition is about all rows, so
+        all ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the
+        ranks gather the choices.
+
+        Args:
+            inputs: tensors of the tokens, which `states` takes, and the `AttentionPattern` of the pack.
+        """
+        *tensors, visible = inputs
+        if max(visible.layout.row_lengths, default=0) <= self.indexer.most_seen:
+            return None
+        query, key, *others = self.states(*tensors)
+        first = self.groups.tp.rank() * len(query) if self.sequence_parallel else 0
+        if self.sequence_parallel:
+            key = all_gather(key, self.groups.tp).flatten(0, 1)
+        key = all_gather(key, self.groups.cp).flatten(0, 1)
+        chosen = self.choose(self.kind_of_states(query, key, *others), visible, first)
+        return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's sharded state dict, in which all weights are replicated."""
+        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters()),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.groups.tp,
+            dp_cp_group=self.groups.dp_cp,
+        )
+        return described
 
 
 @dataclass(frozen=True)
@@ -163,8 +209,8 @@ def all_keys(ends: Int[Tensor, "queries 1"], keys: int) -> Int32[Tensor, "querie
     return torch.where(found < ends, found, -1)
 
 
-class IndexerLayer(torch.nn.Module):
-    """The indexer of one layer. Its weights are the same on every rank and are not trained.
+class IndexerLayer(IndexerBase):
+    """An indexer that reads hidden states and latent queries.
 
     Args:
         query_rank: size of the latent queries. rotated: number of elements of each head that are rotated.
@@ -200,28 +246,6 @@ class IndexerLayer(torch.nn.Module):
         """How keys are pooled; None if each key is chosen alone."""
         return Pooling(self.indexer.pool, self.pool_bias) if self.indexer.pool > 1 else None
 
-    @torch.no_grad()
-    def forward(self, hidden: Tensor, latent: Tensor, angles: Tensor, visible: AttentionPattern) -> Tensor | None:
-        """Choose the keys of this rank's queries; return int32 [T / CP, chosen_size], or None if queries see all.
-
-        They see all keys if no row of the pack has more than `most_seen` tokens. The condition is about all rows, so
-        all ranks take the same way. Under sequence parallelism each rank scores its own T / CP / TP queries, and the
-        ranks gather the choices.
-
-        Args:
-            hidden, latent: hidden states and latent queries, [T / CP (/ TP with SP), …].
-            angles: rotary angles of the tokens, [T / CP, 1, rotated].
-        """
-        if max(visible.layout.row_lengths, default=0) <= self.indexer.most_seen:
-            return None
-        query, key, weight = self.states(hidden, latent, angles)
-        first = self.groups.tp.rank() * len(query) if self.sequence_parallel else 0
-        if self.sequence_parallel:
-            key = all_gather(key, self.groups.tp).flatten(0, 1)
-        key = all_gather(key, self.groups.cp).flatten(0, 1)
-        chosen = self.choose(IndexerStates(query, key, weight), visible, first)
-        return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
-
     def choose(self, states: IndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
         """Return `choose` of the states of this rank's queries from `first` on, with the keys of all ranks."""
         return choose(*states, visible, self.indexer, first, self.pooling)
@@ -231,7 +255,12 @@ class IndexerLayer(torch.nn.Module):
         return best_keys(*states, ends, self.indexer.topk, self.pooling)
 
     def states(self, hidden: Tensor, latent: Tensor, angles: Tensor) -> IndexerStates:
-        """Return the indexer's states of this rank's tokens; the arguments are those of `forward`."""
+        """Return the indexer's states of this rank's tokens.
+
+        Args:
+            hidden, latent: hidden states and latent queries, [T / CP (/ TP with SP), …].
+            angles: rotary angles of the tokens, [T / CP, 1, rotated].
+        """
         if self.sequence_parallel:
             angles = angles.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         size, norm = (self.indexer.head_dim,), (self.key_norm_weight, self.key_norm_bias)
@@ -254,20 +283,6 @@ class IndexerLayer(torch.nn.Module):
             turned = x[..., : self.rotated]
             x = torch.cat((turned[..., ::2], turned[..., 1::2], x[..., self.rotated :]), -1)
         return rotate(x, angles, self.rope_factor)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which all weights are replicated."""
-        return replicated_state_dict(self, prefix, sharded_offsets, self.groups)
-
-
-def replicated_state_dict(
-    module: torch.nn.Module, prefix: str, sharded_offsets: Any, groups: ProcessGroupCollection
-) -> dict[str, Any]:
-    """Return Megatron's sharded state dict of a module whose parameters are the same on all ranks."""
-    described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-        dict(module.named_parameters()), prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-    )
-    return described
 
 
 def frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
@@ -493,10 +508,10 @@ def _with_sink(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: 
 
 
 def chosen_mask(chosen: Tensor, keys: int) -> Tensor:
-    """Convert a choice [queries, topk] to a mask [queries, keys]: True for the chosen keys."""
-    mask = torch.zeros(len(chosen), keys + 1, dtype=torch.bool, device=chosen.device)
-    mask.scatter_(1, torch.where(chosen < 0, keys, chosen).long(), True)  # the last column takes the −1
-    return mask[:, :keys]
+    """Convert a choice [… topk], of positions or of other numbers below `keys`, to a mask [… keys]: True if chosen."""
+    mask = torch.zeros(*chosen.shape[:-1], keys + 1, dtype=torch.bool, device=chosen.device)
+    mask.scatter_(-1, torch.where(chosen < 0, keys, chosen).long(), True)  # the last column takes the −1
+    return mask[..., :keys]
 
 
 def block_mask(
@@ -507,7 +522,6 @@ def block_mask(
     Args:
         size: number of keys in a block.
     """
-    blocks = -(-keys // size)
-    mask = chosen_mask(chosen.flatten(0, 1), blocks).unflatten(0, chosen.shape[:2])
+    mask = chosen_mask(chosen, -(-keys // size))
     seen = torch.arange(keys, device=chosen.device) < ends[:, None]
     return mask.repeat_interleave(size, dim=-1)[..., :keys] & seen[:, None]
