@@ -49,7 +49,7 @@ def test_greedy_equals_transformers(family, model_path):
             do_sample=False,
             eos_token_id=1,
             pad_token_id=0,
-            # With a cache, transformers does not bound Mamba-2's step sizes by `time_step_min`, as without one.
+            # With a cache, transformers leaves out the limit of Mamba-2's step sizes (`time_step_min`).
             use_cache=not family.startswith("nemotron_h"),
         )
         expected.append(out[0].tolist())

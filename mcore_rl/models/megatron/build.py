@@ -139,9 +139,8 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
         if not is_sparse:
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
+        parts |= {"pre_mlp_layernorm": before, "mlp_bda": get_bias_dropout_add}
         parts["mlp"] = _sparse_mlp(family, config, modules, layer) if is_sparse else mlp
-        parts |= {"pre_mlp_layernorm": before}
-        parts["mlp_bda"] = get_bias_dropout_add
     streams = {} if family.streams is None else {"streams": family.streams}
     return ModuleSpec(
         module=StreamLayer if streams else PackLayer,

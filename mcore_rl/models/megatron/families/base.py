@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -417,6 +418,16 @@ class Family:
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size, self.mlp_projections)
+
+
+class Unrotated(Family):
+    """A family in which no layer has a rotary embedding."""
+
+    def ropes(self) -> list[Tensor]:
+        return [torch.zeros(0)]
+
+    def rope_factor(self, layer: int) -> float:
+        return 1.0
 
 
 def norm(ours: str, theirs: str, size: int, is_float32: bool = False) -> Mapping:

@@ -7,25 +7,25 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.compressed_attention import CompressedAttention, Compression, EntryIndexer
+from mcore_rl.models.megatron.families.dense import RopeByKind
 from mcore_rl.models.megatron.families.hyper_connected import HyperConnected
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import SUPPORTED_ROPE_TYPES, plain_frequencies, scaled_frequencies
 from mcore_rl.models.megatron.streams import Streams
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 WINDOWS, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-class DeepseekV4(HyperConnected, Mixture):
+class DeepseekV4(HyperConnected, RopeByKind, Mixture):
     """DeepSeek-V4. The names of its tensors are those of transformers' modules (see `directory_names`)."""
 
     model_type = "deepseek_v4"
     has_windows = False
+    rotates_partly = True
+    rope_names = ("main", "compress")
     float32_norms = True
     count_field = "n_routed_experts"
     shared_name = "shared_experts"
@@ -58,26 +58,8 @@ class DeepseekV4(HyperConnected, Mixture):
         """Width of an expert, because no layer is dense."""
         return self.experts.width
 
-    def ropes(self) -> list[Tensor]:
-        return [self._rope(kind)[0] for kind in ("main", "compress")]
-
     def rope_kind(self, layer: int) -> int:
         return int(self.hf.layer_types[layer] != WINDOWS)
-
-    def rope_factor(self, layer: int) -> float:
-        return self._rope(("main", "compress")[self.rope_kind(layer)])[1]
-
-    def _rope(self, kind: str) -> tuple[Tensor, float]:
-        parameters = self.hf.rope_parameters[kind]
-        if parameters["rope_type"] == "default":
-            rotated = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
-            return plain_frequencies(parameters["rope_theta"], rotated), 1.0
-        if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
-            raise UserError(
-                f"model.path: rope type {parameters['rope_type']!r} is not supported; "
-                f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
-            )
-        return scaled_frequencies(self.hf, parameters["rope_type"], layer_type=kind)
 
     def token_mixer(self, layer: int) -> TokenMixer:
         hf, kind = self.hf, self.hf.layer_types[layer]

@@ -165,19 +165,23 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class RopeByKind(Family):
-    """A family in which layers with windows have other rotary frequencies than the other layers."""
+    """A family in which kinds of layers have rotary frequencies of their own, such as layers with windows.
 
+    rope_names: names of the kinds in `rope_parameters`, in the order of `rope_kind`.
+    """
+
+    rope_names: ClassVar[tuple[str, str]] = (FULL, SLIDING)
     default_rotated_part: ClassVar[float] = 1.0
     """`partial_rotary_factor` if the configuration does not have it."""
 
     def ropes(self) -> list[Tensor]:
-        return [self._rope(kind)[0] for kind in (FULL, SLIDING)]
+        return [self._rope(kind)[0] for kind in self.rope_names]
 
     def rope_kind(self, layer: int) -> int:
         return int(self.hf.layer_types[layer] == SLIDING)
 
     def rope_factor(self, layer: int) -> float:
-        return self._rope(self.hf.layer_types[layer])[1]
+        return self._rope(self.rope_names[self.rope_kind(layer)])[1]
 
     def _rope(self, kind: str) -> tuple[Tensor, float]:
         if kind not in self.hf.rope_parameters:

@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.kimi_linear import KimiDelta
 from mcore_rl.models.megatron.families.mixtures import Experts, GlmMoEDsa
 from mcore_rl.models.megatron.kimi_delta import BoundedDeltaNet
 from mcore_rl.models.megatron.latent_attention import LatentAttention
@@ -111,14 +109,13 @@ class HYV4(HyperConnected, GlmMoEDsa):
             )
 
 
-class Glm5Next(HyperConnected, GlmMoEDsa):
+class Glm5Next(HyperConnected, KimiDelta, GlmMoEDsa):
     """GLM-5.3, text: Kimi delta attention with bounded decays in most layers, attention to chosen pools of keys without
     rotation in the others, and clamped MLPs. The vision tower is exported unchanged.
     """
 
     model_type = "glm5_next"
     prefix = "model.language_model."
-    unadapted: ClassVar[tuple[str, ...]] = ("f_a_proj", "f_b_proj")
     connection_names = ("hc_attn_", "hc_ffn_")
 
     @staticmethod
@@ -131,30 +128,13 @@ class Glm5Next(HyperConnected, GlmMoEDsa):
             hf.hc_mult, hf.rms_norm_eps, hf.hc_eps, iterations=max(hf.hc_sinkhorn_iters, 1), ends_in_mean=True
         )
 
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-    def ropes(self) -> list[Tensor]:
-        return [torch.zeros(0)]
-
-    def rope_factor(self, layer: int) -> float:
-        return 1.0
-
     def indexer_source(self, layer: int) -> int:
         return layer
 
     def token_mixer(self, layer: int) -> TokenMixer:
         hf = self.hf
         if hf.layer_types[layer] == "linear_attention":
-            return BoundedDeltaNet(
-                hidden=self.hidden_size,
-                heads=hf.linear_num_heads,
-                key_dim=hf.linear_head_dim,
-                value_dim=hf.linear_head_dim,
-                width=hf.linear_conv_kernel_dim,
-                lower_bound=hf.linear_lower_bound,
-            )
+            return self._delta_net(BoundedDeltaNet, lower_bound=hf.linear_lower_bound)
         mixer = super().token_mixer(layer)
         assert isinstance(mixer, LatentAttention) and mixer.indexer is not None
         indexer = replace(mixer.indexer, pool=hf.index_kpool)
@@ -171,8 +151,6 @@ class Glm5Next(HyperConnected, GlmMoEDsa):
         kinds = zip(hf.layer_types, hf.indexer_types, strict=True)
         if any(kind != "linear_attention" and indexer != "full" for kind, indexer in kinds):
             raise UserError('model.path: indexer_types other than "full" are not supported for layers with attention')
-        if hf.linear_conv_kernel_dim < 2:
-            raise UserError("model.path: linear_conv_kernel_dim below 2 is not supported")
         if hf.linear_lower_bound is not None and hf.linear_lower_bound >= 0:
             raise UserError(f"model.path: linear_lower_bound={hf.linear_lower_bound} must be below 0")
 
@@ -182,9 +160,6 @@ class Glm5Next(HyperConnected, GlmMoEDsa):
             "activation_func_clamp_value": self.hf.swiglu_limit,
         }
 
-    def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
-        return {"heads of delta nets": self.hf.linear_num_heads}
-
     def passes_on(self, name: str) -> bool:
         return super().passes_on(name) or name.startswith("model.visual.")
 
@@ -192,4 +167,3 @@ class Glm5Next(HyperConnected, GlmMoEDsa):
         super().shrink(layers, tensor_parallel, expert_parallel)
         hf = self.hf
         hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.qk_head_dim, hf.head_dim = 20, 0, 20, 0
-        hf.linear_num_heads, hf.linear_head_dim = 4 * tensor_parallel, 8  # context parallelism up to 4

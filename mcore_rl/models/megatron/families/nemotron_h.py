@@ -8,13 +8,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.base import Family, Unrotated
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.layers import squared_relu
 from mcore_rl.models.megatron.state_space import Mamba2
@@ -23,7 +21,7 @@ MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "m
 """Kinds of layers, as transformers calls them in `layers_block_type`."""
 
 
-class NemotronH(Family):
+class NemotronH(Unrotated):
     """Nemotron-H without experts. The names of its tensors are those of published directories."""
 
     model_type = "nemotron_h"
@@ -53,12 +51,6 @@ class NemotronH(Family):
     @property
     def activation(self) -> str:
         return str(self.hf.mlp_hidden_act)
-
-    def ropes(self) -> list[Tensor]:
-        return [torch.zeros(0)]
-
-    def rope_factor(self, layer: int) -> float:
-        return 1.0
 
     def token_mixer(self, layer: int) -> TokenMixer | None:
         hf, kind = self.hf, self.hf.layers_block_type[layer]
