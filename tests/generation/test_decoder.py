@@ -33,9 +33,9 @@ def model_path(tmp_path_factory):
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import decoder, megatron_generation
+    from mcore_rl.models.generation import decoder, layer_caches, megatron_generation
 
-    decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = BLOCK
+    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = BLOCK
     megatron_generation.LOOK_AHEAD = BLOCK // 2
     logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)

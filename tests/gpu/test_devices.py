@@ -337,9 +337,9 @@ def sample_in_small_blocks(config, replays, deterministic):
     from generation_cases import NEW_TOKENS, generate, make_prompts
 
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import decoder, megatron_generation
+    from mcore_rl.models.generation import decoder, layer_caches, megatron_generation
 
-    decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = 4
+    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = 4
     megatron_generation.LOOK_AHEAD = 2
     logprobs.CHUNK_BYTES["cuda"] = 2**16
     if not replays:

@@ -7,11 +7,8 @@ all lengths, so nothing here waits for the device.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,33 +21,33 @@ from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
-from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_attention, visible_keys, with_sink_key
-from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.compressed_attention import (
-    CompressedAttention,
-    PackedCompressedAttention,
-    attend,
-    compressed_attention,
+from mcore_rl.models.generation.layer_caches import (
+    BLOCK_SIZE,
+    BlockLayerCache,
+    CompressedLayerCache,
+    DecodingStep,
+    IndexLayerCache,
+    KeyValueLayerCache,
+    LayerCache,
+    PromptPack,
+    RunningPart,
+    StateLayerCache,
+    blocks_for,
 )
-from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet
-from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exact, plan_of
+from mcore_rl.models.megatron.attention import KeyValueMixer, PackParams
+from mcore_rl.models.megatron.attention_kernels import visible_keys
+from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.compressed_attention import CompressedAttention
+from mcore_rl.models.megatron.delta_net import GatedDeltaNet
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
-from mcore_rl.models.megatron.sparse_attention import IndexerBase, block_mask, selected_attention
+from mcore_rl.models.megatron.sparse_attention import IndexerBase
 from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
 
-BLOCK_SIZE = 64
-"""Number of tokens in a block."""
 GROWTH = 4
 """The cache grows by at least 1/GROWTH of its size, because each growth copies its contents."""
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks that store `num_tokens` tokens."""
-    return -(-num_tokens // BLOCK_SIZE)
 
 
 class Blocks:
@@ -87,311 +84,6 @@ class Blocks:
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
-
-
-@dataclass
-class _Part:
-    """A part of the running sequences, whose keys and values are gathered into one tensor for attention.
-
-    rows: the part's range in the list of running sequences, which is sorted by length, longest first.
-    longest: number of tokens of the part's first sequence.
-    table: [sequences, blocks], the block numbers of each sequence of the part.
-    """
-
-    rows: slice
-    longest: int
-    table: Tensor
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """Prompts that run as one pack.
-
-    visible: the keys that each query sees.
-    places: for each token, its place in the blocks, counted in tokens from the start of block 0.
-    slots: for each prompt, the slot that stores its recurrent states.
-    """
-
-    visible: AttentionPattern
-    places: Tensor
-    slots: Tensor
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step that runs the last token of each running sequence.
-
-    parts: the parts into which the running sequences are divided; attention is computed part by part.
-    places: for each last token, its place in the blocks, counted in tokens from the start of block 0.
-    seen: for each window size of the layers' attention, a mask [sequences, keys] of the keys that the last tokens see.
-    slots: for each sequence, the slot that stores its recurrent states.
-    lengths: for each sequence, its number of tokens including the last.
-    """
-
-    parts: Sequence[_Part]
-    places: Tensor
-    seen: dict[int | None, Tensor]
-    slots: Tensor
-    lengths: Tensor
-
-
-class LayerCache(ABC):
-    """Cache of one layer for the sequences on this rank.
-
-    `prefill` and `step` take the inputs [T, …] of the layer's core attention and return its output [T, …].
-    """
-
-    @abstractmethod
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor | None:
-        """Run whole prompts through the core attention, and store in the cache what later tokens need."""
-
-    @abstractmethod
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor | None:
-        """Run the last token of each sequence through the core attention, and store what later tokens need."""
-
-
-def _grown(storage: Tensor, count: int) -> Tensor:
-    """Return `storage`; if it has fewer than `count` entries, extend it with zeros to `count` entries."""
-    if len(storage) >= count:
-        return storage
-    # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
-    grown = storage.new_zeros(count, *storage.shape[1:])
-    grown[: len(storage)] = storage
-    return grown
-
-
-class StateLayerCache(LayerCache):
-    """Cache of a gated delta net or Mamba-2 mixer: for each sequence, the states of its convolution and of its rule.
-
-    convolution: [slots, width − 1, heads, convolved], the last width − 1 inputs of the convolution.
-    states: [slots, heads, repeats, key_dim, value_dim], the states of the rule, in fp32 or wider.
-    """
-
-    def __init__(self, layer: DeltaNetLayer, tensor_parallel: int, dtype: torch.dtype) -> None:
-        self.layer, self.net = layer, layer.net
-        net, heads = self.net, self.net.heads // tensor_parallel
-        inputs, state = (net.width - 1, heads, net.convolved_size), (heads, net.repeats, net.key_dim, net.value_dim)
-        self.convolution = torch.zeros(0, *inputs, dtype=dtype, device=platform.device())
-        self.states = torch.zeros(0, *state, dtype=exact(dtype), device=platform.device())
-
-    def grow(self, slots: int) -> None:
-        """Extend the storage to `slots` slots."""
-        self.convolution, self.states = _grown(self.convolution, slots), _grown(self.states, slots)
-
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy the contents of the slots `sources` to the slots `destinations`."""
-        for storage in (self.convolution, self.states):
-            storage[destinations] = storage[sources]
-
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
-        (rows,), weights = inputs, self.layer.weights()
-        plan, size = plan_of(prompts.visible.layout, self.net.width, rows.device), self.net.convolved_size
-        mixed, others = rows[..., :size], rows[..., size:]
-        # The places of the last width − 1 tokens of each prompt, the last one at the end; −1 before its first token.
-        kept = torch.stack([*reversed(plan.before[: self.net.width - 2, plan.last]), plan.last], dim=1)
-        there = (kept >= 0)[..., None, None]
-        self.convolution[prompts.slots] = torch.where(there, mixed[kept.clamp(min=0)], 0)
-        convolved = causal_conv(mixed, weights.convolution, plan.before, weights.bias)
-        out, states = self.net.with_states(self.net.rule_inputs(convolved, others, weights), plan)
-        self.states[prompts.slots] = states
-        return out.flatten(1)
-
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
-        (rows,), weights = inputs, self.layer.weights()
-        mixed, others = rows.split((self.net.convolved_size, self.net.rates_and_decays_size), dim=-1)
-        seen = torch.cat((self.convolution[step.slots], mixed[:, None]), dim=1)
-        self.convolution[step.slots] = seen[:, 1:]
-        convolved = convolve_last(seen, weights.convolution, weights.bias)
-        old = self.states[step.slots]
-        out, self.states[step.slots] = self.net.step(self.net.rule_inputs(convolved, others, weights), old)
-        return out.flatten(1)
-
-
-class BlockLayerCache(LayerCache):
-    """Cache of one tensor per token, in blocks.
-
-    storage: [blocks, BLOCK_SIZE, …].
-    gathered: map from the shape of a block to a workspace, which all layers share. The blocks of a part of the
-        sequences are copied to the workspace before they are read.
-
-    Args:
-        shape: shape of one token's tensor.
-    """
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
-        self.gathered = gathered
-        self.storage = torch.zeros((0, BLOCK_SIZE, *shape), dtype=dtype, device=platform.device())
-
-    @property
-    def token_bytes(self) -> int:
-        """Number of bytes of one token's tensor."""
-        return math.prod(self.storage.shape[2:]) * self.storage.itemsize
-
-    def grow(self, blocks: int) -> None:
-        """Extend the storage to `blocks` blocks."""
-        self.storage = _grown(self.storage, blocks)
-
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy the contents of the blocks `sources` to the blocks `destinations`."""
-        self.storage[destinations] = self.storage[sources]
-
-    def make_workspace(self, blocks: int) -> None:
-        """Create a workspace into which `blocks` blocks can be gathered, unless there is one of this size or larger."""
-        shape = self.storage.shape[1:]
-        if shape not in self.gathered or len(self.gathered[shape]) < blocks:
-            self.gathered[shape] = self.storage.new_empty(blocks, *shape)
-
-    def _rows(self, part: _Part) -> Tensor:
-        """Return the tensors of all tokens of the sequences in `part`, [sequences of the part, longest, …]."""
-        gathered = self.gathered[self.storage.shape[1:]][: part.table.numel()]
-        torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
-        return gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
-
-    def _write(self, places: Tensor, values: Tensor) -> None:
-        """Write the tensors `values` [T, …] to `places` [T], counted in tokens from the start of block 0."""
-        self.storage.flatten(0, 1).index_copy_(0, places, values)
-
-
-class IndexLayerCache(BlockLayerCache):
-    """Cache of the keys of one layer's indexer, [blocks, BLOCK_SIZE, key_size].
-
-    `prefill` and `step` take the indexer's states and return its choice, int32 [T, …]; None if all sequences are so
-    short that nothing is chosen.
-    """
-
-    def __init__(self, layer: IndexerBase, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
-        super().__init__((layer.indexer.key_size,), dtype, gathered)
-        self.layer = layer
-
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor | None:
-        states = self.layer.kind_of_states(*inputs)
-        self._write(prompts.places, states.key)
-        if max(prompts.visible.layout.row_lengths) <= self.layer.indexer.most_seen:
-            return None
-        return self.layer.choose(states, prompts.visible)
-
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor | None:
-        states = self.layer.kind_of_states(*inputs)
-        self._write(step.places, states.key)
-        if step.parts[0].longest <= self.layer.indexer.most_seen:
-            return None
-        found = []
-        for part in step.parts:
-            last = self.layer.kind_of_states(*(x[part.rows, None] for x in states))._replace(key=self._rows(part))
-            found.append(self.layer.best(last, step.lengths[part.rows, None]))
-        width = max(chosen.shape[-1] for chosen in found)
-        return torch.cat([F.pad(chosen, (0, width - chosen.shape[-1]), value=-1) for chosen in found])
-
-
-class CompressedLayerCache(BlockLayerCache):
-    """Cache of the tokens' states of one layer with `CompressedAttention`, [blocks, BLOCK_SIZE, state_size].
-
-    The inputs of `prefill` and `step` are queries and states; and the choice of an indexer, if entries are chosen. The
-    entries are computed again in each step.
-    """
-
-    def __init__(self, core: PackedCompressedAttention, dtype: torch.dtype, gathered: dict[Shape, Tensor]) -> None:
-        super().__init__((core.mixer.state_size,), dtype, gathered)
-        self.core, self.mixer = core, core.mixer
-
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
-        query, states, *chosen = inputs
-        self._write(prompts.places, states)
-        weights = self.core.weights()
-        return compressed_attention(query, states, weights, prompts.visible, self.mixer, chosen[0] if chosen else None)
-
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
-        query, states, *chosen = inputs
-        self._write(step.places, states)
-        outs = []
-        for part in step.parts:
-            ends, of_part = step.lengths[part.rows, None], chosen[0][part.rows, None] if chosen else None
-            weights = self.core.weights()
-            outs.append(attend(query[part.rows, None], self._rows(part), ends, of_part, 0, self.mixer, weights))
-        return torch.cat(outs).flatten(1)
-
-
-class KeyValueLayerCache(BlockLayerCache):
-    """Cache of one layer's keys and values, [blocks, BLOCK_SIZE, 2 (key and value), groups, head_dim].
-
-    The inputs of `prefill` and `step` are queries, keys and values; and the choice of an indexer, if keys are chosen.
-
-    Args:
-        sinks: attention sinks [heads] of this rank's query heads; None if the layer has no sinks.
-    """
-
-    def __init__(
-        self,
-        mixer: KeyValueMixer,
-        tensor_parallel: int,
-        dtype: torch.dtype,
-        gathered: dict[Shape, Tensor],
-        sinks: Tensor | None,
-    ) -> None:
-        # If there are fewer key-value heads than ranks, several ranks share a head and divide its queries.
-        self.mixer, self.groups, self.sinks = mixer, max(1, mixer.groups // tensor_parallel), sinks
-        super().__init__((2, self.groups, mixer.head_dim), dtype, gathered)
-
-    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
-        """Compute attention inside each prompt, [T, heads · d], and store the prompts' keys and values."""
-        query, key, value, *chosen = inputs
-        self._write(prompts.places, torch.stack((key, value), dim=1))
-        scale, window = self.mixer.scale, self.mixer.window
-        if chosen:
-            options = scale, self.sinks, self.mixer.block_size
-            return selected_attention(query, key, value, prompts.visible, chosen[0], *options).flatten(1)
-        return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
-
-    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
-        """Store the key and value of each sequence's last token; return that token's attention, [n, heads · d]."""
-        query, key, value, *chosen = inputs
-        self._write(step.places, torch.stack((key, value), dim=1))
-        if chosen and self.mixer.block_size == 1:
-            outs = [self._attend_to_chosen(part, query, chosen[0][part.rows]) for part in step.parts]
-        else:
-            masks = (self._mask(step, part, *chosen) for part in step.parts)
-            outs = [self._attend(query[p.rows], self._rows(p), mask) for p, mask in zip(step.parts, masks, strict=True)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _mask(self, step: _Step, part: _Part, *chosen: Tensor) -> Tensor:
-        """Return which keys the sequences in `part` see, [n, keys]; [n, groups, keys] if blocks of keys are chosen."""
-        if not chosen:
-            return step.seen[self.mixer.window][part.rows, : part.longest]
-        return block_mask(chosen[0][part.rows], part.longest, step.lengths[part.rows], self.mixer.block_size)
-
-    def _attend_to_chosen(self, part: _Part, query: Tensor, chosen: Tensor) -> Tensor:
-        """Return the attention of the sequences in `part` over their chosen keys; only these are read.
-
-        Args:
-            query: queries [n, heads, d] of all n sequences.
-            chosen: positions of the keys, [sequences of the part, topk]; −1 for none.
-        """
-        positions = chosen.clamp(min=0).long()
-        places = part.table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
-        return self._attend(query[part.rows], self.storage.flatten(0, 1)[places], chosen >= 0)
-
-    def _attend(self, query: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
-        """Return the attention of n sequences, [n, heads · d].
-
-        Args:
-            query: [n, heads, d]. rows: keys and values [n, keys, 2, groups, d].
-            seen: mask [n, keys], or [n, groups, keys].
-        """
-        keys, values = rows.transpose(1, 3).unbind(2)
-        mask = seen[:, None, None] if seen.ndim == 2 else seen[:, :, None]
-        if self.sinks is not None:
-            scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
-            sinks = self.sinks.view(1, self.groups, -1).expand(len(mask), -1, -1)
-            keys, values, mask = with_sink_key(keys, values, scores, sinks)
-        # The query heads of a group take the place of positions, because all of them see the same keys.
-        attended = F.scaled_dot_product_attention(
-            query.unflatten(1, (self.groups, -1)),
-            keys,
-            values,
-            attn_mask=mask,
-            scale=self.mixer.scale,
-        )
-        return attended.flatten(1)
 
 
 class SequenceCache:
@@ -439,7 +131,7 @@ class SequenceCache:
             placed = self.decoder.images_of(images, lengths)
         visible, inputs = visible_keys(layout, 0, tokens, rotated, places, last, torch.tensor(slots, dtype=torch.long))
         tokens, positions, places, last, own = inputs
-        packed = _Prompts(visible, places, own)
+        packed = PromptPack(visible, places, own)
         attend = lambda layer, *x: self.layers[layer].prefill(packed, *x)  # noqa: E731
         return self.decoder.forward(tokens, positions, attend, placed)[last]
 
@@ -497,12 +189,14 @@ class SequenceCache:
         """
         ranges = self.ranges()
         self._make_workspaces(ranges)
-        parts = [_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()) for rows, longest in ranges]
+        parts = [
+            RunningPart(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()) for rows, longest in ranges
+        ]
         places = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
         windows = {layer.mixer.window for layer in self.with_keys}
         seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
-        step = _Step(parts, places, seen, self.slots_of_rows, positions + 1)
+        step = DecodingStep(parts, places, seen, self.slots_of_rows, positions + 1)
         x = self.decoder.forward(tokens, positions + shifts, lambda layer, *x: self.layers[layer].step(step, *x))
         if self.grows:
             self.lengths = [length + 1 for length in self.lengths]

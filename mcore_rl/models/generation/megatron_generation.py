@@ -27,7 +27,7 @@ from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, SequenceCache, blocks_for
+from mcore_rl.models.generation.decoder import Decoder, SequenceCache
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
@@ -37,6 +37,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
+from mcore_rl.models.generation.layer_caches import BLOCK_SIZE, blocks_for
 from mcore_rl.models.generation.sampling import Draw, SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
