@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from ended import has_ended, wait_for_end
 
 from mcore_rl.agents.program_worker import AgentSession
 from mcore_rl.agents.programs import ProgramError, programs_of
@@ -115,10 +116,7 @@ def test_children_of_a_command_end_with_it(make_programs, tmp_path):
     command = ["sh", "-c", f"sleep 300 & echo $! > {tmp_path}/pid"]
     asyncio.run(run_all(make_programs(command), sessions(1)))
     pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(pid, 0)
-            asyncio.run(asyncio.sleep(0.05))
+    wait_for_end(pid)
 
 
 def test_what_ended_at_the_start_is_told(make_programs, tmp_path):
@@ -160,11 +158,8 @@ def test_programs_end_with_a_killed_trainer(program, make_programs, tmp_path):
                 break
             time.sleep(0.1)
         pid = int(text)
-        os.kill(pid, 0)
+        assert not has_ended(pid)
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    with pytest.raises(ProcessLookupError):
-        for _ in range(300):
-            os.kill(pid, 0)
-            time.sleep(0.05)
+    wait_for_end(pid)

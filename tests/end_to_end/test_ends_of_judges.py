@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ended import wait_for_end
 from programs import run
 from small_models import make_model
 
@@ -67,13 +68,6 @@ def wait_until(true, seconds=30):
     return true()
 
 
-def is_gone(process):
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def sample(**record):
     return Sample([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], record)
 
@@ -89,7 +83,8 @@ def test_nothing_that_judges_outlives_its_trainer(tmp_path):
     finally:
         os.kill(trainer.pid, signal.SIGKILL)  # no one else: an out-of-memory killer chooses one process
         trainer.wait(30)
-    assert wait_until(lambda: all(map(is_gone, started))), [p for p in started if not is_gone(p)]
+    for process in started:
+        wait_for_end(process.pid)
 
 
 def test_a_judge_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
@@ -103,7 +98,8 @@ def test_a_judge_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path)
         assert wait_until(lambda: len(set(descendants(os.getpid())) - before) == 3)
         started = set(descendants(os.getpid())) - before
         assert "no answer within environment.time_limit_seconds=1" in future.result(60).error
-        assert wait_until(lambda: all(map(is_gone, started)))
+        for process in started:
+            wait_for_end(process.pid)
     finally:
         environment.close()
 

@@ -1,7 +1,6 @@
 """Tests of weight updates of servers, which stand-ins play, by several senders: whole and by differences."""
 
 import threading
-import time
 import zlib
 from subprocess import PIPE, Popen
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_models import and_long
-from stand_in_vllm import calls, digest_of, serving
+from stand_in_vllm import calls, digest_of, serving, wait_for
 from vision_cases import make_model as make_vision_model
 from vllm_cases import root as root
 
@@ -17,7 +16,7 @@ from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-UPDATES = 20
+UPDATES = 12
 
 
 def change(policy, step):
@@ -34,8 +33,12 @@ def change(policy, step):
             tensor += (torch.randn(tensor.shape, generator=generator) * 0.05 * where).to(tensor.dtype)
 
 
-def follow(config, updates):
-    """Send several versions; return each version's digest, the servers that have it, the bytes and what was said."""
+def follow(config, updates, waits=False):
+    """Send several versions; return each version's digest, the servers that have it, the bytes and what was said.
+
+    Args:
+        waits: wait before each update until all servers answer, also those that have died and start again.
+    """
     from mcore_rl.models.generation import vllm_weights
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.generation.vllm_generation import VLLMGeneration
@@ -48,6 +51,8 @@ def follow(config, updates):
     results = []
     for step in range(updates):
         change(policy, step)
+        for url in config.generation.vllm.urls if waits else ():
+            wait_for(url)
         generation.prepare_for_generation(weight_version=step)
         sent = generation._weights.bytes_sent
         weights = dict(export_hf_weights(policy.model, first_only=True))
@@ -124,7 +129,7 @@ class Restarting:
 
 @pytest.mark.long
 def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
-    """Twenty updates of a mixture at TP2 × PP2 × EP2; each server that answers has each version bit for bit."""
+    """Twelve updates of a mixture at TP2 × PP2 × EP2; each server that answers has each version bit for bit."""
     forgets = ["--digests", "--forget", "5", "9"]
     dies = ["--digests"]
     for path, call in (("/update_weights", 2), ("/update_weights", 3), ("/pause?mode=keep&clear_cache=true", 4)):
@@ -134,7 +139,7 @@ def test_servers_that_die_or_lose_their_version_get_all_weights(root, tmp_path):
         Restarting(processes) as restarting,
     ):
         config = config_of(root, "mixture", urls, True, ALL)
-        outcomes = run_processes(follow_slowly, config, world_size=ALL.world_size, timeout=280)
+        outcomes = run_processes(follow, config, UPDATES, True, world_size=ALL.world_size, timeout=280)
     results, said = outcomes[0]
     assert restarting.starts == 3 and len([line for line in said if "answers again" in line]) == 3, said
     expected = [digest for digest, *_ in results]
@@ -159,7 +164,7 @@ def test_a_frozen_tower_is_sent_to_each_server_once(delta, root, tmp_path):
         Restarting(processes) as restarting,
     ):
         config = config_of(root, path, urls, delta, ParallelLayout(tp=2, pp=2), "data.max_sequence_length=60")
-        outcomes = run_processes(follow_slowly, config, 10, world_size=4, timeout=200)
+        outcomes = run_processes(follow, config, 10, True, world_size=4, timeout=200)
     results, said = outcomes[0]
     assert restarting.starts == 1 and any("answers again" in line for line in said), said
     assert digests(logs[0]) == [digest for digest, *_ in results]
@@ -173,17 +178,3 @@ def test_a_frozen_tower_is_sent_to_each_server_once(delta, root, tmp_path):
     else:
         assert sent[0] == whole and sorted(set(sent)) == [whole - tower, whole, 2 * whole - tower]
         assert sent.count(2 * whole - tower) == 1
-
-
-def follow_slowly(config, updates=UPDATES):
-    """Call `follow`, and wait before each update, so that a server has time to start again."""
-    import mcore_rl.models.generation.vllm_weights as module
-
-    send = module.VLLMWeights.send
-
-    def slowly(self, *args):
-        time.sleep(2)
-        return send(self, *args)
-
-    module.VLLMWeights.send = slowly
-    return follow(config, updates)

@@ -1,0 +1,21 @@
+"""Whether a process has ended, also one that nobody has waited for yet."""
+
+import time
+
+import psutil
+
+
+def has_ended(process_id):
+    """Return whether a process does not exist any more, or only as an entry that its parent has not read."""
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_end(process_id, seconds=60):
+    """Return when a process has ended; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not has_ended(process_id):
+        assert time.monotonic() < deadline, f"process {process_id} is still running"
+        time.sleep(0.05)
