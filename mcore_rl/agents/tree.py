@@ -346,7 +346,7 @@ def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
             own, _ = response.kept_tokens.split([end, len(response.token_ids) - end])
             kept = kept.padded(len(row.input_ids) - end) + own
     row.kept_tokens = kept if has_kept else None
-    row.routed_experts = leaf.response.routed_experts
+    row.choices = leaf.response.choices
     return row
 
 

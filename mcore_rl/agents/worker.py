@@ -155,7 +155,7 @@ class AgentWorker(RolloutWorker):
         if rows := session.tree.rows():
             first, *rollout.further_rows = rows
             rollout.input_ids, rollout.token_mask, rollout.logprobs = first.input_ids, first.token_mask, first.logprobs
-            rollout.routed_experts, rollout.kept_tokens = first.routed_experts, first.kept_tokens
+            rollout.choices, rollout.kept_tokens = first.choices, first.kept_tokens
             rollout.response_lengths = [len(turn.response.token_ids) for turn in turns]
             rollout.weight_versions = [pair for turn in turns for pair in turn.response.weight_versions]
             leaves = {id(turn.prompt.parent) for turn in turns}

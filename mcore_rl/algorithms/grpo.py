@@ -17,9 +17,10 @@ import torch
 from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
+from mcore_rl.data.choices import CHOICES, replayed_choices
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import IMAGES
-from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, token_identities
+from mcore_rl.data.prefix_plan import token_identities
 from mcore_rl.data.tokenize import count_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import broadcast_in_replica, broadcast_object
@@ -36,7 +37,7 @@ from mcore_rl.models.generation.vllm_client import BIASED_IDS
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
 from mcore_rl.models.generation.vllm_server import describe_fp8_sampling
 from mcore_rl.models.megatron.families import family_of
-from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.collector import (
     RolloutCollector,
@@ -104,7 +105,8 @@ def check_inputs(
         steps = config.total_steps(len(prompts))
         required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         keeps_mask = config.rollouts.sampled_at_most is not None
-        recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm, keeps_mask)
+        replayed = replayed_choices(config.model)
+        recorded = read_recording(replay, steps, required, replayed, config.algorithm, keeps_mask)
     if not config.rollouts.sample_unused_ids:
         _check_unused_ids(config, inputs, recorded)
     if not replay and torchrun.rank() == 0 and config.environment.name == "agent":
@@ -423,10 +425,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """
         topology, all_rows = self.policy.topology, RowsOfRollouts.of(rollouts.outcomes)
         lengths = [size.tokens for size in all_rows.sizes]
-        pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
-        columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
+        pad, recorded = (
+            self.inputs.tokenizer.pad_token_id,
+            recorded_choices(self.policy.model.family, self.config.model),
+        )
+        columns, led = token_columns(pad, recorded), sorted(rollouts.own) if topology.leads_replica else []
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
-        batch = to_batch(own, pad, experts)
+        batch = to_batch(own, pad, recorded)
         prompts = self.inputs.train
         batch.update(prompts.images_column([rollout.prompt for rollout in own for _ in rollout.rows]))
         if self.critic is not None or self.config.rollouts.reads_score_norms:
@@ -483,14 +488,6 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             del rows["token_rewards"]
             return EstimatorInputs(token_rewards=earned, score_norms=rows.pop("score_norms"))
         return EstimatorInputs()
-
-    def _replayed_experts(self) -> tuple[int, int] | None:
-        """Return the number of MoE layers and the number of experts per token; None without `moe_router_replay`."""
-        if not self.config.model.moe_router_replay:
-            return None
-        family = self.policy.model.family
-        assert isinstance(family, Mixture), "checked as the model was built"
-        return sum(family.experts.sparse_layers), family.experts.topk
 
     def _update(self, step: int, minibatches: Sequence[LocalBatch[Any]], passes: int) -> dict[str, Any]:
         """Run the policy updates of a step, and return their metrics (see `over_updates`)."""
@@ -757,7 +754,7 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
 
     `asked` has the numbers of these rows in the global batch. `row_of` maps such a number to the row in `batch`.
     """
-    columns = {name: batch[name] for name in ("input_ids", ROUTED_EXPERTS, IMAGES) if name in batch}
+    columns = {name: batch[name] for name in ("input_ids", *CHOICES, IMAGES) if name in batch}
     return token_identities(BatchedDataDict(columns).select_indices([row_of[n] for n in asked]))
 
 

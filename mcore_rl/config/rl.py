@@ -371,6 +371,15 @@ class RLConfig(TrainingConfig):
         return self.generation.vllm.quantization == "fp8_per_block"
 
     @model_validator(mode="after")
+    def _records_keys(self) -> Self:
+        if self.model.indexer_replay and self.generation.backend == "vllm":
+            raise ValueError(
+                "model.indexer_replay: needs generation.backend=megatron, because vLLM does not return the keys that "
+                "its indexers choose; leave model.indexer_replay out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _observes(self) -> Self:
         if self.loss.observation_nll_weight and self.environment.max_turns == 1:
             raise ValueError(
@@ -682,7 +691,9 @@ class PPOConfig(RLConfig):
         """Configuration of the critic's model, with the policy's precision."""
         own = self.model
         if self.critic.path is None or self.critic.path.resolve() == own.path.resolve():
-            return own.model_copy(update={"head": "reward", "lora": None, "moe_router_replay": False})
+            return own.model_copy(
+                update={"head": "reward", "lora": None, "moe_router_replay": False, "indexer_replay": False}
+            )
         return ModelConfig(
             path=self.critic.path,
             dtype=own.dtype,

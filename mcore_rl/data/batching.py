@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.data.images import IMAGES, images_column
-from mcore_rl.data.prefix_plan import ROUTED_EXPERTS, PrefixForest, pieces_of, token_identities
+from mcore_rl.data.prefix_plan import PrefixForest, pieces_of, token_identities
 from mcore_rl.data.token_store import SequenceGroup, TokenStore
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
@@ -82,6 +83,19 @@ class Microbatch:
     layout: PackLayout
     packed: bool = True
     counts: bool = True
+
+    def choices(self, name: str, own: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the recorded choices of a rank's tokens, [t, layers, size]; −1 for padding. None if there are none.
+
+        Args:
+            name: one of `CHOICES`.
+            own: function from a value for each token of the pack [T] to those of the rank's t tokens.
+        """
+        if name not in self.data:
+            return None
+        rows, width = self.data["input_ids"].shape
+        place = own(self.layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1))
+        return torch.where((place < 0)[:, None, None], -1, self.data[name].flatten(0, 1)[place.clamp(min=0)])
 
 
 @dataclass(frozen=True)
@@ -294,9 +308,9 @@ class MicrobatchPlanner:
     def _plan_key(self, data: BatchedDataDict[Any]) -> tuple[MicrobatchPlanner, bool]:
         """Return the key of a batch's plan.
 
-        A reference model scores the rows without recorded experts. Its packs may share more tokens than the policy's.
+        A reference model scores the rows without recorded choices. Its packs may share more tokens than the policy's.
         """
-        return self, bool(self.rows_per_group) and ROUTED_EXPERTS in data
+        return self, bool(self.rows_per_group) and any(name in data for name in CHOICES)
 
     def _identities(self, data: BatchedDataDict[Any]) -> Tensor | None:
         return token_identities(data) if self.rows_per_group else None
@@ -480,8 +494,8 @@ class PackUnitSize:
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
     """Return a batch with the columns of `data` and with `rows` rows.
 
-    `data` itself has no rows. Each new row has one token. Its length is 1, its experts are unknown (−1), and its values
-    in all other columns are 0.
+    `data` itself has no rows. Each new row has one token. Its length is 1, its recorded choices are unknown (−1), and
+    its values in all other columns are 0.
     """
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
@@ -490,8 +504,9 @@ def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
         else:
             blank[name] = [None] * rows if isinstance(value, list) else value
     blank["input_lengths"] = torch.ones(rows, dtype=torch.long)
-    if ROUTED_EXPERTS in blank:
-        blank[ROUTED_EXPERTS] -= 1
+    for name in CHOICES:
+        if name in blank:
+            blank[name] -= 1
     return blank
 
 

@@ -16,12 +16,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.bin_packing import best_fit_decreasing
 from mcore_rl.distributed.packs import PrefixTree, round_up
-
-ROUTED_EXPERTS = "routed_experts"
-"""Name of a batch entry [B, S, layers with experts, topk]: the experts of each input token; −1 if unknown."""
 
 SegmentCost = Callable[[int, int], float]
 """Function of the number of tokens before a segment in its rows and of the segment's own number of tokens; returns the
@@ -32,19 +30,17 @@ def token_identities(data: Mapping[str, Any]) -> Int[Tensor, "rows seq"]:
     """Return a number for each token of `data`. Two rows may share a token only if their numbers are equal up to it.
 
     The number is the token's id; for a token of an image, it depends on the image (`_image_identities`). If the batch
-    has recorded experts, it is a hash of that number and the token's experts: the model computes something else if it
-    sends the token to other experts. Unknown experts differ from known experts.
+    has recorded choices, it is a hash of that number and the token's choices: the model computes something else if it
+    sends the token to other experts, or attends to other keys. Unknown choices differ from known ones.
     """
     ids = _image_identities(data)
-    if ROUTED_EXPERTS not in data:
-        return ids
     generator = torch.Generator().manual_seed(5)
-    experts = data[ROUTED_EXPERTS].flatten(2)
-    factors = 2 * torch.randint(-(2**61), 2**61, (experts.shape[2] + 1,), generator=generator) + 1
-    identities = ids * factors[-1]
-    for row, of_row in enumerate(experts):  # row by row, because int64 experts of all rows would need much memory
-        identities[row] += of_row.long() @ factors[:-1]
-    return identities
+    for choices in (data[name].flatten(2) for name in CHOICES if name in data):
+        factors = 2 * torch.randint(-(2**61), 2**61, (choices.shape[2] + 1,), generator=generator) + 1
+        ids = ids * factors[-1]
+        for row, of_row in enumerate(choices):  # row by row, because int64 choices of all rows would need much memory
+            ids[row] += of_row.long() @ factors[:-1]
+    return ids
 
 
 def _image_identities(data: Mapping[str, Any]) -> Int[Tensor, "rows seq"]:

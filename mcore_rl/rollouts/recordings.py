@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.samples import Rollout, TokenRow
@@ -59,7 +60,7 @@ def read_recording(
     path: Path,
     steps: int,
     required: dict[str, Any],
-    replays_experts: bool = False,
+    replayed: Sequence[str] = (),
     section: str = "grpo",
     keeps_mask: bool = False,
 ) -> dict[int, list[Rollout]]:
@@ -68,7 +69,7 @@ def read_recording(
     Args:
         steps: number of steps that the recording must have.
         required: sampling options of this run. They must equal the recorded options.
-        replays_experts: whether this run sends tokens to the same experts as during sampling.
+        replayed: names of the choices of sampling that this run makes again.
         section: section of the configuration that has the sampling options, for errors.
         keeps_mask: whether this run needs the kept tokens (those that top-k, top-p and min-p left in sampling) in the
             recording. It then computes probabilities over the kept tokens only.
@@ -90,13 +91,14 @@ def read_recording(
             f"--replay {path}: lacks step {missing[0]}, but this run has {steps} steps; "
             "lower trainer.max_steps, or replay another recording"
         )
-    with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
-    if with_experts - {replays_experts}:
-        has = "without" if replays_experts else "with"
-        raise UserError(
-            f"--replay {path}: was recorded {has} the experts of each token, but "
-            f"model.moe_router_replay={replays_experts}; change this key, or replay another recording"
-        )
+    for name, kind in CHOICES.items():
+        has_choice = {name in rollout.choices for rollouts in recorded.values() for rollout in rollouts}
+        if has_choice - {name in replayed}:
+            has = "without" if name in replayed else "with"
+            raise UserError(
+                f"--replay {path}: was recorded {has} the {kind.what} of each token, but "
+                f"model.{kind.option}={name in replayed}; change this key, or replay another recording"
+            )
     with_mask = {r.kept_tokens is not None for rollouts in recorded.values() for r in rollouts if r.response_lengths}
     if with_mask - {keeps_mask}:
         has, value = ("without", "false") if keeps_mask else ("with", "true, and the same top_k, top_p and min_p")
@@ -136,9 +138,9 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def _row_to_json(row: Rollout | TokenRow) -> dict[str, Any]:
-    experts, kept = row.routed_experts, row.kept_tokens
-    return asdict(replace(row, routed_experts=None, kept_tokens=None)) | {
-        "routed_experts": None if experts is None else experts.tolist(),
+    kept = row.kept_tokens
+    return asdict(replace(row, choices={}, kept_tokens=None)) | {
+        "choices": {name: values.tolist() for name, values in row.choices.items()},
         "kept_tokens": None if kept is None else {"counts": kept.counts.tolist(), "ids": kept.ids.tolist()},
     }
 
@@ -148,8 +150,7 @@ def _from_json(values: dict[str, Any]) -> Rollout:
     rollout.further_rows = [TokenRow(**row) for row in rollout.further_rows]  # type: ignore[arg-type]
     rows: list[Rollout | TokenRow] = [rollout, *rollout.further_rows]
     for row in rows:
-        if row.routed_experts is not None:
-            row.routed_experts = torch.tensor(row.routed_experts).short()
+        row.choices = {name: torch.tensor(choice, dtype=CHOICES[name].dtype) for name, choice in row.choices.items()}
         kept: Any = row.kept_tokens
         if kept is not None:
             row.kept_tokens = KeptTokens(*(torch.tensor(kept[part], dtype=torch.int32) for part in ("counts", "ids")))

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped, UInt8
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.data.choices import RecordedChoice, padded_choices
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import InternedObjects, all_reduce, broadcast_in_replica, gather_from_replicas
@@ -353,7 +353,7 @@ class TokenRow:
     token_mask: list[bool]
     logprobs: list[float]
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
-    routed_experts: torch.Tensor | None = None
+    choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
 
     @property
@@ -397,8 +397,8 @@ class Rollout:
     message_log: MessageLog = field(default_factory=list)
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
     """Rewarded tokens as (position, reward); the rewards sum to the reward of the rollout."""
-    routed_experts: torch.Tensor | None = None
-    """Experts of the tokens, [tokens, layers, topk] int16, if experts are replayed."""
+    choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Recorded choices of the tokens by name (`CHOICES`), [tokens, layers, size]."""
     kept_tokens: KeptTokens | None = None
     """Tokens that the sampler kept at each position up to the end of the last response; None without sampling mask."""
     answer: str | None = None
@@ -448,7 +448,7 @@ class Rollout:
     @property
     def rows(self) -> list[TokenRow]:
         """All rows of the rollout."""
-        own = self.input_ids, self.token_mask, self.logprobs, self.token_rewards, self.routed_experts, self.kept_tokens
+        own = self.input_ids, self.token_mask, self.logprobs, self.token_rewards, self.choices, self.kept_tokens
         return [TokenRow(*own), *self.further_rows]
 
     @property
@@ -521,31 +521,30 @@ class RolloutBatch:
         return len(self.outcomes)
 
 
-def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
+def token_columns(pad_token_id: int, recorded: Sequence[RecordedChoice] = ()) -> list[TokenColumn]:
     """Return descriptions of those columns of `to_batch` that have a value for each token.
 
     Args:
-        experts: (number of MoE layers, number of experts per token) if experts are replayed; otherwise None.
+        recorded: descriptions of the recorded choices.
     """
     columns = [
         TokenColumn("input_ids", torch.long, padding=pad_token_id),
         TokenColumn("token_mask", torch.float32),
         TokenColumn("generation_logprobs", torch.float32),
     ]
-    return columns if experts is None else [*columns, TokenColumn("routed_experts", torch.int16, experts, padding=-1)]
+    return [*columns, *(TokenColumn(choice.name, choice.dtype, choice.shape, padding=-1) for choice in recorded)]
 
 
 def to_batch(
-    rollouts: Sequence[Rollout], pad_token_id: int, experts: tuple[int, int] | None = None
+    rollouts: Sequence[Rollout], pad_token_id: int, recorded: Sequence[RecordedChoice] = ()
 ) -> BatchedDataDict[Any]:
     """Return a batch with right-padded rows: the rows of each rollout, rollout after rollout.
 
-    The columns are input_ids, token_mask, generation_logprobs [B, S], input_lengths and sample_mask [B]. If the
-    rollouts have experts, there is also a column routed_experts [B, S, layers, topk] int16; unknown experts are −1.
+    The columns are input_ids, token_mask, generation_logprobs [B, S], input_lengths and sample_mask [B], and the
+    recorded choices that all rollouts have.
 
     Args:
-        experts: (number of MoE layers, number of experts per token) if experts are replayed; otherwise None. The shape
-            is needed for rollouts whose request failed: their experts are unknown.
+        recorded: descriptions of the recorded choices, for rollouts whose request failed: their choices are unknown.
     """
     rows = [row for rollout in rollouts for row in rollout.rows]
     input_ids = _padded([r.input_ids for r in rows], torch.long, pad_token_id)
@@ -556,20 +555,16 @@ def to_batch(
         input_lengths=torch.tensor([len(r.input_ids) for r in rows], dtype=torch.long),
         sample_mask=torch.ones(len(rows)),
     )
-    routed = [_experts_of(row, rollout, experts) for rollout in rollouts for row in rollout.rows]
-    known = [tensor for tensor in routed if tensor is not None]
-    if known and len(known) == len(rows):
-        padded = torch.nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=-1)
-        tail = input_ids.shape[1] - padded.shape[1]  # the model never read the last observation
-        batch["routed_experts"] = F.pad(padded, (0, 0, 0, 0, 0, tail), value=-1)
+    choices = [_choices_of(row, rollout, recorded) for rollout in rollouts for row in rollout.rows]
+    batch.update(padded_choices(choices, input_ids.shape[1]))  # the model never read the last observation
     return batch
 
 
-def _experts_of(row: TokenRow, rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
-    """Return the experts chosen for the row's tokens; all −1 if the rollout has no response."""
-    if row.routed_experts is not None or experts is None or rollout.turns:
-        return row.routed_experts
-    return torch.full((len(row.input_ids), *experts), -1, dtype=torch.int16)
+def _choices_of(row: TokenRow, rollout: Rollout, recorded: Sequence[RecordedChoice]) -> Mapping[str, torch.Tensor]:
+    """Return the recorded choices for the row's tokens; all −1 if the rollout has no response."""
+    if row.choices or rollout.turns:
+        return row.choices
+    return {choice.name: choice.unknown(len(row.input_ids)) for choice in recorded}
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from mcore_rl.data.chat import with_response
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.texts import continuation_ids
 from mcore_rl.data.turns import tokens_between
@@ -55,8 +56,8 @@ class Conversation:
         rollout.add_response(response.token_ids, response.logprobs, response.kept_tokens)
         rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
-        if response.routed_experts is not None:  # experts of the whole conversation so far
-            rollout.routed_experts = response.routed_experts
+        if response.choices:  # those of the whole conversation so far
+            rollout.choices = response.choices
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         rollout.message_log = with_response(rollout.message_log, text)
 
@@ -240,9 +241,9 @@ class RolloutWorker:
             response = slice(lengths[row], ends[row])
             tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
             versions = [(self.weight_version, len(tokens))]
-            experts = out["routed_experts"][row, : ends[row]] if "routed_experts" in out else None
+            choices = {name: out[name][row, : ends[row]] for name in CHOICES if name in out}
             kept = out["kept_tokens"][row] if "kept_tokens" in out else None
-            answer = Response(tokens, logprobs, not truncated[row], versions, experts, kept)
+            answer = Response(tokens, logprobs, not truncated[row], versions, choices, kept)
             conversation.respond(answer, self.tokenizer)
 
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, STUDENT, TEACHER, own_layouts, second_model_configs
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
@@ -512,11 +513,12 @@ def simulated_process(
 
 
 def _check_routing(config: TrainingConfig) -> None:
-    if config.model.moe_router_replay:
-        raise UserError(
-            "model.moe_router_replay: cannot be simulated, because the experts are chosen while sampling; leave "
-            "model.moe_router_replay out"
-        )
+    for kind in CHOICES.values():
+        if getattr(config.model, kind.option):
+            raise UserError(
+                f"model.{kind.option}: cannot be simulated, because the {kind.what} are chosen while sampling; leave "
+                f"model.{kind.option} out"
+            )
     if config.model.moe_grouped_gemm in (True, "if_possible") and config.model.dtype != "bfloat16":
         raise UserError(
             f"model.moe_grouped_gemm: cannot be simulated in {config.model.dtype}, because torch derives the "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
 from mcore_rl.config import PPOConfig, TrainingConfig
-from mcore_rl.config.sections import FP8Config
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension

@@ -131,7 +131,9 @@ def test_rows_without_tokens_that_carry_loss():
 def test_a_rollout_without_a_request_has_unknown_experts():
     """Without the column on one replica, the replicas would not exchange the same columns."""
     experts = torch.ones(2, 3, 2, dtype=torch.int16)
-    some = Rollout(0, 0, [1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], turns=1, routed_experts=experts)
+    some = Rollout(
+        0, 0, [1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], turns=1, choices={"routed_experts": experts}
+    )
     batch = to_batch([Rollout(0, 1, [1, 2], [False, False], [0.0, 0.0]), some], 0, (3, 2))
     assert bool((batch["routed_experts"][0] == -1).all()) and bool((batch["routed_experts"][1, :2] == 1).all())
 

@@ -100,6 +100,7 @@ class Worker:
 
 class Policy:
     is_writer, reference, batching, topology = True, "weights", MicrobatchPlanner(True, 64, 1, 1), Topology()
+    model = SimpleNamespace(family=None)
 
     def __init__(self):
         self.trained, self.skipped = [], 0
@@ -347,8 +348,8 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(
         megatron_generation,
         "MegatronGeneration",
-        lambda *arguments, record_experts, cuda_graphs: (
-            taken.extend((*arguments, record_experts, cuda_graphs)) or SimpleNamespace(close=lambda: None)
+        lambda *arguments, recorded, cuda_graphs: (
+            taken.extend((*arguments, recorded, cuda_graphs)) or SimpleNamespace(close=lambda: None)
         ),
     )
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
@@ -375,7 +376,14 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     model, params, longest, _, at_once, records, graphs = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
-    assert (model, longest, at_once, worker.max_turns, records, graphs) == ("model", 40, 3, 4, True, False)
+    assert (model, longest, at_once, worker.max_turns, records, graphs) == (
+        "model",
+        40,
+        3,
+        4,
+        ["routed_experts"],
+        False,
+    )
 
 
 # ------------------------------------------------------------------ environment.*, checkpoint.*, logging.*

@@ -573,12 +573,13 @@ def shared_out(rows_per_group, with_experts, led):
     topology, run = grid(width=2), object.__new__(GRPOTrainer)
     batching = MicrobatchPlanner(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
     family = object.__new__(Mixtral)
+    family.__dict__["layers_with_indexer"] = ()
     family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
     train = SimpleNamespace(images_column=lambda indices: {})
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3), train=train)
     run.critic = None
     run.config = SimpleNamespace(
-        model=SimpleNamespace(moe_router_replay=with_experts),
+        model=SimpleNamespace(moe_router_replay=with_experts, indexer_replay=False),
         rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1, reads_score_norms=False),
     )
     run.policy = SimpleNamespace(
@@ -602,8 +603,8 @@ def make_rollouts(with_experts):
         texts = [{"role": "user", "content": "?"}]
         logprobs = [-m / 3 for m in mask]
         routed = [[[n, t % 8]] * 3 for t in range(len(tokens) - 1)]
-        experts = torch.tensor(routed, dtype=torch.int16) if with_experts else None
-        made = Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts, routed_experts=experts)
+        choices = {"routed_experts": torch.tensor(routed, dtype=torch.int16)} if with_experts else {}
+        made = Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts, choices=choices)
         rollouts.append(made)
     return rollouts
 
@@ -639,4 +640,4 @@ def check_shared_out(with_experts, led, results):
             assert (int(data["input_lengths"][row]), float(data["sample_mask"][row])) == (len(rollout.input_ids), 1)
             if with_experts:
                 unknown = [[[-1, -1]] * 3] * (behind + 1)
-                assert data["routed_experts"][row].tolist() == [*rollout.routed_experts.tolist(), *unknown]
+                assert data["routed_experts"][row].tolist() == [*rollout.choices["routed_experts"].tolist(), *unknown]

@@ -116,10 +116,11 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
 def shared_and_gathered(with_experts):
     """Two replicas of two ranks: objects of a replica come from its first rank, and every rank gets the objects of all
     replicas."""
+    from mcore_rl.data.choices import RecordedChoice
     from mcore_rl.models.generation.interfaces import Response, gather_responses, share_responses
 
     topology = grid(width=2)
-    rank, shape = torch.distributed.get_rank(), (3, 2) if with_experts else None
+    rank, recorded = torch.distributed.get_rank(), [RecordedChoice("routed_experts", 3, 2)] if with_experts else []
     prompts = [(5, 6), (7,), (8, 9, 10)][: 3 - topology.data.rank]
     made = []
     for row, prompt in enumerate(prompts):
@@ -127,17 +128,22 @@ def shared_and_gathered(with_experts):
         response = Response(tokens, [-1 / 3 - t for t in range(len(tokens))], row != 1)
         if with_experts:
             size = (len(prompt) + len(tokens), 3, 2)
-            response.routed_experts = torch.randint(-1, 99, size, generator=torch.Generator().manual_seed(rank)).short()
+            experts = torch.randint(-1, 99, size, generator=torch.Generator().manual_seed(rank)).short()
+            response.choices = {"routed_experts": experts}
         made.append(response)
     led = made if topology.leads_replica else []
     own = made if rank else []  # the first has none
-    return made, share_responses(led, prompts, topology, shape), gather_responses(own, topology.tensor, topology.data)
+    return (
+        made,
+        share_responses(led, prompts, topology, recorded),
+        gather_responses(own, topology.tensor, topology.data),
+    )
 
 
 @pytest.mark.parametrize("with_experts", [False, True])
 def test_responses_are_the_same_on_other_ranks(with_experts):
     def told(responses, experts):
-        routed = [r.routed_experts.tolist() if experts else None for r in responses]
+        routed = [r.choices["routed_experts"].tolist() if experts else None for r in responses]
         return [(r.token_ids, r.logprobs, r.ended, e) for r, e in zip(responses, routed, strict=True)]
 
     results = run_processes(shared_and_gathered, with_experts, world_size=4)

@@ -52,7 +52,7 @@ def check_recording(path):
     for line in path.read_text().splitlines():
         for rollout in json.loads(line)["rollouts"]:
             turns.add(rollout["turns"])
-            *rows, last = rollout["routed_experts"]
+            *rows, last = rollout["choices"]["routed_experts"]
             assert last == [[-1] * 3] * 3 and len(rows) + 1 == len(rollout["input_ids"])
             for position, row in enumerate(rows):
                 assert row == [[(position + 3 * layer + k) % 8 for k in range(3)] for layer in (0, 2, 3)]

@@ -10,6 +10,7 @@ from stand_in_vllm import calls, serving
 from vllm_cases import GROUPS, PARAMS, Stub, pool_of, train, well
 from vllm_cases import root as root  # a fixture
 
+from mcore_rl.data.choices import RecordedChoice
 from mcore_rl.models.generation.interfaces import RequestError
 from mcore_rl.models.policy.refit import RefitGroups
 from mcore_rl.rollouts.samples import Rollout, to_batch
@@ -103,12 +104,18 @@ def test_nothing_is_locked_while_a_drop_is_told():
 
 def test_experts_of_a_sample_without_a_response_are_unknown():
     answered = Rollout(
-        0, 0, [5, 6, 7], [False, True, True], [0.0] * 3, turns=1, routed_experts=torch.tensor([[[1, 2]]] * 2).short()
+        0,
+        0,
+        [5, 6, 7],
+        [False, True, True],
+        [0.0] * 3,
+        turns=1,
+        choices={"routed_experts": torch.tensor([[[1, 2]]] * 2).short()},
     )
     failed = Rollout(0, 1, [5, 6], [False] * 2, [0.0] * 2, error="it has no response")
-    batch = to_batch([answered, failed], 0, experts=(1, 2))
+    batch = to_batch([answered, failed], 0, [RecordedChoice("routed_experts", 1, 2)])
     assert batch["routed_experts"].tolist() == [[[[1, 2]], [[1, 2]], [[-1, -1]]], [[[-1, -1]]] * 3]
-    assert (to_batch([failed], 0, experts=(1, 2))["routed_experts"] == -1).all()
+    assert (to_batch([failed], 0, [RecordedChoice("routed_experts", 1, 2)])["routed_experts"] == -1).all()
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_what_cannot_be_is_told_with_the_server(encoded, reason):
         for server in pool.servers.values():
             server.experts = EXPERTS
         response = pool.submit(request, PARAMS).result(20)
-        assert torch.equal(response.routed_experts, decode_routed_experts(encode(told(9)), 9, EXPERTS))
+        assert torch.equal(response.choices["routed_experts"], decode_routed_experts(encode(told(9)), 9, EXPERTS))
 
 
 def test_a_turn_tells_of_the_whole_conversation():
@@ -108,10 +108,10 @@ def test_a_turn_tells_of_the_whole_conversation():
     prompts = [Prompt((4, 5), "a", {}), Prompt((4, 5, 6), "b", {})]
     long, short = [Conversation(Rollout.begin(0, i, prompt), prompt) for i, prompt in enumerate(prompts)]
     experts = {n: decode_routed_experts(encode(told(n)), n, EXPERTS) for n in (4, 5, 8)}
-    long.respond(Response([7, 8], [0.0] * 2, True, (), experts[4]), Tokenizer())
+    long.respond(Response([7, 8], [0.0] * 2, True, (), {"routed_experts": experts[4]}), Tokenizer())
     long.rollout.add_observation([1, 1])
-    long.respond(Response([7, 8], [0.0] * 2, True, (), experts[8]), Tokenizer())
-    short.respond(Response([7, 8], [0.0] * 2, True, (), experts[5]), Tokenizer())
+    long.respond(Response([7, 8], [0.0] * 2, True, (), {"routed_experts": experts[8]}), Tokenizer())
+    short.respond(Response([7, 8], [0.0] * 2, True, (), {"routed_experts": experts[5]}), Tokenizer())
     short.rollout.add_observation([1])
     batch = to_batch([long.rollout, short.rollout], 0)["routed_experts"]
     assert batch.shape == (2, 8, 3, 2) and torch.equal(batch[0], experts[8])
@@ -120,13 +120,15 @@ def test_a_turn_tells_of_the_whole_conversation():
 
 def test_batches_of_responses_have_experts_where_all_do():
     responses = [
-        Response([1] * n, [0.0] * n, True, (), decode_routed_experts(encode(told(n + 2)), n + 2, EXPERTS))
+        Response(
+            [1] * n, [0.0] * n, True, (), {"routed_experts": decode_routed_experts(encode(told(n + 2)), n + 2, EXPERTS)}
+        )
         for n in (1, 4)
     ]
     out = output_of([(3, 4)] * 2, responses, 0)["routed_experts"]
-    assert out.shape == (2, 6, 3, 2) and torch.equal(out[0, :3], responses[0].routed_experts)
-    assert (out[0, 2:] == -1).all() and torch.equal(out[1], responses[1].routed_experts)
-    responses[1].routed_experts = None
+    assert out.shape == (2, 6, 3, 2) and torch.equal(out[0, :3], responses[0].choices["routed_experts"])
+    assert (out[0, 2:] == -1).all() and torch.equal(out[1], responses[1].choices["routed_experts"])
+    responses[1].choices = {}
     assert "routed_experts" not in output_of([(3, 4)] * 2, responses, 0)
 
 

@@ -308,7 +308,9 @@ def sample_and_score(config):
 
     policy = MegatronPolicy(config)
     prompts = torch.randint(6, 250, (16, 20), generator=torch.Generator().manual_seed(0))
-    generation = MegatronGeneration(policy.model, SamplingParams(30, seed=1), 60, make_tokenizer(), record_experts=True)
+    generation = MegatronGeneration(
+        policy.model, SamplingParams(30, seed=1), 60, make_tokenizer(), recorded=["routed_experts"]
+    )
     out = generation.generate(BatchedDataDict(input_ids=prompts, input_lengths=torch.full((16,), 20)))
     seen = {"tokens": 0, "anew": 0, "replayed": 0}
 
@@ -378,14 +380,18 @@ def test_a_recording_and_the_option_agree_on_experts(tmp_path):
     rollout = Rollout.begin(0, 0, Prompt((1, 2), "say a", {}))
     entries = {}
     for name, experts in (("without", None), ("with", torch.tensor([[[0, 1]], [[2, 0]]]).short())):
-        rollout.routed_experts = experts
+        rollout.choices = {} if experts is None else {"routed_experts": experts}
         entries[name] = tmp_path / name
         entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout])}) + "\n")
-    assert len(read_recording(entries["without"], 1, {})) == len(read_recording(entries["with"], 1, {}, True)) == 1
+    assert (
+        len(read_recording(entries["without"], 1, {}))
+        == len(read_recording(entries["with"], 1, {}, ["routed_experts"]))
+        == 1
+    )
     with pytest.raises(
         UserError, match=r"was recorded without the experts of each token, but model.moe_router_replay=True"
     ):
-        read_recording(entries["without"], 1, {}, True)
+        read_recording(entries["without"], 1, {}, ["routed_experts"])
     with pytest.raises(
         UserError, match=r"was recorded with the experts of each token, but model.moe_router_replay=False"
     ):
@@ -394,11 +400,11 @@ def test_a_recording_and_the_option_agree_on_experts(tmp_path):
 
 @pytest.mark.long
 def test_grpo_with_replay_under_expert_parallelism(tmp_path, monkeypatch):
-    """The whole program: sampled in lockstep, replayed, trained with experts on two ranks, resumed, exported."""
+    """The whole program: sampled in lockstep, experts and keys replayed, trained on two ranks, resumed, exported."""
     judge = "def count(log, record):\n    return sum(c in 'aeiou' for c in log[-1]['content']) / 4\n"
     (tmp_path / "judging.py").write_text(judge)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    make_model("glm4_moe", tmp_path / "model", initializer_range=0.05)
+    make_model("deepseek_v32", tmp_path / "model", initializer_range=0.05)
     prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdef"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     config = {
@@ -406,19 +412,20 @@ def test_grpo_with_replay_under_expert_parallelism(tmp_path, monkeypatch):
         "model": {
             "path": str(tmp_path / "model"),
             "moe_router_replay": True,
+            "indexer_replay": True,
             "moe_aux_loss_coeff": 0.01,
             "moe_router_bias_update_rate": 0.01,
         },
         "parallel": {"expert_model_parallel_size": 2},
-        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_sequence_length": 40},
+        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_sequence_length": 60},
         "optimizer": {"lr": 3e-3, "schedule": "constant"},
         "trainer": {"max_steps": 1},
-        "grpo": {"num_prompts_per_step": 3, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+        "grpo": {"num_prompts_per_step": 3, "num_generations_per_prompt": 4, "max_new_tokens": 30},
         "loss": {"reference_policy_kl_penalty": 0.01},
         "environment": {"name": "function", "function": "judging:count", "num_workers": 1},
     }
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
-    run("train_grpo.py", tmp_path / "grpo.yaml", processes=2)
+    run("train_grpo.py", tmp_path / "grpo.yaml", "--record", tmp_path / "rollouts.jsonl", processes=2)
     again = run("train_grpo.py", tmp_path / "grpo.yaml", "trainer.max_steps=2", processes=2)
     assert "resumed from" in again.stdout_text
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -427,3 +434,10 @@ def test_grpo_with_replay_under_expert_parallelism(tmp_path, monkeypatch):
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
         assert {"moe_load/layer_2", "moe_load/layer_3", "moe_entropy/layer_3", "moe_aux_loss"} <= set(line)
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")
+    recorded = [json.loads(line)["rollouts"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    keys = [layer for rollout in recorded[0] for token in rollout["choices"]["chosen_keys"] for layer in token]
+    assert max(map(max, keys)) > 21, "rows are longer than index_topk"
+    replayed = ["--replay", tmp_path / "rollouts.jsonl", f"output_dir={tmp_path / 'replayed'}"]
+    run("train_grpo.py", tmp_path / "grpo.yaml", *replayed, processes=2)
+    (line,) = [json.loads(line) for line in (tmp_path / "replayed" / "metrics.jsonl").read_text().splitlines()]
+    assert line["loss"] == lines[0]["loss"] and line["grad_norm"] == lines[0]["grad_norm"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
-from mcore_rl.config.sections import FP8Config
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.lora import PEFTDirectory, write_peft_directory
 from mcore_rl.rollouts.recordings import check_record

@@ -14,8 +14,8 @@ from small_models import and_long, make_config, make_model
 
 from mcore_rl.cli.dry_run import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.config.sections import FP8Config
 from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence

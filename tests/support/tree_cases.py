@@ -219,7 +219,9 @@ def sample_tree(config, path):
     policy = MegatronPolicy(config)
     params = SamplingParams(12, seed=1)
     records = isinstance(policy.model.family, Mixture)
-    generation = MegatronGeneration(policy.model, params, 100, make_tokenizer(), record_experts=records)
+    generation = MegatronGeneration(
+        policy.model, params, 100, make_tokenizer(), recorded=["routed_experts"] if records else []
+    )
 
     def answered(prompts):
         width = max(map(len, prompts))

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.data.choices import CHOICES, CHOSEN_KEYS, ROUTED_EXPERTS
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
@@ -295,6 +296,7 @@ class CachedIndexer(torch.nn.Module):
         if self.indexer.sequence_parallel:
             states = [all_gather(x, self.decoder[0].topology.tensor.group).flatten(0, 1) for x in states]
         chosen: Tensor | None = self.decoder[0].attend(self.number, *states)
+        self.decoder[0].chosen[self.number] = chosen
         return chosen
 
 
@@ -303,13 +305,16 @@ class Decoder:
 
     Replicas that share experts must run the model equally often. A replica that has no sequences left therefore runs
     the model on no tokens while other replicas continue (`run_idle`).
+
+    Args:
+        recorded: names of the choices that are recorded (`CHOICES`).
     """
 
     attend: Attend
-    routed: Tensor
-    """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if experts are recorded."""
+    choices: dict[str, Tensor]
+    """What this rank's layers chose for the last pass's tokens, [T, layers, size], by name, if it is recorded."""
 
-    def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
+    def __init__(self, model: ModelShard, recorded: Sequence[str] = ()) -> None:
         self.model, self.topology = model, model.topology
         layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
         mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
@@ -326,7 +331,17 @@ class Decoder:
         self.sequence_ranks = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.token_multiple = self.sequence_ranks * model.row_multiple
         self.in_lockstep = self.topology.expert.size > 1
-        self.routers = routers_of(model) if record_experts else []
+        self.routers = routers_of(model) if ROUTED_EXPERTS in recorded else []
+        self.records_keys = CHOSEN_KEYS in recorded and bool(self.indexers)
+        self.chosen: dict[int, Tensor | None] = {}
+
+    @property
+    def recording_layers(self) -> dict[str, list[int]]:
+        """For each choice that this rank records, the numbers of its layers among all layers that make this choice."""
+        sources, own = self.model.family.layers_with_indexer, self.model.layer_numbers()
+        indexed = [number for number, layer in enumerate(sources) if layer in own]
+        layers = {ROUTED_EXPERTS: [router.index for router in self.routers]}
+        return layers | {CHOSEN_KEYS: indexed if self.records_keys else []}
 
     def layer_caches(self) -> list[LayerCache]:
         """Return an empty cache for each layer of this rank with a token mixer, and then one for each indexer."""
@@ -356,7 +371,7 @@ class Decoder:
         """
         alone = self.topology.tensor.size == self.topology.pipeline.size == 1
         waits = isinstance(self.model.family, Mixture) or torch.are_deterministic_algorithms_enabled()
-        return platform.has_gpu() and alone and not waits and self.model.fp8 is None
+        return platform.has_gpu() and alone and not waits and self.model.fp8 is None and not self.records_keys
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -463,14 +478,28 @@ class Decoder:
             x: Tensor = chunk(**inputs)
             if not chunk.post_process:
                 self._send(x)
+        self.choices = self._recorded(len(tokens), count)
+        if not self.topology.is_last_stage:
+            return x.new_empty(count, x.shape[-1])
+        return gather_hidden_states(x, self.topology.tensor.group, self.topology.sequence_parallel)[:count]
+
+    def _recorded(self, padded: int, count: int) -> dict[str, Tensor]:
+        """Return what the layers have just chosen for the first `count` of `padded` tokens, by name."""
+        choices = {}
         if self.routers:
             routed = torch.stack([router.chosen_last() for router in self.routers], dim=1)
             if self.topology.sequence_parallel:
                 routed = all_gather(routed, self.topology.tensor.group).flatten(0, 1)
-            self.routed = routed[:count]
-        if not self.topology.is_last_stage:
-            return x.new_empty(count, x.shape[-1])
-        return gather_hidden_states(x, self.topology.tensor.group, self.topology.sequence_parallel)[:count]
+            choices[ROUTED_EXPERTS] = routed
+        if self.records_keys:
+            size = self.model.family.choices()[CHOSEN_KEYS].size
+            keys = torch.full((padded, len(self.indexers), size), -1, dtype=torch.int32, device=platform.device())
+            for number in range(len(self.indexers)):
+                if (chosen := self.chosen.get(len(self.mixers) + number)) is not None:
+                    chosen = chosen.flatten(1)
+                    keys[:, number, : chosen.shape[1]] = chosen
+            choices[CHOSEN_KEYS] = keys
+        return {name: values[:count].to(CHOICES[name].dtype) for name, values in choices.items()}
 
     def _received(self, count: int) -> Tensor:
         pipeline, family = self.topology.pipeline, self.model.family

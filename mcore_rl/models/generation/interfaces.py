@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Float64, Int32
 from torch import Tensor
 
 from mcore_rl.data.batching import padded_rows
+from mcore_rl.data.choices import RecordedChoice, padded_choices
 from mcore_rl.data.images import PlacedImage, images_column
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import broadcast_in_replica, gather_rows
@@ -47,9 +48,8 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: [B] number of tokens in each response, at least 1.
     unpadded_sequence_lengths: [B] number of tokens in prompt and response.
     truncated: [B] True if the limit of new tokens ended the response.
-    routed_experts: [B, S', layers with experts, topk] int16, the experts that the routers chose for each token. The
-        values are −1 where a token was not an input of the model, such as at the last token of a response. Present if
-        experts are recorded.
+    routed_experts, chosen_keys: the recorded choices (`CHOICES`), with S' in place of S. The values are −1 where a
+        token was not an input of the model, such as at the last token of a response. Present if they are recorded.
     kept_tokens: for each response, the tokens that the sampler's filters (such as top-k) kept. Present if the sampling
         parameters ask for these tokens.
     """
@@ -60,6 +60,7 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: torch.Tensor
     truncated: torch.Tensor
     routed_experts: NotRequired[torch.Tensor]
+    chosen_keys: NotRequired[torch.Tensor]
     kept_tokens: NotRequired[list[KeptTokens]]
 
 
@@ -108,8 +109,8 @@ class Response:
     logprobs: log-probability of each token of the response.
     ended: True if a stop token or stop string ended the response; False if the limit of new tokens ended it.
     weight_versions: pairs (version of the weights, number of consecutive tokens that these weights generated).
-    routed_experts: [tokens of prompt and response, layers with experts, topk] int16. It is −1 for a token that was not
-        an input of the model, such as the last. None if experts are not recorded.
+    choices: the recorded choices by name (`CHOICES`), [tokens of prompt and response, layers, size]. They are −1 for a
+        token that was not an input of the model, such as the last.
     kept_tokens: the tokens that the sampler's filters kept at each position of the response; None if these tokens are
         not returned.
     likeliest: for each position, the likeliest tokens with their log-probabilities, the likeliest first, if the request
@@ -120,7 +121,7 @@ class Response:
     logprobs: list[float]
     ended: bool
     weight_versions: Sequence[tuple[int, int]] = ()
-    routed_experts: torch.Tensor | None = None
+    choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
     likeliest: Sequence[Sequence[tuple[int, float]]] = ()
 
@@ -222,7 +223,7 @@ def output_of(
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Return prompts with their responses as right-padded rows.
 
-    The result contains `routed_experts` if all responses have them, and `kept_tokens` if any response has them.
+    The result contains recorded choices if all responses have them, and `kept_tokens` if any response has them.
     """
     lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
     output_ids = torch.full((len(prompts), max(lengths, default=1)), pad_token_id)
@@ -237,9 +238,7 @@ def output_of(
         unpadded_sequence_lengths=torch.tensor(lengths, dtype=torch.long),
         truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
     )
-    experts = [response.routed_experts for response in responses if response.routed_experts is not None]
-    if experts and len(experts) == len(responses):
-        output["routed_experts"] = torch.nn.utils.rnn.pad_sequence(experts, batch_first=True, padding_value=-1)
+    output.update(padded_choices([response.choices for response in responses]))
     if any(response.kept_tokens is not None for response in responses):
         output["kept_tokens"] = [_kept_of(response) for response in responses]
     return output
@@ -251,7 +250,7 @@ def _kept_of(response: Response) -> KeptTokens:
 
 @dataclass(frozen=True)
 class ResponseTensors:
-    """Responses converted to tensors that ranks can exchange, without weight versions and experts.
+    """Responses converted to tensors that ranks can exchange, without weight versions and recorded choices.
 
     sizes: for each response, its number of tokens, its `ended` (0 or 1), and its number of kept tokens.
     tokens: for each token of all responses in order, its id, its log-probability, and its number of kept tokens.
@@ -304,13 +303,13 @@ def share_responses(
     led: Sequence[Response],
     prompts: Sequence[Sequence[int]],
     topology: Topology,
-    experts: tuple[int, int] | None = None,
+    recorded: Sequence[RecordedChoice] = (),
 ) -> list[Response]:
     """Broadcast the responses to `prompts` from the first rank of a replica to its other ranks. Collective.
 
     Args:
         led: the responses on the replica's first rank; ignored on other ranks.
-        experts: (layers, topk) of the responses' `routed_experts`; None if the responses have no `routed_experts`.
+        recorded: descriptions of the responses' choices.
     """
     tensors = ResponseTensors.of(led if topology.leads_replica else ())
     sizes = tensors.sizes if topology.leads_replica else tensors.sizes.new_zeros(len(prompts), 3)
@@ -321,11 +320,13 @@ def share_responses(
         kept = kept.new_zeros(int(sizes[:, 2].sum()))
     tokens, kept = (broadcast_in_replica(part, topology) for part in (tokens, kept))
     responses = ResponseTensors(sizes, tokens, kept).responses()
-    if experts is not None:
-        lengths = [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, responses, strict=True)]
-        routed = torch.zeros(sum(lengths), *experts, dtype=torch.int16)
+    lengths = [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, responses, strict=True)]
+    for choice in recorded:
+        values = choice.unknown(sum(lengths))
         if topology.leads_replica and led:
-            routed = torch.cat([one.routed_experts for one in led if one.routed_experts is not None])
-        parts = broadcast_in_replica(routed.view(torch.uint8), topology).view(torch.int16).split(lengths)
-        responses = [replace(one, routed_experts=part) for one, part in zip(responses, parts, strict=True)]
+            values = torch.cat([one.choices[choice.name] for one in led])
+        parts = broadcast_in_replica(values.view(torch.uint8), topology).view(choice.dtype).split(lengths)
+        responses = [
+            replace(one, choices={**one.choices, choice.name: part}) for one, part in zip(responses, parts, strict=True)
+        ]
     return responses

@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
+from mcore_rl.data.choices import CHOICES, RecordedChoice, replayed_choices
 from mcore_rl.data.images import IMAGES, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import gather_rows
@@ -40,7 +41,6 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.layer_caches import BLOCK_SIZE, blocks_for
 from mcore_rl.models.generation.sampling import Draw, SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.families.mixtures import Mixture
 
 MAX_GRAPHS = 64
 """Maximum number of CUDA graphs. Once it is reached, all are freed, and recording starts anew."""
@@ -53,7 +53,7 @@ class SamplingBatch:
     """The tokens that consecutive steps sampled for the same n sequences. Each list has one entry per step.
 
     tokens, logprobs: [n], the sampled tokens and their log-probabilities.
-    experts: [n, layers, topk] int16, the experts of the step's input tokens; empty if experts are not recorded.
+    choices: recorded choices for the step's input tokens by name, [n, layers, size]; empty if nothing is recorded.
     kept: for each sequence, the tokens that the filters kept; only on the last stage, and only if kept tokens are
         returned.
     likeliest: [n, m, 2] fp64 on the host, ids and log-probabilities of the likeliest tokens; m is what the sequences
@@ -62,7 +62,7 @@ class SamplingBatch:
 
     tokens: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)
+    choices: list[dict[str, Tensor]] = field(default_factory=list)
     kept: list[list[KeptTokens]] = field(default_factory=list)
     likeliest: list[Tensor] = field(default_factory=list)
 
@@ -88,8 +88,8 @@ class RunningSequence:
     """Number of the sequence's slot in the cache."""
     prompt_state: Tensor = field(init=False)
     """Final hidden state [hidden] of the prompt's last token; valid only on the last stage."""
-    prompt_experts: list[Tensor] = field(default_factory=list)
-    """Experts of the prompt's tokens, [tokens, layers, topk] int16, if experts are recorded."""
+    prompt_choices: dict[str, Tensor] = field(default_factory=dict)
+    """Recorded choices for the prompt's tokens by name, [tokens, layers, size]."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
     """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
     tail: list[int] = field(default_factory=list)
@@ -141,14 +141,17 @@ class RunningSequence:
     def is_over(self) -> bool:
         return self.ended_at is not None or self.drawn >= self.limit
 
-    def experts(self) -> Tensor:
-        """Return the experts of each input token, [tokens, layers, topk] int16.
+    def choices(self) -> dict[str, Tensor]:
+        """Return the recorded choices for each input token by name, [tokens, layers, size].
 
         The input tokens are all tokens of the sequence but the last. The model never gets the last token as an input.
         """
-        of_response = [step[column] for draws, column in self.places for step in draws.experts]
-        recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
-        return recorded[: len(self.prompt) + self.response_length - 1].cpu()
+        count = len(self.prompt) + self.response_length - 1
+        found = {}
+        for name, of_prompt in self.prompt_choices.items():
+            steps = [step[name][column] for draws, column in self.places for step in draws.choices]
+            found[name] = torch.cat([of_prompt, *([torch.stack(steps)] if steps else [])])[:count].cpu()
+        return found
 
 
 class StopStrings:
@@ -313,8 +316,8 @@ class ContinuousBatch:
         self.steps_ahead -= 1
         draws = self.history[-1]
         self.state, draw = (self.current_step or self._next)(self.state)
-        if self.decoder.routers:
-            draws.experts.append(self.decoder.routed.short())
+        if self.decoder.choices:
+            draws.choices.append(self.decoder.choices)
         self._add(self.going, draw, draws)
 
     def _next(self, state: Int64[Tensor, "4 n"]) -> tuple[Tensor, Draw]:
@@ -486,10 +489,9 @@ class ContinuousBatch:
         states = self.cache.prefill([s.prompt for s in fresh], blocks, slots, [s.images for s in fresh])
         for s, state in zip(fresh, states, strict=True):
             s.prompt_state = state
-        if self.decoder.routers:
-            routed = self.decoder.routed.short().split([len(s.prompt) for s in fresh])
-            for s, experts in zip(fresh, routed, strict=True):
-                s.prompt_experts = [experts]
+        for name, choices in self.decoder.choices.items():
+            for s, own in zip(fresh, choices.split([len(s.prompt) for s in fresh]), strict=True):
+                s.prompt_choices[name] = own
 
     def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
         """For each pair (source, s), let the sequence `s` use the cached prompt of `source`. The two prompts are equal.
@@ -501,7 +503,7 @@ class ContinuousBatch:
             full, rest = divmod(len(s.prompt), BLOCK_SIZE)
             s.blocks = self.cache.blocks.share(source.blocks[:full]) + self.cache.blocks.take(min(rest, 1))
             (s.slot,) = self.cache.slots.take(1)
-            s.prompt_state, s.prompt_experts = source.prompt_state, source.prompt_experts
+            s.prompt_state, s.prompt_choices = source.prompt_state, source.prompt_choices
             if rest:
                 copied.append((source.blocks[full], s.blocks[full]))
         if copied:
@@ -579,11 +581,11 @@ class MegatronGeneration(GenerationInterface):
         tokenizer: decodes the ends of responses, to detect stop strings.
         max_batch_size: maximum number of concurrent sequences of a replica.
         prefill_tokens: maximum number of prompt tokens in a forward pass.
-        record_experts: whether to return the experts of every token.
+        recorded: names of the choices for each token that are returned (`CHOICES`).
         cuda_graphs: whether a GPU replays steps as CUDA graphs where it can (`Decoder.can_replay`).
 
     Raises:
-        UserError: `record_experts` is set and the model has no experts.
+        UserError: the model does not make a choice that is to be recorded.
     """
 
     def __init__(
@@ -594,16 +596,18 @@ class MegatronGeneration(GenerationInterface):
         tokenizer: Any,
         max_batch_size: int = 64,
         prefill_tokens: int = 8192,
-        record_experts: bool = False,
+        recorded: Sequence[str] = (),
         cuda_graphs: bool = True,
     ) -> None:
-        self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
+        self.decoder, self.topology, self.params = Decoder(model, recorded), model.topology, params
         self.model, self.uses_graphs = model, cuda_graphs and self.decoder.can_replay
-        if record_experts and not isinstance(model.family, Mixture):
+        choices = model.family.choices()
+        if missing := [name for name in recorded if name not in choices]:
+            kind = CHOICES[missing[0]]
             raise UserError(
-                f"model.moe_router_replay: {model.family.model_type} has no experts; leave model.moe_router_replay out"
+                f"model.{kind.option}: {model.family.model_type} chooses no {kind.what}; leave model.{kind.option} out"
             )
-        self.record_experts, self.family = record_experts, model.family
+        self.recorded = [choices[name] for name in recorded]
         self.max_sequence_length, self.tokenizer = max_sequence_length, tokenizer
         self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
         self.stop_strings = StopStrings(params.stop_strings, tokenizer)
@@ -684,8 +688,8 @@ class MegatronGeneration(GenerationInterface):
         # Parts consist of neighbouring rows, so rank order is row order.
         gathered = gather_responses(self._with_kept_tokens(responses), *reversed(sharing))
         collected = output_of(prompts, gathered, self.tokenizer.pad_token_id)
-        if self.record_experts:
-            collected["routed_experts"] = self._collect_experts(mine, collected, sharing)
+        for choice in self.recorded:
+            collected[choice.name] = self._collect_choices(choice, mine, collected, sharing)
         return collected
 
     def _with_kept_tokens(self, responses: list[Response]) -> list[Response]:
@@ -700,29 +704,31 @@ class MegatronGeneration(GenerationInterface):
         parts = kept.split([len(response.token_ids) for response in responses])
         return [replace(response, kept_tokens=part) for response, part in zip(responses, parts, strict=True)]
 
-    def _collect_experts(
-        self, mine: list[RunningSequence], collected: BatchedDataDict[Any], sharing: Sequence[ParallelDimension]
+    def _collect_choices(
+        self,
+        choice: RecordedChoice,
+        mine: list[RunningSequence],
+        collected: BatchedDataDict[Any],
+        sharing: Sequence[ParallelDimension],
     ) -> Tensor:
-        """Gather the experts of all stages and all ranks; return [B, S', layers with experts, topk] int16.
+        """Gather recorded choices from all stages and all ranks; return [B, S', layers, size].
 
-        The arguments are those of `_collect`. The last token of a response was not an input of the model; its entries
-        are −1, like the padding's.
+        The other arguments are those of `_collect`. The last token of a response was not an input of the model; its
+        entries are −1, like the padding's.
         """
-        assert isinstance(self.family, Mixture)
-        experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
+        layers = self.decoder.recording_layers[choice.name]
         fed = (collected["unpadded_sequence_lengths"] - 1).tolist()
-        own = [s.experts() for s in mine] if layers else []
-        of_stage = torch.cat([torch.zeros(0, len(layers), experts.topk, dtype=torch.int16), *own])
+        own = [s.choices()[choice.name] for s in mine] if layers else []
+        of_stage = torch.cat([torch.zeros(0, len(layers), choice.size, dtype=choice.dtype), *own])
         if layers:  # as bytes: NCCL has no int16
-            of_stage = gather_rows(of_stage.view(torch.uint8), *reversed(sharing)).view(torch.int16)
-        by_layer = of_stage.transpose(0, 1).reshape(len(layers), sum(fed) * experts.topk)
+            of_stage = gather_rows(of_stage.view(torch.uint8), *reversed(sharing)).view(choice.dtype)
+        by_layer = of_stage.transpose(0, 1).reshape(len(layers), sum(fed) * choice.size)
         numbers = gather_rows(torch.tensor(layers, dtype=torch.long), self.topology.pipeline)
-        of_all = gather_rows(by_layer.contiguous().view(torch.uint8), self.topology.pipeline).view(torch.int16)
-        routed = torch.empty(sum(fed), sum(experts.sparse_layers), experts.topk, dtype=torch.int16)
-        routed[:, numbers] = of_all.view(len(numbers), sum(fed), experts.topk).transpose(0, 1)
-        shape = (*collected["output_ids"].shape, *routed.shape[1:])
-        rows = torch.full(shape, -1, dtype=torch.int16)
-        for row, part in enumerate(routed.split(fed)):
+        of_all = gather_rows(by_layer.contiguous().view(torch.uint8), self.topology.pipeline).view(choice.dtype)
+        chosen = torch.empty(sum(fed), *choice.shape, dtype=choice.dtype)
+        chosen[:, numbers] = of_all.view(len(numbers), sum(fed), choice.size).transpose(0, 1)
+        rows = choice.unknown(*collected["output_ids"].shape)
+        for row, part in enumerate(chosen.split(fed)):
             rows[row, : len(part)] = part
         return rows
 
@@ -751,7 +757,7 @@ def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> Meg
         config.data.max_sequence_length,
         tokenizer,
         config.rollouts.generation_batch_size,
-        record_experts=config.model.moe_router_replay,
+        recorded=replayed_choices(config.model),
         cuda_graphs=config.generation.cuda_graphs,
     )
     if config.generation.offload:

@@ -81,12 +81,11 @@ class ServedBatch(ContinuousBatch):
         length = sequence.response_length
         tokens = torch.cat([of_steps[:, column] for of_steps, _, column in parts])[:length].tolist()
         logprobs = torch.cat([of_steps[:, column] for _, of_steps, column in parts])[:length].tolist()
-        experts: Tensor | None = None
-        if self.decoder.routers:  # the last token was not an input of the model
-            experts = F.pad(sequence.experts(), (0, 0, 0, 0, 0, 1), value=-1)
+        # The last token was not an input of the model.
+        choices = {name: F.pad(x, (0, 0, 0, 0, 0, 1), value=-1) for name, x in sequence.choices().items()}
         kept = sequence.kept_tokens() if self.params.keeps_mask else None
         ended, likeliest = sequence.ended_at is not None, sequence.likeliest_tokens()
-        return Response(tokens, logprobs, ended, routed_experts=experts, kept_tokens=kept, likeliest=likeliest)
+        return Response(tokens, logprobs, ended, choices=choices, kept_tokens=kept, likeliest=likeliest)
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
         self._over += [s for s in sequences if s.is_over]
@@ -106,18 +105,19 @@ class ServedGeneration(RequestEngine):
     weight_version: version of the weights, for responses.
 
     Raises:
-        UserError: the run records experts or sampling masks, and the model has several pipeline stages.
+        UserError: the run records choices of the model or sampling masks, and the model has several pipeline stages.
     """
 
     def __init__(self, generation: MegatronGeneration) -> None:
         self.generation, self.topology = generation, generation.topology
         self.max_sequence_length = generation.max_sequence_length
         self.weight_version = 0
-        records = generation.record_experts or generation.params.keeps_mask
+        records = bool(generation.recorded) or generation.params.keeps_mask
         if records and self.topology.pipeline.size > 1:
             raise UserError(
                 "parallel.pipeline_model_parallel_size: must be 1 if agents' tokens are recorded with their experts "
-                "(model.moe_router_replay) or sampling masks; or set generation.backend=vllm"
+                "(model.moe_router_replay), keys (model.indexer_replay) or sampling masks; or set "
+                "generation.backend=vllm"
             )
         self._inbox: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
         self._numbers = itertools.count()

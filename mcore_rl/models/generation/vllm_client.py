@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Int16
 from torch import Tensor
 
+from mcore_rl.data.choices import ROUTED_EXPERTS
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import TrainingError
@@ -273,7 +274,7 @@ class VLLMServer:
                 experts = decode_routed_experts(choice.get("routed_experts"), num_tokens, self.experts)
             except ValueError as error:
                 raise WrongServerError(f"{self.url}: its response has {error}") from None
-            response.routed_experts = experts
+            response.choices = {ROUTED_EXPERTS: experts}
         if params.keeps_mask:
             try:
                 response.kept_tokens = decode_sampling_mask(choice.get("sampling_mask"), response.token_ids)

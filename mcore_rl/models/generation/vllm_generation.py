@@ -42,6 +42,7 @@ from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerP
 from mcore_rl.models.generation.vllm_images import ImageEncoder
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm_weights import CONTROL_SECONDS, VLLMWeights, WeightSource
+from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.utils.console import PrintLine
 
@@ -176,9 +177,8 @@ class VLLMGeneration(StreamingGeneration):
             topology = self.policy.topology
             begun = self._beside.submit(ask) if topology.leads_replica else None
             led = settle(begun, self.config.parallel.meeting_seconds) or []
-            experts = self._experts()
-            shape = None if experts is None else (sum(experts.sparse_layers), experts.topk)
-            responses = share_responses(led, [prompt for _, prompt in rows], topology, shape)
+            recorded = recorded_choices(self.policy.model.family, self.config.model)
+            responses = share_responses(led, [prompt for _, prompt in rows], topology, recorded)
         else:
             responses = self._on_first_rank(ask)
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
@@ -194,10 +194,8 @@ class VLLMGeneration(StreamingGeneration):
             return asked.result()
         except RequestError as error:
             self.say(f"a sample has no response, and counts as failed: {error}")
-            experts = self._experts()
-            shape = None if experts is None else (len(prompt), sum(experts.sparse_layers), experts.topk)
-            routed = None if shape is None else torch.full(shape, -1, dtype=torch.int16)
-            return Response([], [], ended=False, routed_experts=routed)
+            recorded = recorded_choices(self.policy.model.family, self.config.model)
+            return Response([], [], False, choices={choice.name: choice.unknown(len(prompt)) for choice in recorded})
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """End generation. With `generation.offload`, put the servers to sleep and move the policy back to the device.

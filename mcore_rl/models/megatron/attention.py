@@ -357,6 +357,8 @@ class PackParams(PackedSeqParams):
     images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
     chosen: for each layer, from 0, whose indexer has run: the keys that it chose for the rank's tokens
         (`sparse_attention`), or None if the tokens see all previous keys.
+    recorded: for each layer, from 0, the choices of its indexer that are to be made again, [T / CP, size], with −1 as
+        in `CHOSEN_KEYS`; empty if nothing is replayed.
     token_ids: [T / CP], the rank's tokens.
     """
 
@@ -367,7 +369,19 @@ class PackParams(PackedSeqParams):
     is_token: Tensor | None = None
     images: PackImages | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    recorded: dict[int, Tensor] = field(default_factory=dict)
     token_ids: Tensor | None = None
+
+    def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:
+        """Return the choices [T / CP, …] of a layer's indexer, with the recorded ones in place of those that are known.
+
+        Args:
+            chosen: what the indexer chooses now; None if no row is so long that it chooses.
+        """
+        if chosen is None or layer not in self.recorded:
+            return chosen
+        recorded = self.recorded[layer][:, : chosen[0].numel()].view_as(chosen)
+        return torch.where((recorded >= 0).flatten(1).any(1).view(-1, *[1] * (chosen.ndim - 1)), recorded, chosen)
 
 
 def position_factors(scale: Callable[[Tensor], Tensor], pack: PackParams | None) -> Tensor:

@@ -56,6 +56,11 @@ class BlockIndexer:
         return self.topk * self.size
 
     @property
+    def chosen_size(self) -> int:
+        """Number of blocks that are chosen for a token, for all groups together."""
+        return self.heads * self.topk
+
+    @property
     def key_size(self) -> int:
         """Size of an index key."""
         return self.head_dim
@@ -239,7 +244,8 @@ class BlockSparseSelfAttention(PackSelfAttention):
         if source not in pack.chosen:
             angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            pack.chosen[source] = self._of_own_groups(self.indexer(hidden.squeeze(1), angles, pack.visible))
+            chosen = pack.replayed(source, self.indexer(hidden.squeeze(1), angles, pack.visible))
+            pack.chosen[source] = self._of_own_groups(chosen)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
 
     def _of_own_groups(self, chosen: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.config.sections import FP8Config
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.megatron.attention import LayerModules, PackedCausalAttention
 from mcore_rl.models.megatron.families import Family, family_of

@@ -414,7 +414,8 @@ class PackCompressedAttention(MegatronModule):
         assert pack is not None, "attention runs on packs"
         layer = self.layer_number - 1
         if layer not in pack.chosen:  # a recomputed layer must see the entries of the forward pass
-            pack.chosen[layer] = self.indexer(hidden.squeeze(1), latent.squeeze(1), angles, pack.visible)
+            chosen = self.indexer(hidden.squeeze(1), latent.squeeze(1), angles, pack.visible)
+            pack.chosen[layer] = pack.replayed(layer, chosen)
         return pack.chosen[layer]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
+from mcore_rl.data.choices import CHOSEN_KEYS
 from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
@@ -124,7 +125,8 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     uses_te = config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
     ends = [layout.cu_seqlens_padded] if uses_te else []
     masks = [slice_context_parallel(layout.is_token, layout, cp_rank).to(config.params_dtype)] if config.fp8 else []
-    tensors = tokens, positions, *masks, *ends, *routed
+    keys = _recorded_keys(microbatch, model)
+    tensors = tokens, positions, *masks, *ends, *keys.values(), *routed
     # Transformer Engine's attention needs no index tensors; a layer that falls back to the local attention sends them.
     visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, *tensors, sends_index=not uses_te)
     params = PackParams(qkv_format="thd", visible=visible, positions=positions, token_ids=tokens)
@@ -132,6 +134,7 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
         params.is_token = rest.pop(0)
     if ends:
         params.cu_seqlens = rest.pop(0)
+    params.recorded = {layer: rest.pop(0) for layer in keys}
     if routed:
         params.routed = RoutedTokens(*rest)
     if tower is not None and topology.is_first_stage:
@@ -142,6 +145,15 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
         "attention_mask": None,
         "packed_seq_params": params,
     }
+
+
+def _recorded_keys(microbatch: Microbatch, model: ModelShard) -> dict[int, Tensor]:
+    """Return the recorded choices of this rank's indexers for its tokens by layer, [T / CP, size]."""
+    rank, own = model.topology.context.rank, set(model.layer_numbers())
+    recorded = microbatch.choices(CHOSEN_KEYS, lambda packed: slice_context_parallel(packed, microbatch.layout, rank))
+    if recorded is None:
+        return {}
+    return {layer: recorded[:, n] for n, layer in enumerate(model.family.layers_with_indexer) if layer in own}
 
 
 class LogprobHead:

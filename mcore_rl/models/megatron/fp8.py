@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig
-from mcore_rl.config.sections import FP8Config
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.transformer.identity_op import IdentityOp

@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
-from mcore_rl.config.sections import FP8Config
+from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
 from mcore_rl.models.megatron.families.base import LM_HEAD, REWARD_ARCHITECTURE, has_reward_head
@@ -284,6 +284,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         ("moe_aux_loss_coeff", is_mixture, "experts"),
         ("moe_z_loss_coeff", is_mixture, "experts"),
         ("moe_router_replay", is_mixture, "experts"),
+        ("indexer_replay", bool(family.layers_with_indexer), "indexer that chooses keys"),
         ("moe_grouped_gemm", is_mixture, "experts"),
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):

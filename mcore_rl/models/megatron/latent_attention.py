@@ -274,7 +274,8 @@ class PackLatentAttention(MegatronModule):
             assert self.indexer is not None, f"layer {indexer.source + 1} chose no keys for layer {self.layer_number}"
             angles = angles[0] if isinstance(angles, tuple) else angles
             states = hidden_states.squeeze(1), latent.squeeze(1)
-            pack.chosen[indexer.source] = self.indexer(*states, angles, pack.visible)
+            chosen = self.indexer(*states, angles, pack.visible)
+            pack.chosen[indexer.source] = pack.replayed(indexer.source, chosen)
         return pack.chosen[indexer.source]
 
     def _queries(self, latent: Tensor) -> Tensor:

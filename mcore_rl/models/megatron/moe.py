@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
-from mcore_rl.data.prefix_plan import ROUTED_EXPERTS
+from mcore_rl.data.choices import ROUTED_EXPERTS
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.packs import slice_context_parallel
@@ -69,7 +69,7 @@ class RoutedTokens:
         The rows that share a token have the same recorded experts for it (see `token_identities`).
         """
         layout, data = microbatch.layout, microbatch.data
-        rows, width = data["input_ids"].shape
+        rows = len(data["input_ids"])
 
         def own(packed: Tensor) -> Tensor:
             local = slice_context_parallel(packed, layout, topology.context.rank)
@@ -80,11 +80,8 @@ class RoutedTokens:
         of_pairs = torch.stack((mask, (mask > 0).float()))[:, passages[0]]
         weight, count = torch.zeros(2, len(layout.lengths) + 1).index_add(1, passages[1], of_pairs)
         row_weight = mask / torch.tensor(layout.row_lengths, dtype=torch.float32).square()
-        experts = None
-        if ROUTED_EXPERTS in data:
-            place = own(layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1))
-            earlier = data[ROUTED_EXPERTS].flatten(0, 1)[place.clamp(min=0)].long()
-            experts = torch.where((place < 0)[:, None, None], -1, earlier)
+        experts = microbatch.choices(ROUTED_EXPERTS, own)
+        experts = None if experts is None else experts.long()
         return cls(own(layout.segment_of_token), weight, count.long(), passages, row_weight, experts)
 
     def tensors(self) -> list[Tensor]:

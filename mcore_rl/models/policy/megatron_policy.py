@@ -18,7 +18,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.data.batching import Microbatch, global_valid_counts
-from mcore_rl.data.prefix_plan import ROUTED_EXPERTS
+from mcore_rl.data.choices import CHOICES
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import InternedObjects, all_gather, all_reduce, gather_objects
@@ -456,8 +456,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
         `counted_only` is explained at `get_logprobs`.
         """
-        # The reference model chooses the experts itself.
-        data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
+        # The reference model chooses experts and keys itself.
+        data = data.with_entries({name: values for name, values in data.items() if name not in CHOICES})
         with self.reference_weights():
             return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature, counted_only))
 

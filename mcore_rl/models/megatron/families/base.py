@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_rl.config import ModelConfig
+from mcore_rl.data.choices import CHOSEN_KEYS, RecordedChoice, replayed_choices
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
 from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
@@ -42,6 +44,11 @@ REWARD_HEAD = "score.weight"
 def has_reward_head(hf: Any) -> bool:
     """Return whether the model has a reward head instead of an LM head. A reward head has one output."""
     return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
+
+
+def recorded_choices(family: Family, model: ModelConfig) -> list[RecordedChoice]:
+    """Return descriptions of the choices that sampling records, because the policy makes them again in training."""
+    return [family.choices()[name] for name in replayed_choices(model)]
 
 
 class Family:
@@ -110,6 +117,20 @@ class Family:
     def streams_count(self) -> int:
         """Number of streams of the residual."""
         return 1 if self.streams is None else self.streams.count
+
+    @cached_property
+    def layers_with_indexer(self) -> tuple[int, ...]:
+        """Numbers of the layers, from 0, that choose keys; without those that share another layer's choice."""
+        indexers = [getattr(self.token_mixer(layer), "indexer", None) for layer in range(self.num_layers)]
+        return tuple(n for n, indexer in enumerate(indexers) if indexer is not None and indexer.source == n)
+
+    def choices(self) -> dict[str, RecordedChoice]:
+        """Return descriptions of the choices that the model makes for each token, by name."""
+        layers = self.layers_with_indexer
+        if not layers:
+            return {}
+        size = max(self.token_mixer(layer).indexer.chosen_size for layer in layers)  # type: ignore[union-attr]
+        return {CHOSEN_KEYS: RecordedChoice(CHOSEN_KEYS, len(layers), size)}
 
     @property
     def deepstack(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mcore_rl.data.choices import ROUTED_EXPERTS, RecordedChoice
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
@@ -101,6 +102,10 @@ class Mixture(Family):
     @abstractmethod
     def experts(self) -> Experts:
         """Description of the model's experts."""
+
+    def choices(self) -> dict[str, RecordedChoice]:
+        layers, topk = sum(self.experts.sparse_layers), self.experts.topk
+        return {ROUTED_EXPERTS: RecordedChoice(ROUTED_EXPERTS, layers, topk), **super().choices()}
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)
