@@ -78,7 +78,7 @@ def verify(arguments, config, layouts):
     from mcore_rl.data.token_cache import default_directory
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of, load_hf_config
     from mcore_rl.testing.layout_check import (
         TABLE_HEADER,
         check_layouts,
@@ -92,7 +92,7 @@ def verify(arguments, config, layouts):
 
     start = Start(arguments.device)
     config = with_layers(config, arguments.transformer_impl, start)
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    hf_config = hf_config_of(config.model)
     check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
     images = image_directory(config.data.cache_dir or default_directory())
     trusted, template = config.model.trust_remote_code, config.data.read_chat_template()
@@ -101,7 +101,8 @@ def verify(arguments, config, layouts):
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
         shrink_model(config.model, small, layouts, getattr(torch, arguments.dtype))
-        model = config.model.model_copy(update={"path": small, "dtype": arguments.dtype})
+        changes = {"path": small, "dtype": arguments.dtype, "mtp_loss_scaling_factor": 0.0}
+        model = config.model.model_copy(update=changes)
         if model.lora is not None:
             model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})

@@ -691,9 +691,8 @@ class PPOConfig(RLConfig):
         """Configuration of the critic's model, with the policy's precision."""
         own = self.model
         if self.critic.path is None or self.critic.path.resolve() == own.path.resolve():
-            return own.model_copy(
-                update={"head": "reward", "lora": None, "moe_router_replay": False, "indexer_replay": False}
-            )
+            policys = {"moe_router_replay": False, "indexer_replay": False, "mtp_loss_scaling_factor": 0.0}
+            return own.model_copy(update={"head": "reward", "lora": None, **policys})
         return ModelConfig(
             path=self.critic.path,
             dtype=own.dtype,

@@ -106,6 +106,10 @@ class ModelConfig(Section):
     moe_router_bias_update_rate: NonNegative = 0.0
     """Amount by which each update raises or lowers the router's expert biases, in model families that have them."""
 
+    mtp_loss_scaling_factor: NonNegative = 0.0
+    """More than 0: also train the layers of the directory that predict further tokens (MTP), with this factor of their
+    loss. Only their own weights are trained by it. 0: they are exported unchanged."""
+
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return this section with each `auto` replaced. A simulation always gets transformer_impl=local.
 
@@ -581,6 +585,10 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    mtp_loss_scaling_factor: NonNegative = 0.0
+    """More than 0: also train the layers of the directory that predict further tokens (MTP), with this factor of their
+    loss. Only their own weights are trained by it. 0: they are exported unchanged."""
+
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return a copy in which no value of `model` or `parallel` is `auto` any more; see `ModelConfig.for_device`.
 
@@ -649,6 +657,11 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _replays(self) -> TrainingConfig:
+        if self.model.mtp_loss_scaling_factor and self.batch.share_prefixes:
+            raise ValueError(
+                "model.mtp_loss_scaling_factor: a token of a shared prefix has several next tokens; leave "
+                "batch.share_prefixes out"
+            )
         for option, what in (("moe_router_replay", "experts"), ("indexer_replay", "keys")):
             if getattr(self.model, option) and not self.samples:
                 raise ValueError(

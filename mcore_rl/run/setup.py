@@ -30,7 +30,7 @@ from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of
 from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
@@ -73,7 +73,7 @@ def check_models(config: TrainingConfig) -> dict[str, Any]:
 
 def _checked(config: TrainingConfig) -> Any:
     model = config.model
-    hf = load_hf_config(model.path, model.trust_remote_code, model.head)
+    hf = hf_config_of(model)
     check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
     check_positions(hf.to_dict(), config.data.max_sequence_length)
     return hf

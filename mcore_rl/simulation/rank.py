@@ -481,11 +481,11 @@ def simulated_process(
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
 
-    hf_configs = check_models(config)
     in_turn = {POLICY: config, **simulated_second_models(config)}  # in the order of building
-    shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():
-        _check_routing(one)
+        _check_model(one)
+    hf_configs = check_models(config)
+    shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     if isinstance(config, DistillationConfig) and config.distillation.topk is None and own_layouts(config):
         raise UserError(
             "distillation.topk=null: cannot be simulated together with distillation.teacher_parallel; leave out "
@@ -512,13 +512,18 @@ def simulated_process(
         yield seen
 
 
-def _check_routing(config: TrainingConfig) -> None:
+def _check_model(config: TrainingConfig) -> None:
     for kind in CHOICES.values():
         if getattr(config.model, kind.option):
             raise UserError(
                 f"model.{kind.option}: cannot be simulated, because the {kind.what} are chosen while sampling; leave "
                 f"model.{kind.option} out"
             )
+    if config.model.mtp_loss_scaling_factor:
+        raise UserError(
+            "model.mtp_loss_scaling_factor: layers that predict further tokens cannot be simulated; leave "
+            "model.mtp_loss_scaling_factor out"
+        )
     if config.model.moe_grouped_gemm in (True, "if_possible") and config.model.dtype != "bfloat16":
         raise UserError(
             f"model.moe_grouped_gemm: cannot be simulated in {config.model.dtype}, because torch derives the "

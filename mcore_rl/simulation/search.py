@@ -271,9 +271,9 @@ def experts_of(config: TrainingConfig) -> int:
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.families.mixtures import Mixture
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.hf_config import hf_config_of
 
-    family = family_of(load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head))
+    family = family_of(hf_config_of(config.model))
     return family.experts.count if isinstance(family, Mixture) else 1
 
 

@@ -106,7 +106,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     """Return a teacher whose weights are the policy's initial weights times 1.25; None if the loss runs no teacher."""
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.hf_config import hf_config_of
     from mcore_rl.models.policy.scoring import TeacherModel
 
     if config.distillation.topk is not None:
@@ -114,7 +114,7 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     model = ModelConfig(
         path=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
     )
-    family = family_of(load_hf_config(model.path, model.trust_remote_code))
+    family = family_of(hf_config_of(model))
     teacher = TeacherModel(config.model_copy(update={"model": model}), family.vocab_size)
     with torch.no_grad():
         for weight in teacher.parameters():
@@ -363,11 +363,11 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     would not be seen.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.hf_config import hf_config_of
     from mcore_rl.models.megatron.lora import PEFTDirectory, lora_of, shapes_of, write_peft_directory
 
     assert model.lora is not None, "there is nothing to invent"
-    config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))
+    config, family = model.lora, family_of(hf_config_of(model))
     if config.path is not None:  # the adapter has another size
         given = PEFTDirectory(config.path)
         config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
@@ -382,10 +382,10 @@ def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
     """Return the layouts that fit the configured model, and those that do not fit, each with its error."""
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of
 
     fits, refused = [], []
-    hf = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    hf = hf_config_of(config.model)
     for layout in layouts:
         try:
             parallel = layout.apply(config).parallel
@@ -412,7 +412,7 @@ def check_layouts(
         start: device of the processes, and how they communicate.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.hf_config import hf_config_of
 
     def result(layout: ParallelLayout, config: TrainingConfig = config) -> LayoutResult:
         arguments = layout.apply(config), data, steps
@@ -429,7 +429,7 @@ def check_layouts(
         for layout in (layout for layout in layouts if layout != ParallelLayout()):
             yield layout, compare_in_bfloat16(result(layout), one, exact)
         return
-    limit = family_of(load_hf_config(model.path, model.trust_remote_code, model.head)).gradient_tolerance
+    limit = family_of(hf_config_of(model)).gradient_tolerance
     for layout in layouts:
         yield layout, replace(compare(result(layout), one), limit=limit)
 

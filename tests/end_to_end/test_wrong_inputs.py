@@ -120,6 +120,7 @@ KEYS = [
     ("sft", "data.max_samples=0", "data.max_samples: "),
     ("sft", "model.moe_router_replay=true", "model.moe_router_replay: needs GRPO or PPO"),
     ("sft", "model.indexer_replay=true", "model.indexer_replay: needs GRPO or PPO, whose samples record the keys"),
+    ("sft", "model.mtp_loss_scaling_factor=0.1", "model.mtp_loss_scaling_factor: layers that predict further tokens cannot be trained in llama"),
     ("grpo", "model.indexer_replay=true", "model.indexer_replay: llama has no indexer that chooses keys; leave "),
     ("sft", "batch.micro_batch_size=2", "batch.micro_batch_size: has no effect with packs, whose size is tokens_per_pack"),
     ("sft", "batch={global_batch_size: 2, packing: false, tokens_per_pack: 99}", "batch.tokens_per_pack: has no effect with packing=false"),

@@ -532,11 +532,16 @@ REFUSED = [
         {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}, "model": {"moe_router_replay": True}},
         "model.moe_router_replay: cannot be simulated, because the experts are chosen while sampling",
     ),
+    (
+        SFTConfig,
+        {"model": {"mtp_loss_scaling_factor": 0.1}},
+        "model.mtp_loss_scaling_factor: layers that predict further tokens cannot be simulated",
+    ),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("algorithm", "sections", "message"), REFUSED, ids=["grouped", "replay"])
+@pytest.mark.parametrize(("algorithm", "sections", "message"), REFUSED, ids=["grouped", "replay", "mtp"])
 def test_what_is_refused_of_mixtures(algorithm, sections, message, tmp_path):
     make_config("qwen3_moe").save_pretrained(tmp_path)
     config = config_of(tmp_path, algorithm, **{**sections, "model": {"path": str(tmp_path), **sections["model"]}})

@@ -359,6 +359,8 @@ class PackParams(PackedSeqParams):
         (`sparse_attention`), or None if the tokens see all previous keys.
     recorded: for each layer, from 0, the choices of its indexer that are to be made again, [T / CP, size], with −1 as
         in `CHOSEN_KEYS`; empty if nothing is replayed.
+    later: for each layer that predicts further tokens (`token_prediction`), the tokens that it reads and predicts; on
+        the last stage in training, otherwise empty.
     token_ids: [T / CP], the rank's tokens.
     """
 
@@ -370,6 +372,7 @@ class PackParams(PackedSeqParams):
     images: PackImages | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
     recorded: dict[int, Tensor] = field(default_factory=dict)
+    later: list[Any] = field(default_factory=list)  # of LaterTokens
     token_ids: Tensor | None = None
 
     def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.streams import StreamLayer, StreamNorm
+from mcore_rl.models.megatron.token_prediction import TokenPrediction
 from mcore_rl.models.megatron.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
@@ -237,7 +238,23 @@ class HiddenStateGPTModel(GPTModel):
         output: Tensor = super().forward(input_ids, position_ids, *args, **kwargs)
         return output
 
+    @property
+    def prediction(self) -> TokenPrediction | None:
+        """The layers that predict further tokens, in the last chunk of a model that trains them."""
+        return cast("TokenPrediction | None", self._modules.get("mtp"))
+
+    def embedding_weight(self) -> Tensor:
+        """Return the shard of the embedding [Vp, hidden] that `prediction` reads."""
+        assert self.prediction is not None, "only the last chunk reads it"
+        if self.pre_process:
+            return cast(Tensor, self.embedding.word_embeddings.weight)
+        return self.lm_head_weight() if self.prediction.table is None else self.prediction.table
+
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        pack = kwargs.get("packed_seq_params")
+        if self.prediction is not None and pack is not None and pack.later:
+            weights = self.embedding_weight(), self.lm_head_weight()
+            hidden_states = self.prediction.attach(hidden_states, *weights, kwargs["rotary_pos_emb"], pack)
         return hidden_states.squeeze(1) if self.post_process else hidden_states
 
     def set_reward_head(self, config: TransformerConfig) -> None:
@@ -340,12 +357,15 @@ def build_model(
     config = transformer_config(family, model, parallel)
     count = parallel.chunks_per_stage
     chunks, tower = [], vision_tower(family, model, topology)
+    predicts = [_layer_spec(config, family.predictor, layer_modules(config), 0) for _ in range(family.mtp_depth)]
     for index in range(count):
         spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)
         with nullcontext() if memory else torch.device("meta"):
             chunk = _build_chunk(family, config, spec, topology, index, count)
             if tower is not None and chunk.pre_process:
                 chunk.set_tower(tower, family.vision_config, model.recompute_activations)
+            if predicts and chunk.post_process:
+                chunk.mtp = _token_prediction(family, config, predicts, model.mtp_loss_scaling_factor, topology, chunk)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups(), family.rope_axes())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     # Since 0.18, Megatron builds norms of queries and keys only if this is set. It then also sums their gradients over
@@ -356,6 +376,22 @@ def build_model(
         set_scales(fp8)
     logits_bytes = 2**30 * float(model.logits_memory_gib)
     return ModelShard(chunks, family, topology, stages, tower=tower, logits_bytes=logits_bytes, fp8=fp8)
+
+
+def _token_prediction(
+    family: Family,
+    config: TransformerConfig,
+    blocks: list[ModuleSpec],
+    scaling_factor: float,
+    topology: Topology,
+    chunk: HiddenStateGPTModel,
+) -> TokenPrediction:
+    """Build the layers that predict further tokens, for the last chunk."""
+    norm, groups = layer_modules(config).norm, process_groups()
+    prediction = TokenPrediction(config, norm, blocks, scaling_factor, topology, family.num_ids, chunk.vp_stage, groups)
+    if not chunk.pre_process and not family.ties_embeddings:
+        prediction.table = torch.zeros_like(chunk.output_layer.weight, dtype=config.params_dtype)
+    return prediction
 
 
 def vision_tower(family: Family, model: ModelConfig, topology: Topology) -> VisionTower | None:

@@ -34,7 +34,7 @@ from mcore_rl.distributed.packs import (
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles, on_device
 from mcore_rl.distributed.topk import linear_topk
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.errors import ContractError
+from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.common import (
     LossFunction,
     reads_counted_tokens_only,
@@ -48,6 +48,7 @@ from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.moe import RoutedTokens
+from mcore_rl.models.megatron.token_prediction import LaterTokens, later_tokens
 from mcore_rl.models.megatron.vision import pack_images, pack_positions
 from mcore_rl.utils.console import size_text
 
@@ -126,7 +127,8 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     ends = [layout.cu_seqlens_padded] if uses_te else []
     masks = [slice_context_parallel(layout.is_token, layout, cp_rank).to(config.params_dtype)] if config.fp8 else []
     keys = _recorded_keys(microbatch, model)
-    tensors = tokens, positions, *masks, *ends, *keys.values(), *routed
+    later = _later_tokens(microbatch, model)
+    tensors = tokens, positions, *masks, *ends, *keys.values(), *(x for of in later for x in of.tensors()), *routed
     # Transformer Engine's attention needs no index tensors; a layer that falls back to the local attention sends them.
     visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, *tensors, sends_index=not uses_te)
     params = PackParams(qkv_format="thd", visible=visible, positions=positions, token_ids=tokens)
@@ -135,6 +137,7 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     if ends:
         params.cu_seqlens = rest.pop(0)
     params.recorded = {layer: rest.pop(0) for layer in keys}
+    params.later = [LaterTokens(*(rest.pop(0) for _ in of.tensors())) for of in later]
     if routed:
         params.routed = RoutedTokens(*rest)
     if tower is not None and topology.is_first_stage:
@@ -154,6 +157,23 @@ def _recorded_keys(microbatch: Microbatch, model: ModelShard) -> dict[int, Tenso
     if recorded is None:
         return {}
     return {layer: recorded[:, n] for n, layer in enumerate(model.family.layers_with_indexer) if layer in own}
+
+
+def _later_tokens(microbatch: Microbatch, model: ModelShard) -> list[LaterTokens]:
+    """Return what the layers that predict further tokens read and predict; [] if this pass does not train them.
+
+    Raises:
+        UserError: the microbatch has images.
+    """
+    depth = model.family.mtp_depth
+    if not depth or not torch.is_grad_enabled() or not model.chunks[-1].training:
+        return []
+    if any(microbatch.data.get(IMAGES) or ()):
+        raise UserError(
+            "model.mtp_loss_scaling_factor: layers that predict further tokens cannot be trained on images; leave "
+            "model.mtp_loss_scaling_factor out"
+        )
+    return later_tokens(microbatch, depth, model.topology) if model.topology.is_last_stage else []
 
 
 class LogprobHead:

@@ -8,7 +8,7 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.directory_names import name_in_family
-from mcore_rl.models.megatron.families import family_of, has_reward_head
+from mcore_rl.models.megatron.families import Family, family_of, has_reward_head
+from mcore_rl.models.megatron.families.base import MTP_DEPTH
 from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
 from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, name_padding, read_index
 
@@ -349,6 +350,22 @@ class ShardedWriter:
                 )
 
 
+def _repeated(source: SafetensorsDirectory, family: Family) -> dict[str, str]:
+    """Return which tensors of a directory repeat the embedding or the LM head exactly, and which one."""
+    found = family.repeated(source.names())
+    return {name: own for name, own in found.items() if torch.equal(source.read(name), source.read(own))}
+
+
+def _keeping(
+    tensors: Iterable[tuple[str, Tensor]], names: Collection[str], kept: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, and store copies of those called `names` in `kept`."""
+    for name, tensor in tensors:
+        if name in names:
+            kept[name] = tensor.clone()
+        yield name, tensor
+
+
 def write_hf_directory(
     tensors: Iterable[tuple[str, Tensor]],
     destination: Path,
@@ -382,15 +399,20 @@ def write_hf_directory(
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
     writer = ShardedWriter(temporary, max_shard_bytes)
     earlier, family = SafetensorsDirectory(source), family_of(hf_config)
-    passed_on = ((name, earlier.read(name)) for name in sorted(filter(family.passes_on, earlier.names())))
-    for name, tensor in packed_like(itertools.chain(tensors, passed_on), earlier):
+    repeats = _repeated(earlier, family)
+    kept = dict[str, Tensor]()
+    passed_on = (
+        (name, kept[repeats[name]] if name in repeats else earlier.read(name))
+        for name in sorted(filter(family.copies, earlier.names()))
+    )
+    for name, tensor in packed_like(itertools.chain(_keeping(tensors, repeats.values(), kept), passed_on), earlier):
         writer.add(name, tensor)
     writer.finish()
     numbers: Counter[torch.dtype] = Counter()
     for shape, of_tensor in writer.expected.values():
         numbers[of_tensor] += math.prod(shape)
     dtype = max(numbers, key=numbers.__getitem__)  # a few tensors may have another precision
-    config = type(hf_config).from_dict(hf_config.to_dict())
+    config = type(hf_config).from_dict({k: v for k, v in hf_config.to_dict().items() if k != MTP_DEPTH})
     config.dtype = family_of(config).hf.dtype = dtype
     config.architectures = hf_config.architectures
     config.save_pretrained(temporary)

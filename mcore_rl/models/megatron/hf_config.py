@@ -16,7 +16,7 @@ from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
-from mcore_rl.models.megatron.families.base import LM_HEAD, REWARD_ARCHITECTURE, has_reward_head
+from mcore_rl.models.megatron.families.base import LM_HEAD, MTP_DEPTH, REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.fp8 import fp8_fields
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, check_quantization
@@ -29,17 +29,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 DEEP_EP = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 
 
-def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
+def hf_config_of(model: ModelConfig) -> Any:
+    """Return `load_hf_config` of the model that the section `model` describes."""
+    return load_hf_config(model.path, model.trust_remote_code, model.head, model.mtp_loss_scaling_factor > 0)
+
+
+def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm", trains_mtp: bool = False) -> Any:
     """Return transformers' configuration of a model directory.
 
     It does not tie the embeddings if the directory's LM head differs from them; see `has_separate_head`.
 
     Args:
         head: head that the model gets, "lm" or "reward".
+        trains_mtp: whether the layers that predict further tokens are trained.
 
     Raises:
-        UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", or the
-            model is quantized in an unsupported way.
+        UserError: config.json cannot be read, the directory contains a reward model although `head` is "lm", the model
+            is quantized in an unsupported way, or it has no layers that predict further tokens and can be trained.
     """
     config = _read_config(path, trust_remote_code)
     if (quantization := getattr(config, "quantization_config", None)) is not None:
@@ -55,7 +61,29 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         raise UserError(f"model.path: {path} is a reward model; set model.head=reward")
     elif _differs_from_embeddings(path, config):
         config.tie_word_embeddings = family_of(config).hf.tie_word_embeddings = False
+    if trains_mtp:
+        setattr(config, MTP_DEPTH, _mtp_depth(family_of(config), path))
     return config
+
+
+def _mtp_depth(family: Family, path: Path) -> int:
+    """Return the number of layers in the directory that predict further tokens.
+
+    Raises:
+        UserError: it has none, or the family does not know their names.
+    """
+    names, key = SafetensorsDirectory(path).names(), "model.mtp_loss_scaling_factor"
+    known = [part for k in range(len(names)) if (part := family.prediction_names(k)) is not None]
+    if not known:
+        raise UserError(
+            f"{key}: layers that predict further tokens cannot be trained in {family.model_type}; leave {key} out"
+        )
+    depth = next(k for k in range(len(known) + 1) if k == len(known) or f"{known[k].projection}.weight" not in names)
+    if not depth:
+        raise UserError(
+            f"{key}: {path} has no layers that predict further tokens ({known[0].projection}.weight); leave {key} out"
+        )
+    return depth
 
 
 def _read_config(path: Path, trust_remote_code: bool) -> Any:
@@ -291,6 +319,12 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         if getattr(model, name) not in (False, 0, "if_possible") and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave model.{name} out")
     _check_recomputed(family, model)
+    key = "model.mtp_loss_scaling_factor"
+    for name, has in (("lora", model.lora), ("fp8", model.fp8), ("head", model.head == "reward")):
+        if family.mtp_depth and has:
+            raise UserError(
+                f"{key}: layers that predict further tokens are not trained with model.{name}; leave {key} out"
+            )
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:

@@ -96,6 +96,18 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
+class AttachedLoss(torch.autograd.Function):
+    """Returns `x` unchanged. When the gradient of `x` is computed, the backward pass of `loss` runs too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
 def bias_of_first_rank(bias: Tensor) -> Tensor:
     """Return an expert's bias on the first rank of the expert's tensor-parallel group, and zeros on the other ranks.
 

@@ -25,7 +25,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GenerationFastPath, ReplicatedLinear, bias_of_first_rank
+from mcore_rl.models.megatron.layers import AttachedLoss, GenerationFastPath, ReplicatedLinear, bias_of_first_rank
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
@@ -133,18 +133,6 @@ class RouterStatistics:
         self.tokens, self.uncounted = self.tokens + tokens, self.uncounted + uncounted
         self.entropy = self.entropy + entropy.detach()
         self.balance, self.z = self.balance + balance.detach(), self.z + z.detach()
-
-
-class _AttachedLoss(torch.autograd.Function):
-    """Returns `x` unchanged. When the gradient of `x` is computed, the backward pass of `loss` runs too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())
 
 
 class PackMoELayer(MoELayer):
@@ -255,7 +243,7 @@ class Router(TopKRouter):
             spread = spread * routing_map
         # A pass without gradient is an evaluation or the first pass of a recomputation. The second pass is counted.
         if self.load is not None and tokens is not None and self.training and torch.is_grad_enabled():
-            spread = _AttachedLoss.apply(spread, self._auxiliary_loss(logits, routing_map, tokens, self.load))
+            spread = AttachedLoss.apply(spread, self._auxiliary_loss(logits, routing_map, tokens, self.load))
         return spread, routing_map
 
     def chosen_last(self) -> Tensor:
@@ -506,8 +494,8 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
 
 
 def routers_of(model: ModelShard) -> list[Router]:
-    """Return this rank's routers in the order of their layers."""
-    return [module for chunk in model.chunks for module in chunk.modules() if isinstance(module, Router)]
+    """Return this rank's routers in the order of their layers, without those of layers that predict further tokens."""
+    return [module for chunk in model.chunks for module in chunk.decoder.modules() if isinstance(module, Router)]
 
 
 def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> int:
@@ -520,7 +508,7 @@ def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> in
     counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
     totals = torch.tensor(batch_share(data).sum(*counted), dtype=torch.float64)
     sequences, tokens = platform.sent(totals.clamp(min=1), platform.device()).unbind()
-    for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+    for layer in (m for chunk in model.chunks for m in chunk.decoder.modules() if isinstance(m, MoELayer)):
         layer.router.load = layer.experts.load = RouterStatistics(sequences, tokens)
     return int(totals[1])
 

@@ -289,13 +289,13 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     expected = family.shapes()
     if family.has_reward_head and REWARD_HEAD not in source.names():
         del expected[REWARD_HEAD]
-    found = {name for name in source.names() if not (family.ignores(name) or family.passes_on(name))}
+    found = {name for name in source.names() if not (family.ignores(name) or family.copies(name))}
     for what, names in (("lacks", set(expected) - found), ("has unknown", found - set(expected))):
         if names:
             raise UserError(
                 f"model.path: {source.path} {what} tensors: {', '.join(sorted(names)[:3])} ({len(names)} in total)"
             )
-    for name in (*expected, *filter(family.passes_on, source.names())):
+    for name in (*expected, *filter(family.copies, source.names())):
         source.check(name)
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:

@@ -51,6 +51,7 @@ from mcore_rl.models.megatron.optimizer import (
     wrap_for_training,
 )
 from mcore_rl.models.megatron.parallel_state import seed_everything
+from mcore_rl.models.megatron.token_prediction import begin_prediction, prediction_metrics
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.checkpoint import PolicyCheckpoint
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
@@ -233,6 +234,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             FloatingPointError: the loss is not finite. The message contains row and position of a log-probability
                 that is not finite.
         """
+        begin_prediction(self.model, data)
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
         num_tokens = reset_router_statistics(self.model, data)
@@ -283,9 +285,10 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             self._router_load.update_biases(self.model, rate)
         return lr
 
-    def router_metrics(self) -> dict[str, float]:
-        """Return metrics of the expert routers in the last `forward_backward`; {} for a model without experts."""
-        return {} if self._router_load is None else self._router_load.metrics()
+    def model_metrics(self) -> dict[str, float]:
+        """Return metrics of the last `forward_backward`: of the expert routers, and of layers that predict tokens."""
+        of_routers = {} if self._router_load is None else self._router_load.metrics()
+        return {**of_routers, **prediction_metrics(self.model)}
 
     @property
     def updates_made(self) -> tuple[int, ...]:
@@ -400,11 +403,11 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Clip the gradients and make an optimizer step, with the optimizer's state on the device.
 
         Returns:
-            `grad_norm` (before clipping), `lr`, and the metrics of expert routers.
+            `grad_norm` (before clipping), `lr`, and the metrics of expert routers and MTP layers.
         """
         with self.memory.optimizer_on_device():
             grad_norm = self.clip_gradients(self.config.optimizer.clip_grad)
-            return {**self.router_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
+            return {**self.model_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
 
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
@@ -412,7 +415,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Compute the gradients of a global batch, in the parameters' `main_grad`, without an optimizer step.
 
         Returns:
-            The metrics of the loss and of the expert routers.
+            The metrics of the loss, of the expert routers and of MTP layers.
 
         Raises:
             FloatingPointError: the loss is not finite. The message contains row and position of a log-probability
@@ -420,7 +423,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """
         self.zero_gradients()
         results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
-        return {**results.metrics(loss_fn), **self.router_metrics()}
+        return {**results.metrics(loss_fn), **self.model_metrics()}
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """Return the loss's metrics over a global batch, computed without gradients."""

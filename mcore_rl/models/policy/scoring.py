@@ -37,7 +37,7 @@ from mcore_rl.models.megatron.forward_step import (
 )
 from mcore_rl.models.megatron.fp8 import describe_fp8
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import has_separate_head, load_hf_config
+from mcore_rl.models.megatron.hf_config import has_separate_head, hf_config_of
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
@@ -83,7 +83,7 @@ class ScoringModel:
         config = self.config = platform.resolve(config)
         if config.deterministic:
             platform.make_deterministic()
-        self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+        self.hf_config = hf_config_of(config.model)
         self.topology = initialize_parallel(config.parallel, self.may_differ)
         try:
             with groups_of(self.topology):
@@ -171,7 +171,7 @@ class ScoringModel:
 
         An export copies these tensors unchanged.
         """
-        names = sorted(filter(self.model.family.passes_on, SafetensorsDirectory(self.config.model.path).names()))
+        names = sorted(filter(self.model.family.copies, SafetensorsDirectory(self.config.model.path).names()))
         if not names:
             return None
         return f"{len(names)} tensors of {self.config.model.path} are not trained and exported unchanged: {names[0]}, …"

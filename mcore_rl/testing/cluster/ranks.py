@@ -154,12 +154,12 @@ def _compared(config: TrainingConfig, outcome: Any, exact: Any, rounded: Any | N
         rounded: result of one process in bfloat16; None if the layout's result is in float32.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.hf_config import hf_config_of
     from mcore_rl.testing.layout_check import compare, compare_in_bfloat16
 
     model = config.model
     if rounded is None:
-        limit = family_of(load_hf_config(model.path, model.trust_remote_code, model.head)).gradient_tolerance
+        limit = family_of(hf_config_of(model)).gradient_tolerance
         difference = compare(outcome, exact)
         name, right = "float32", difference.within(gradients=limit)
     else:

@@ -157,14 +157,14 @@ def megatron_to_hf(
             call.
     """
     index = check_trusted(iteration)
-    hf_config = load_hf_config(source)
+    trained = read_yaml(iteration / "config.yaml").get("model") or {}
+    hf_config = load_hf_config(source, trains_mtp=bool(trained.get("mtp_loss_scaling_factor")))
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
         raise UserError(
             f"{source} has another architecture than the checkpoint {iteration}: {key} is {now} instead of {was}; "
             "give the model that was trained"
         )
-    trained = read_yaml(iteration / "config.yaml").get("model") or {}
     if adapters := trained.get("lora"):
         lora, with_tower = LoRAConfig.model_validate(adapters), trained.get("vision_tower") == "trained"
         return _adapters_to_peft(iteration, lora, with_tower, source, destination, hf_config, chat_template)

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -34,6 +37,8 @@ from mcore_rl.models.megatron.weight_mapping import (
 )
 
 LM_HEAD = "lm_head.weight"
+MTP_DEPTH = "trained_mtp_layers"
+"""Attribute of a configuration: how many layers that predict further tokens are trained (`load_hf_config`)."""
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 """Hugging Face names of the projections of an MLP with a gate."""
@@ -51,6 +56,23 @@ def recorded_choices(family: Family, model: ModelConfig) -> list[RecordedChoice]
     return [family.choices()[name] for name in replayed_choices(model)]
 
 
+@dataclass(frozen=True)
+class PredictionNames:
+    """Hugging Face names of the parts of a layer that predicts a further token (MTP).
+
+    layer: prefix of the names of its block. embedding_norm, hidden_norm, projection, final_norm: modules.
+    embedding, head: tensors in which a directory may repeat the embedding and the LM head; "" if it does not.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    embedding: str = ""
+    head: str = ""
+
+
 class Family:
     """The architecture of a model: its dimensions, its fields in Megatron's configuration, and all its tensors.
 
@@ -62,6 +84,7 @@ class Family:
     norms_before: whether a layer has norms before attention and MLP. norms_after: whether it has norms after them.
     num_ids: number of ids, from 0 on, over which log-probabilities and samples are normalized. It is `vocab_size`,
         unless a caller sets it because the tokenizer has fewer tokens.
+    mtp_depth: number of layers that predict further tokens and are trained.
     norm_names: Hugging Face names of a layer's four norms: before and after attention, before and after the MLP; "" for
         a norm that the layer does not have. final_norm_name: Hugging Face name of the norm after the last layer.
     dense_mlp_name: Hugging Face name of the MLP of a layer without experts. mlp_projections: names of an MLP's gate, up
@@ -147,6 +170,7 @@ class Family:
         self.num_query_groups = int(hf.num_key_value_heads)
         self.head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
         self.ties_embeddings = bool(self.whole.tie_word_embeddings)
+        self.mtp_depth = int(getattr(self.whole, MTP_DEPTH, 0))
         self.has_reward_head = has_reward_head(self.whole)
 
     @classmethod
@@ -389,8 +413,53 @@ class Family:
         return name.endswith("rotary_emb.inv_freq") or (headless and name == LM_HEAD)
 
     def passes_on(self, name: str) -> bool:
-        """Return whether the directory's tensor `name` is no part of the text model. Exports contain it unchanged."""
+        """Return whether the directory's tensor `name` is no part of the text model, or of a layer that may be trained
+        (`prediction_names`)."""
         return False
+
+    def copies(self, name: str) -> bool:
+        """Return whether the directory's tensor `name` is not trained. Exports contain it unchanged."""
+        return self.passes_on(name) and name not in self.shapes()
+
+    # ------------------------------------------------------------ layers that predict further tokens
+
+    def prediction_names(self, k: int) -> PredictionNames | None:
+        """Return the names of layer `k`, from 0, that predicts further tokens; None if such layers are not known."""
+        return None
+
+    def repeated(self, names: Collection[str]) -> dict[str, str]:
+        """Return which of the tensors `names` of a directory may repeat the embedding or the LM head, and which one."""
+        head, found = self.embedding_name if self.ties_embeddings else LM_HEAD, dict[str, str]()
+        parts = itertools.takewhile(
+            lambda part: part is not None and f"{part.projection}.weight" in names,
+            map(self.prediction_names, itertools.count()),
+        )
+        for part in parts:
+            assert part is not None
+            found |= {part.embedding: self.embedding_name, part.head: head}
+        return {name: own for name, own in found.items() if name in names}
+
+    def as_prediction_layer(self, hf: Any) -> None:
+        """Change the text model's configuration so that its only layer is of the kind that predicts further tokens."""
+        hf.num_hidden_layers = 1
+
+    @cached_property
+    def predictor(self) -> Family:
+        """Family of a model whose only layer is of the kind that predicts further tokens."""
+        whole = copy.deepcopy(self.whole)
+        setattr(whole, MTP_DEPTH, 0)
+        self.as_prediction_layer(self.text_config(whole))
+        return type(self)(whole)
+
+    def _prediction_layer(self, k: int) -> Iterator[Mapping]:
+        names, ours, hidden = self.prediction_names(k), f"mtp.layers.{k}.", self.hidden_size
+        assert names is not None, "checked by load_hf_config"
+        yield norm(f"{ours}enorm", names.embedding_norm, hidden)
+        yield norm(f"{ours}hnorm", names.hidden_norm, hidden)
+        projection = Part(f"{names.projection}.weight", (hidden, 2 * hidden))
+        yield Mapping(f"{ours}eh_proj.weight", (projection,), Replicated())
+        yield from self.predictor._layer(0, f"{ours}transformer_layer.", names.layer)
+        yield norm(f"{ours}final_layernorm", names.final_norm, hidden)
 
     def num_parameters(self) -> int:
         """Return the number of parameters in the whole model, counted as Hugging Face counts them."""
@@ -415,6 +484,8 @@ class Family:
         elif not self.ties_embeddings:
             head = (Part(LM_HEAD, (self.vocab_size, hidden)),)
             yield Mapping("output_layer.weight", head, vocabulary, is_float32=self.float32_head)
+        for k in range(self.mtp_depth):
+            yield from self._prediction_layer(k)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         """Yield the mappings of one layer.

@@ -12,14 +12,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from mcore_rl.data.choices import ROUTED_EXPERTS, RecordedChoice
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.families.base import Family, gated_mlp
+from mcore_rl.models.megatron.families.base import Family, PredictionNames, gated_mlp
 from mcore_rl.models.megatron.families.dense import SLIDING, PositionScale, RopeByKind
 from mcore_rl.models.megatron.latent_attention import LatentAttention
 from mcore_rl.models.megatron.layers import rope_parameters
@@ -358,6 +358,22 @@ class Glm4MoE(Mixture):
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) >= self.num_layers
 
+    def prediction_names(self, k: int) -> PredictionNames:
+        layer = f"{self.prefix}layers.{self.num_layers + k}."
+        return PredictionNames(
+            layer,
+            embedding_norm=f"{layer}enorm",
+            hidden_norm=f"{layer}hnorm",
+            projection=f"{layer}eh_proj",
+            final_norm=f"{layer}shared_head.norm",
+            embedding=f"{layer}embed_tokens.weight",
+            head=f"{layer}shared_head.head.weight",
+        )
+
+    def as_prediction_layer(self, hf: Any) -> None:
+        super().as_prediction_layer(hf)
+        hf.first_k_dense_replace = 0
+
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent states in transformers, whatever `rms_norm_eps` is."""
@@ -442,6 +458,10 @@ class MLPByLayer(Glm4MoE):
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.mlp_layer_types = [kinds[min(layer, len(kinds) - 1)] for layer in range(layers)]
 
+    def as_prediction_layer(self, hf: Any) -> None:
+        super().as_prediction_layer(hf)
+        hf.mlp_layer_types = ["sparse"]
+
 
 class Glm4MoELite(MLPByLayer, DeepseekV3):
     model_type = "glm4_moe_lite"
@@ -472,6 +492,21 @@ class MiMoV2Flash(RopeByKind, MLPByLayer):
 
     def passes_on(self, name: str) -> bool:
         return name.startswith("model.mtp.")
+
+    def prediction_names(self, k: int) -> PredictionNames:
+        layer = f"model.mtp.layers.{k}."
+        names = f"{layer}enorm", f"{layer}hnorm", f"{layer}eh_proj", f"{layer}final_layernorm"
+        return PredictionNames(layer, *names)
+
+    def as_prediction_layer(self, hf: Any) -> None:
+        super().as_prediction_layer(hf)
+        hf.layer_types, hf.mlp_layer_types = [SLIDING], ["dense"]
+
+    @cached_property
+    def predictor(self) -> Family:
+        family: Any = super().predictor
+        family.norm_names = ("input_layernorm", "", "pre_mlp_layernorm", "")
+        return cast(Family, family)
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.delta_net import GatedDeltaNet, InterleavedDeltaNet
-from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.base import Family, PredictionNames
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3MoE
 from mcore_rl.models.megatron.families.vision_language import VisionLanguage
 
@@ -77,6 +77,15 @@ class Hybrid(Family):
 
     def passes_on(self, name: str) -> bool:
         return name.startswith(self.passed_on)
+
+    def prediction_names(self, k: int) -> PredictionNames | None:
+        """Return the names of the only layer; further ones would share its projection and norms."""
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return PredictionNames("mtp.layers.0.", *norms, "mtp.fc", "mtp.norm") if k == 0 else None
+
+    def as_prediction_layer(self, hf: Any) -> None:
+        super().as_prediction_layer(hf)
+        hf.layer_types = ["full_attention"]
 
 
 class Qwen3Next(Hybrid, Qwen3MoE):
