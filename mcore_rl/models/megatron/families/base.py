@@ -419,7 +419,11 @@ class Family:
 
     def copies(self, name: str) -> bool:
         """Return whether the directory's tensor `name` is not trained. Exports contain it unchanged."""
-        return self.passes_on(name) and name not in self.shapes()
+        return self.passes_on(name) and name not in self._own_names
+
+    @cached_property
+    def _own_names(self) -> frozenset[str]:
+        return frozenset(self.shapes())
 
     # ------------------------------------------------------------ layers that predict further tokens
 
