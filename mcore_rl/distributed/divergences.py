@@ -70,6 +70,7 @@ class FinalHiddenStates:
             temperature * self.temperature,
             with_entropy,
             normalize,
+            softcap=self.logits.softcap,
         )
         return self._spread(logprobs), None if entropy is None else self._spread(entropy)
 
@@ -91,10 +92,16 @@ class HiddenAndHead:
     """Logits as an unevaluated product: hidden [T, H] × weight [Vp, H]ᵀ.
 
     hidden: hidden states; all ranks that share the vocabulary have the same. weight: this rank's rows of the LM head.
+    softcap: bound of the logits (see `linear_logprobs`); None for no bound.
     """
 
     hidden: Tensor
     weight: Tensor
+    softcap: float | None = None
+
+    def tiles(self, columns: int, temperature: float) -> Tiles:
+        """Return the product of the first `columns` rows of the head, in tiles."""
+        return Tiles(self.hidden, self.weight, columns, temperature, softcap=self.softcap)
 
 
 class Divergences(NamedTuple):
@@ -146,7 +153,8 @@ def linear_divergences(
     forward_kl, reverse_kl, js = _LinearDivergences.apply(
         student.hidden,
         student.weight,
-        HiddenAndHead(teacher.hidden.detach(), teacher.weight.detach()),
+        student.softcap,
+        HiddenAndHead(teacher.hidden.detach(), teacher.weight.detach(), teacher.softcap),
         group,
         valid_columns(rows, group_rank(group), vocab_size),
         temperature,
@@ -161,15 +169,15 @@ class _LinearDivergences(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        softcap: float | None,
         teacher: HiddenAndHead,
         group: ProcessGroup | None,
         columns: int,
         temperature: float,
         js_beta: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        pair = _Pair(
-            Tiles(hidden, weight, columns, temperature), Tiles(teacher.hidden, teacher.weight, columns, temperature)
-        )
+        student = HiddenAndHead(hidden, weight, softcap)
+        pair = _Pair(*(model.tiles(columns, temperature) for model in (student, teacher)))
         lse = pair.log_sum_exp(group)
         forward_kl, reverse_kl, p_to_m, q_to_m = sums = hidden.new_zeros(4, len(hidden), dtype=pair.dtype)
         for at in pair.column_tiles():
@@ -185,7 +193,12 @@ class _LinearDivergences(torch.autograd.Function):
                 reverse_kl[rows] -= torch.linalg.vecdot(q, log_ratio)
         forward_kl, reverse_kl, p_to_m, q_to_m = all_reduce(sums, group)
         ctx.save_for_backward(hidden, teacher.hidden, lse, reverse_kl, q_to_m)
-        ctx.weight, ctx.teacher_weight = weight, teacher.weight
+        ctx.weight, ctx.softcap, ctx.teacher_weight, ctx.teacher_softcap = (
+            weight,
+            softcap,
+            teacher.weight,
+            teacher.softcap,
+        )
         ctx.columns, ctx.temperature, ctx.js_beta = columns, temperature, js_beta
         beta = 0.0 if js_beta is None else js_beta
         return forward_kl, reverse_kl.clone(), beta * p_to_m + (1 - beta) * q_to_m
@@ -200,20 +213,26 @@ class _LinearDivergences(torch.autograd.Function):
         p is the teacher's distribution, q the student's, and m = β·p + (1 − β)·q.
         """
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
-        student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
-        pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))
+        models = (
+            HiddenAndHead(hidden, ctx.weight, ctx.softcap),
+            HiddenAndHead(teacher_hidden, ctx.teacher_weight, ctx.teacher_softcap),
+        )
+        pair = _Pair(*(model.tiles(ctx.columns, ctx.temperature) for model in models))
+        student = pair.student
         gradients = HeadGradients(student, ctx.weight, *ctx.needs_input_grad[:2])
         of_forward, of_reverse, of_js = (g[:, None] for g in grads)
         for at in pair.column_tiles():
             for rows in pair.row_tiles():
                 log_q, log_p = pair.logprobs(rows, at, lse)
+                slope = student.slope((log_q + lse[0, rows, None]).mul_(ctx.temperature))
                 factor = of_forward[rows] + of_reverse[rows] * (log_q - log_p - reverse_kl[rows, None])
                 if ctx.js_beta is not None:
                     log_m = _log_mixture(log_p, log_q, ctx.js_beta)
                     factor += (1 - ctx.js_beta) * of_js[rows] * (log_q - log_m - q_to_m[rows, None])
                 grad = factor.mul_(log_q.exp_()).sub_(log_p.exp_().mul_(of_forward[rows]))
-                gradients.add(rows, at, student.tempered(grad))
-        return (*gradients.results(), None, None, None, None, None)
+                grad = student.tempered(grad)
+                gradients.add(rows, at, grad if slope is None else grad.mul_(slope))
+        return (*gradients.results(), *(None,) * 6)
 
 
 class _Pair:

@@ -324,6 +324,7 @@ def linear_logprobs(
     normalize: bool = True,
     kept: Sequence[Tile] | None = None,
     keeps_logits: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Compute log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
@@ -344,6 +345,8 @@ def linear_logprobs(
             `kept_tiles` for this shard. None for a softmax over the whole vocabulary.
         keeps_logits: keep the logits [T, Vp] of the forward pass for the backward pass, in the accumulation type. This
             saves one of four matrix products; results do not change. Without gradients, nothing is kept.
+        softcap: bound c of the logits: each product x becomes c · tanh(x / c), before it is divided by the temperature
+            (arXiv:2408.00118, section 2). None for no bound.
 
     Returns:
         Log-probabilities in the shape of `targets`, and entropy [T] or None; fp32 (fp64 for fp64 hidden states).
@@ -363,7 +366,7 @@ def linear_logprobs(
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LinearLogprobs.apply(
         hidden, weight, wide, group, columns, temperature, with_entropy, normalize, kept,
-        keeps_logits and torch.is_grad_enabled(),
+        keeps_logits and torch.is_grad_enabled(), softcap,
     )  # fmt: skip
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
 
@@ -382,21 +385,22 @@ class _LinearLogprobs(torch.autograd.Function):
         normalize: bool,
         kept: Sequence[Tile] | None,
         keeps_logits: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         local = (targets - group_rank(group) * weight.shape[0]).contiguous()
-        tiles = Tiles(hidden, weight, columns, temperature, kept)
+        tiles = Tiles(hidden, weight, columns, temperature, kept, softcap)
         ctx.products = [] if keeps_logits and any(ctx.needs_input_grad[:2]) else None
         lse, target_logits, entropy = shard_statistics(tiles, local, with_entropy, ctx.products)
         lse, picked, entropy = combine_over_vocabulary(lse, target_logits.T, entropy, group)
         ctx.save_for_backward(hidden, local, lse, entropy)
-        ctx.weight, ctx.columns, ctx.temperature, ctx.kept = weight, columns, temperature, kept
+        ctx.weight, ctx.options = weight, (columns, temperature, kept, softcap)
         ctx.with_entropy, ctx.normalize = with_entropy, normalize
         return picked.T - lse[:, None] if normalize else picked.T, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, local, lse, entropy = ctx.saved_tensors
-        tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature, ctx.kept)
+        tiles = Tiles(hidden, ctx.weight, *ctx.options)
         gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
         g, h = grads[0].contiguous(), grads[1].contiguous() if ctx.with_entropy else None
         of_lse = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
@@ -407,8 +411,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for tile in tiles.all(local):
             of_rows = upstream.of(tile.rows)._replace(local=tile.targets)
             product = tiles.products(tile) if products is None else products.pop()  # freed tile by tile
-            gradients.add(tile.rows, tile.columns, steps.gradient(product, of_rows, tile.first_column, tiles))
-        return (*gradients.results(), *(None,) * 8)
+            slope = tiles.slope(product)  # before `gradient` overwrites the logits
+            grad = steps.gradient(product, of_rows, tile.first_column, tiles)
+            gradients.add(tile.rows, tile.columns, grad if slope is None else slope.mul_(grad))
+        return (*gradients.results(), *(None,) * 9)
 
 
 class SoftmaxSums(NamedTuple):
@@ -470,7 +476,8 @@ class Tile(NamedTuple):
 class TileSteps(NamedTuple):
     """The two functions that compute on a tile of products [rows, columns]; `tile_steps` chooses an implementation.
 
-    Both functions divide the products by the temperature of the `Tiles`. `gradient` may overwrite the products.
+    Both functions divide the products by the temperature of the `Tiles`. `gradient` may overwrite the products. With a
+    soft cap, these are the capped products; the caller multiplies the gradient by `Tiles.slope`.
 
     add: adds the tile's logits to the `SoftmaxSums` of its rows, in place. The field `moment` is updated only if the
         last argument of `add` is True.
@@ -520,12 +527,19 @@ class Tiles:
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
 
     kept: the result of `kept_tiles` for a softmax over the tokens that the sampler could draw; None for all tokens.
+    softcap: bound of the products (see `linear_logprobs`); None for no bound. All methods return capped products.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, columns: int, temperature: float, kept: Sequence[Tile] | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        columns: int,
+        temperature: float,
+        kept: Sequence[Tile] | None = None,
+        softcap: float | None = None,
     ) -> None:
-        self._hidden, self._weight, self._kept = hidden, weight.detach(), kept
+        self._hidden, self._weight, self._kept, self.softcap = hidden, weight.detach(), kept, softcap
         self.columns, self.temperature = columns, temperature
         self.count, self.device = hidden.shape[0], hidden.device
         self.dtype, self.hidden_dtype = accumulation_dtype(hidden.dtype), hidden.dtype
@@ -576,7 +590,15 @@ class Tiles:
 
     def product(self, rows: slice, columns: slice | Tensor) -> Tensor:
         """Return these rows and columns of hidden × weightᵀ, not divided by the temperature."""
-        return self.multiply(self.hidden(rows), self.weight(columns).T)
+        x = self.multiply(self.hidden(rows), self.weight(columns).T)
+        return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slope(self, products: Tensor) -> Tensor | None:
+        """Return the derivative of the soft cap, 1 − (y / softcap)² at capped products y; None without soft cap."""
+        if self.softcap is None:
+            return None
+        # Tokens that are not kept have the product −inf. Their slope is 0, so that their gradient of 0 remains.
+        return products.div(self.softcap).square_().neg_().add_(1).clamp_(min=0)
 
     def all_columns(self, rows: slice) -> Tensor:
         """Return the given rows of hidden × weightᵀ, all columns. A weight of another dtype is converted in tiles."""

@@ -76,6 +76,7 @@ def linear_topk(
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
 
@@ -86,16 +87,18 @@ def linear_topk(
         weight: [Vp, H], this rank's rows of the LM head.
         vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
         chunk_size: number of tokens whose logits exist at once; None for as many as `CHUNK_BYTES` allows.
+        softcap: bound of the logits; see `linear_logprobs`.
 
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
     """
     check_topk(k, weight.shape[0], group, vocab_size)
-    tiles = Tiles(hidden, weight, valid_columns(weight.shape[0], group_rank(group), vocab_size), 1.0)
+    columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
+    tiles = Tiles(hidden, weight, columns, 1.0, softcap=softcap)
     if chunk_size is None:
         chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // (max(tiles.columns, 1) * tiles.dtype.itemsize))
     values = hidden.new_empty((len(hidden), k), dtype=tiles.dtype)
-    columns = hidden.new_empty((len(hidden), k), dtype=torch.long)
+    places = hidden.new_empty((len(hidden), k), dtype=torch.long)
     for rows in slices(len(hidden), chunk_size):
-        values[rows], columns[rows] = shard_topk(tiles.all_columns(rows), k)
-    return combine_topk(values, columns, k, weight.shape[0], group)
+        values[rows], places[rows] = shard_topk(tiles.all_columns(rows), k)
+    return combine_topk(values, places, k, weight.shape[0], group)

@@ -93,8 +93,12 @@ def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, til
 
 
 def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient with respect to a tile's products `x`, in `Tiles.factor_dtype`, by `gradient_kernel`."""
-    out = x if tiles.factor_dtype == x.dtype else torch.empty_like(x, dtype=tiles.factor_dtype)
+    """Return the gradient with respect to a tile's products `x`, in `Tiles.factor_dtype`, by `gradient_kernel`.
+
+    With a soft cap it is in the precision of `x`, because the caller multiplies it by a slope.
+    """
+    in_place = tiles.factor_dtype == x.dtype or tiles.softcap is not None
+    out = x if in_place else torch.empty_like(x, dtype=tiles.factor_dtype)
     with_entropy = tokens.of_entropy is not None
     gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](
         x, out, tokens.local, tokens.of_targets, tokens.of_lse, tokens.of_entropy if with_entropy else tokens.of_lse,

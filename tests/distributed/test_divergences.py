@@ -1,6 +1,7 @@
 """Tests of divergences over the whole vocabulary against float64 autograd: TP 1, 2, 4 × CP 1, 2; odd sizes; memory."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def pair(tokens, vocabulary, dtype=torch.float32, scale=1.0):
         (torch.randn(n, HIDDEN, generator=g) * scale).to(dtype) for n in (tokens, vocabulary, tokens, vocabulary)
     )
     return HiddenAndHead(student.requires_grad_(), head.requires_grad_()), HiddenAndHead(teacher, teacher_head)
+
+
+@pytest.mark.parametrize("caps", [(2.0, None), (None, 2.0), (1.5, 3.0)])
+def test_capped_logits(caps, monkeypatch):
+    """The soft cap of either model, or one for each."""
+    monkeypatch.setitem(fused.TILE_SHAPE, "cpu", (3, 5))
+    models = [replace(model, softcap=cap) for model, cap in zip(pair(7, 13, torch.float64), caps, strict=True)]
+    weights = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = [x.hidden @ x.weight[:11].T for x in models]
+    logits = [x if cap is None else cap * torch.tanh(x / cap) for x, cap in zip(logits, caps, strict=True)]
+    plain = plain_divergences(*(x / 0.8 for x in logits), BETA)
+    ours = torch.stack(linear_divergences(*models, None, 11, 0.8, BETA))
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+    inputs = models[0].hidden, models[0].weight
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), inputs) for x in (ours, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,6 +20,7 @@ from mcore_rl.distributed.logprobs import (
     vocab_parallel_logprobs,
 )
 from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.distributed.topk import linear_topk, vocab_parallel_topk
 from mcore_rl.simulation.counters import LiveBytes, ProductCounter
 from mcore_rl.testing.processes import run_processes
@@ -83,8 +84,8 @@ def test_against_dense_float64(path, packing, tp, cp, sequence_parallel):
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}, {rank}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradcheck(with_entropy, monkeypatch):
+@pytest.mark.parametrize(("with_entropy", "softcap"), [(False, None), (True, None), (True, 1.3)])
+def test_gradcheck(with_entropy, softcap, monkeypatch):
     monkeypatch.setitem(module.TILE_SHAPE, "cpu", (2, 4))
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -92,7 +93,8 @@ def test_gradcheck(with_entropy, monkeypatch):
     targets = torch.tensor([0, 6, 3, 3, 1])
 
     def from_hidden(hidden, head):
-        return [x for x in linear_logprobs(hidden, head, targets, None, 7, 0.8, with_entropy) if x is not None]
+        found = linear_logprobs(hidden, head, targets, None, 7, 0.8, with_entropy, softcap=softcap)
+        return [x for x in found if x is not None]
 
     def from_logits(logits):
         return [x for x in vocab_parallel_logprobs(logits, targets, None, 0, 7, 0.8, with_entropy, 2) if x is not None]
@@ -135,6 +137,43 @@ def test_gradient_goes_into_main_grad():
     (given,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
     assert torch.equal(given, torch.zeros_like(head))
     torch.testing.assert_close(head.main_grad, 2 * expected + 1)
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True])
+@pytest.mark.parametrize("softcap", [0.9, 30.0])
+def test_capped_logits(softcap, keeps_logits, monkeypatch):
+    """The smaller cap flattens nearly all logits. One position keeps few tokens, one all, and one its target alone."""
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (2, 5))
+    g = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(n, HIDDEN, generator=g, dtype=torch.float64) for n in (3, PADDED))
+    hidden[0] *= 50
+    inputs, targets = (hidden.requires_grad_(), head.requires_grad_()), torch.tensor([4, 20, 0])
+    lists = [[3, 4, 19], list(range(VOCAB)), [0]]
+    logits = softcap * torch.tanh(hidden @ head[:VOCAB].T / softcap)
+    for kept in (None, lists):
+        tiles = kept and list(kept_tiles(KeptTokens.of(lists), targets, 0, VOCAB, (2, 7)))
+        keep = keeps_logits and kept is None
+        found = linear_logprobs(
+            *inputs, targets, None, VOCAB, 0.7, True, kept=tiles, keeps_logits=keep, softcap=softcap
+        )
+        mask = torch.ones(3, VOCAB, dtype=torch.bool)
+        if kept is not None:
+            for row, ids in zip(mask, lists, strict=True):
+                row[:] = False
+                row[ids] = True
+        scores = (logits / 0.7).masked_fill(~mask, -torch.inf).log_softmax(-1)
+        finite = scores.masked_fill(~mask, 0)
+        wanted = scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * finite).sum(-1)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        weights = torch.randn(2, 3, generator=g, dtype=torch.float64)
+        ours, theirs = (
+            torch.autograd.grad((torch.stack(x) * weights).sum(), inputs, retain_graph=True) for x in (found, wanted)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    best = logits.topk(2)
+    values, ids = linear_topk(*inputs, 2, None, VOCAB, chunk_size=2, softcap=softcap)
+    torch.testing.assert_close(values, best.values)
+    assert torch.equal(ids[1:], best.indices[1:])  # the largest logits of the first token equal the cap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,9 +47,10 @@ def make_inputs(tokens, hidden, rows, columns, k, seed=0):
     return h, w, targets, of_targets, of_entropy
 
 
-def exact(h, w, targets, of_targets, of_entropy, columns, temperature=1.0, normalize=True):
+def exact(h, w, targets, of_targets, of_entropy, columns, temperature=1.0, normalize=True, softcap=None):
     h, w = h.double().requires_grad_(), w.double().requires_grad_()
-    logits = h @ w[:columns].T / temperature
+    logits = h @ w[:columns].T
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     logp = F.log_softmax(logits, -1)
     chosen, entropy = (logp if normalize else logits).gather(1, targets), -(logp.exp() * logp).sum(-1)
     return chosen, entropy, *torch.autograd.grad((chosen * of_targets).sum() + (entropy * of_entropy).sum(), (h, w))
@@ -69,24 +70,25 @@ def distance(got, wanted):
 
 
 CASES = [
-    # tokens, hidden, rows of the head, vocabulary, targets a token; temperature, with entropy, normalized
-    ((1, 32, 100, 100, 1), 0.7, True, True),
-    ((7, 96, 333, 301, 1), 0.7, True, True),
-    ((7, 96, 333, 301, 1), 1.0, False, True),
-    ((19, 40, 700, 650, 2), 1.0, True, True),
-    ((18, 33, 129, 97, 3), 1.3, True, False),
+    # tokens, hidden, rows of the head, vocabulary, targets a token; temperature, with entropy, normalized, soft cap
+    ((1, 32, 100, 100, 1), 0.7, True, True, None),
+    ((7, 96, 333, 301, 1), 0.7, True, True, None),
+    ((7, 96, 333, 301, 1), 1.0, False, True, None),
+    ((19, 40, 700, 650, 2), 1.0, True, True, None),
+    ((18, 33, 129, 97, 3), 1.3, True, False, None),
+    ((18, 33, 129, 97, 3), 1.1, True, True, 2.5),
 ]
 
 
 def errors_of_kernels():
     """Return the distances from float64 of kernels and of torch operations, by case and result."""
     found = {}
-    for size, temperature, with_entropy, normalize in CASES:
+    for size, temperature, with_entropy, normalize, softcap in CASES:
         columns = size[3]
         inputs = make_inputs(*size)
         if not with_entropy:
             inputs[-1].zero_()
-        options = {"temperature": temperature, "normalize": normalize}
+        options = {"temperature": temperature, "normalize": normalize, "softcap": softcap}
         wanted = exact(*inputs, columns, **options)
         options.update(vocab_size=columns, with_entropy=with_entropy)
         by_way = []

@@ -516,6 +516,7 @@ class Decoder:
         """Map final hidden states [n, hidden] to fp32 logits [n, Vp]; logits of ids without probability are −inf."""
         head = self.model.chunks[-1].lm_head_weight()
         # fp32 as in training: rounding to bfloat16 may change a logit of 16 by 0.06.
-        logits = Tiles(x, head, len(head), temperature=1.0).all_columns(slice(None))
+        tiles = Tiles(x, head, len(head), temperature=1.0, softcap=self.model.family.logit_softcap)
+        logits = tiles.all_columns(slice(None))
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.num_ids) :] = -torch.inf
         return logits

@@ -215,6 +215,7 @@ class LogprobHead:
             self.with_entropy,
             kept=tiles,
             keeps_logits=kept is None and logits_bytes(len(picked), weight) <= self.model.logits_bytes,
+            softcap=self.model.family.logit_softcap,
         )
         group = topology.context.group
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
@@ -265,7 +266,7 @@ def final_hidden_states(
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     positions = LossPositions.of(microbatch.layout, mask, topology.context.rank)
     positions, (inputs,) = positions.on(hidden.device, positions.inputs())
-    logits = HiddenAndHead(positions.pick(hidden), model.chunks[-1].lm_head_weight())
+    logits = HiddenAndHead(positions.pick(hidden), model.chunks[-1].lm_head_weight(), model.family.logit_softcap)
     groups = topology.tensor.group, topology.context.group
     return FinalHiddenStates(microbatch, logits, positions, inputs, model.vocab_size, temperature, *groups)
 
@@ -317,9 +318,10 @@ class TopKHead:
         group = topology.tensor.group
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
         weight, vocab_size = self.model.chunks[-1].lm_head_weight(), self.model.vocab_size
-        values, ids = linear_topk(hidden, weight, self.k, group, vocab_size)
+        softcap = self.model.family.logit_softcap
+        values, ids = linear_topk(hidden, weight, self.k, group, vocab_size, softcap=softcap)
         if self.temperature is not None:
-            values, _ = linear_logprobs(hidden, weight, ids, group, vocab_size, self.temperature)
+            values, _ = linear_logprobs(hidden, weight, ids, group, vocab_size, self.temperature, softcap=softcap)
         return _rows_of_pack(values, microbatch, topology), _rows_of_pack(ids, microbatch, topology)
 
 
@@ -466,6 +468,8 @@ def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.num_ids)
     logits = F.linear(hidden, weight)
+    if (softcap := model.family.logit_softcap) is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     return (
         logits
         if columns == weight.shape[0]

@@ -601,7 +601,7 @@ class TeacherModel(ScoringModel):
 
         def keep(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
             picked = final_hidden_states(self.model, hidden, microbatch).logits.hidden
-            found[microbatch] = HiddenAndHead(picked, self.head)
+            found[microbatch] = HiddenAndHead(picked, self.head, self.model.family.logit_softcap)
             return hidden.new_zeros(()), {}
 
         self._run(list(microbatches), keep, train=False)
@@ -634,7 +634,8 @@ class TeacherModel(ScoringModel):
         if not student.is_last_stage:
             return {}
         of_microbatch = zip(microbatches, states.split([mb.data.size for mb in microbatches]), strict=True)
+        softcap = self.model.family.logit_softcap
         return {
-            microbatch: HiddenAndHead(counted_of_rows(hidden, microbatch, student.context.rank), head)
+            microbatch: HiddenAndHead(counted_of_rows(hidden, microbatch, student.context.rank), head, softcap)
             for microbatch, hidden in of_microbatch
         }

@@ -211,6 +211,11 @@ class Family:
         return int(self.hf.intermediate_size)
 
     @property
+    def logit_softcap(self) -> float | None:
+        """Bound c of the logits, which are c · tanh(x / c) for the LM head's outputs x; None if there is no bound."""
+        return None
+
+    @property
     def padding_token(self) -> int | None:
         """Token whose input embedding gets no gradient: `padding_idx` of transformers' embedding."""
         token = getattr(self.hf, "pad_token_id", None)
