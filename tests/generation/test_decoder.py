@@ -256,7 +256,8 @@ def test_logits_are_not_rounded_to_the_precision_of_the_weights(dtype):
     """The trainer's logits are in fp32, too."""
     torch.manual_seed(0)
     states, head = (torch.randn(rows, 64).to(dtype) for rows in (5, 9000))
-    model = SimpleNamespace(chunks=[SimpleNamespace(lm_head_weight=lambda: head)], num_ids=8990)
+    chunk, family = SimpleNamespace(lm_head_weight=lambda: head), SimpleNamespace(logit_softcap=None)
+    model = SimpleNamespace(chunks=[chunk], family=family, num_ids=8990)
     topology = SimpleNamespace(tensor=SimpleNamespace(rank=0))
     logits = Decoder.logits(SimpleNamespace(model=model, topology=topology), states)
     exact = states.double() @ head.double().T

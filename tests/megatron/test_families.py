@@ -8,7 +8,7 @@ import pytest
 import torch
 from published_directories import add_head
 from safetensors.torch import load_file, save_file
-from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_config, make_model
+from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, has_experts, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import ModelConfig, ParallelConfig
@@ -135,7 +135,7 @@ def mark_of(family, name):
 CASES = [
     pytest.param(family, sizes, id=f"{family}-{name}", marks=mark_of(family, name))
     for family in ARCHITECTURES
-    for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
+    for name, sizes in (EXPERT_SIZES if has_experts(family) else SIZES).items()
     if name not in ("pp2", "cp2") or family in (*IN_ALL_SIZES, *RARELY_IN_ALL_SIZES)
 ]
 

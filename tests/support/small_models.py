@@ -91,6 +91,22 @@ MAMBA2 = {
     "chunk_size": 64,
     "time_step_min": 0.3,  # many step sizes are smaller: their gradient is 0
 }
+GEMMA4 = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 7.5,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
@@ -127,6 +143,27 @@ FAMILIES = {
             "sliding_window": 9,
             "query_pre_attn_scalar": 24,
             "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4_moe": (
+        "gemma4_text",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 48},
+    ),
+    "gemma4_e": (  # layers with inputs of their own, and with keys of earlier layers
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention", "full_attention"),
+            ],
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 255,
         },
     ),
     "windows": (  # Mistral's first version: every layer sees a few tokens only
@@ -544,6 +581,10 @@ ALIKE = (
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 
+def has_experts(family):
+    return not {"num_experts_per_tok", "top_k_experts"}.isdisjoint(FAMILIES[family][1])
+
+
 def models_below(make_directory, **changes):
     """Return a function from a family's name to the directory of a small model of it, which is written once.
 
@@ -596,7 +637,10 @@ def make_model(family: str, directory: Path, **changes) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in (*model.parameters(), *(b for name, b in model.named_buffers() if "bias" in name)):
+        for parameter in (
+            *model.parameters(),
+            *(b for name, b in model.named_buffers() if "bias" in name or name.endswith("layer_scalar")),
+        ):
             # Norms are ones and biases zeros: hide nothing behind that. Experts' biases are rows of a matrix.
             if parameter.ndim == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_cases import STEPS, make_config, make_data, make_sft_config, plain_outcome
 from layout_cases import outcomes as outcomes
-from small_models import ALIKE, ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_model
+from small_models import ALIKE, ARCHITECTURES, WITH_DELTA_NETS, and_long, has_experts, make_model
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
@@ -87,6 +87,7 @@ EXPERT_LAYOUTS = and_long(
         ("nemotron_h_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("glm5_next", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("deepseek_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("gemma4_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -123,6 +124,9 @@ EXPERT_LAYOUTS = and_long(
         ("gpt_oss", ParallelLayout(pp=2, packing=False)),
         ("gpt_oss", ParallelLayout(tp=2, sp=True)),
         ("glm4_moe_lite", ParallelLayout(dp=2, ep=2, packing=False)),
+        ("gemma4_moe", ParallelLayout(pp=2, dp=2, ep=2, tokens_per_pack=128)),
+        ("gemma4_moe", ParallelLayout(cp=4, packing=False)),
+        ("gemma4_moe", ParallelLayout(tp=4, dp=2, ep=2, sp=True)),
     ],
 )
 MANY_WITH_EXPERTS = [
@@ -144,8 +148,9 @@ def tolerances(family):
     return {"gradients": 5e-4} if family in WITH_DELTA_NETS else {}
 
 
+GEMMA4 = "gemma4", "gemma4_moe", "gemma4_e"
 # A layout of these families is compared with one process and plain PyTorch in a long case of another test.
-IN_A_LAYOUT = ("hy_v4", "glm5_next", "deepseek_v4", "nemotron_h_moe", "mimo_v2_flash", "kimi_linear")
+IN_A_LAYOUT = ("hy_v4", "glm5_next", "deepseek_v4", "nemotron_h_moe", "mimo_v2_flash", "kimi_linear", *GEMMA4)
 IN_ONE_PROCESS = and_long(
     ["llama", "mixtral"],
     [family for family in ARCHITECTURES if family not in ("llama", "mixtral", *ALIKE, *IN_A_LAYOUT)],
@@ -203,8 +208,17 @@ OTHERS = and_long(
         ("seed_oss", ParallelLayout(tp=2, sp=True)),
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", ParallelLayout(pp=2, tokens_per_pack=128)),
+        ("gemma4", ParallelLayout(pp=2, cp=2)),
+        ("gemma4_e", ParallelLayout(tp=2, cp=2, sp=True)),
     ],
     [
+        ("gemma4", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("gemma4", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128)),
+        ("gemma4", ParallelLayout(tp=4)),
+        ("gemma4", ParallelLayout(cp=4, packing=False)),
+        ("gemma4_e", ParallelLayout(tp=2, dp=2)),
+        ("gemma4_e", ParallelLayout(tp=4, sp=True, tokens_per_pack=128)),
+        ("gemma4_e", ParallelLayout(cp=4, packing=False)),
         ("qwen2", ParallelLayout(pp=2)),
         ("qwen3", ParallelLayout(tp=2, sp=True)),
         ("gemma3", ParallelLayout(cp=2, tokens_per_pack=128)),
@@ -302,6 +316,9 @@ SFT = and_long(
         ("hy_v4", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {"recompute_modules": ("mlp", "moe")}),
         ("deepseek_v32", ParallelLayout(cp=4), {}),
         ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
+        ("gemma4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
+        ("gemma4_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe",)}),
+        ("gemma4_e", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_modules": ("mlp",)}),
     ],
 )
 
@@ -455,10 +472,11 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     assert family_of(hf).num_layers == 8
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
-    is_mixture = "num_experts_per_tok" in FAMILIES[family][1]
-    not_allowed = ParallelLayout(tp=4) if is_mixture else ParallelLayout(dp=2, ep=2)
-    assert [layout for layout, _ in refused] == [not_allowed]
-    assert fits == [layout for layout in layouts if layout != not_allowed]
+    not_allowed = [ParallelLayout(tp=4) if has_experts(family) else ParallelLayout(dp=2, ep=2)]
+    if family == "gemma4_e":  # inputs of layers are not sent to other stages
+        not_allowed.insert(0, ParallelLayout(pp=2, vpp=2))
+    assert [layout for layout, _ in refused] == not_allowed
+    assert fits == [layout for layout in layouts if layout not in not_allowed]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.vision import PackImages
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GatedQueryKeyValue,
+    Kind,
     Mapping,
     Part,
     QueryKeyValue,
@@ -202,6 +203,11 @@ class GroupedQueryAttention(KeyValueMixer):
     module: str = "self_attn"
 
     @property
+    def projections(self) -> str:
+        """The projections that the layer has, in their order: of queries (q), keys (k) and values (v)."""
+        return "qkv"
+
+    @property
     def value_size(self) -> int:
         """Size of a value head."""
         return self.head_dim
@@ -231,21 +237,25 @@ class GroupedQueryAttention(KeyValueMixer):
         if self.has_sinks:
             sinks = Part(theirs + self.sinks_name, (self.heads,))
             yield Mapping(f"{ours}core_attention.softmax_offset", (sinks,), Rows())
-        kind_of_qkv = GatedQueryKeyValue if self.output_gate else QueryKeyValue
-        qkv = kind_of_qkv(self.groups, self.heads // self.groups, self.head_dim, self.value_size, self.neighbours)
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.value_size}
-        projected = {**rows, "q": rows["q"] * (2 if self.output_gate else 1)}
+        projected = {name: rows[name] * (2 if self.output_gate and name == "q" else 1) for name in self.projections}
+        qkv = self._kind_of_qkv()
         yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, projected), qkv)
         if self.qkv_bias:
             biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in projected.items())
             yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
-        for name in "qk" if self.qk_norm or self.wide_qk_norm else "":
+        for name in self.projections[:2] if self.qk_norm or self.wide_qk_norm else "":
             size, kind = (rows[name], Rows()) if self.wide_qk_norm else (self.head_dim, Replicated())
             yield Mapping(f"{ours}{name}_layernorm.weight", (Part(f"{theirs}{name}_norm.weight", (size,)),), kind)
         output = Part(f"{theirs}o_proj.weight", (self.hidden, self.heads * self.value_size))
         yield Mapping(f"{ours}linear_proj.weight", (output,), Columns())
         if self.output_bias:
             yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
+
+    def _kind_of_qkv(self) -> Kind:
+        """Return how the projections of queries, keys and values are one weight."""
+        kind = GatedQueryKeyValue if self.output_gate else QueryKeyValue
+        return kind(self.groups, self.heads // self.groups, self.head_dim, self.value_size, self.neighbours)
 
     def check(self) -> None:
         if self.output_bias and not self.qkv_bias:
@@ -295,9 +305,9 @@ class PackSelfAttention(SelfAttention):
         mixer: GroupedQueryAttention,
         **kwargs: Any,
     ) -> None:
-        if mixer.output_bias or mixer.groups != config.num_query_groups:
+        if mixer.output_bias or (mixer.groups, mixer.head_dim) != (config.num_query_groups, config.kv_channels):
             config = copy.copy(config)
-            config.num_query_groups = mixer.groups
+            config.num_query_groups, config.kv_channels = mixer.groups, mixer.head_dim
             config.add_bias_linear = mixer.output_bias  # Megatron's own option also adds biases to the MLP
         super().__init__(config, submodules, *args, **kwargs)
         self.mixer = mixer
@@ -327,7 +337,7 @@ class PackSelfAttention(SelfAttention):
         If several tensor-parallel ranks share a key-value head, they divide its queries. Megatron 0.16 divides the
         queries, but not the gates; this method also divides the gates.
         """
-        query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key, *others = self._projected(*args, **kwargs)
         if kwargs.get("output_gate"):
             heads, gate = query.shape[2], others[-1]
             first = self.pg_collection.tp.rank() * heads % gate.shape[2]
@@ -337,6 +347,10 @@ class PackSelfAttention(SelfAttention):
         if self._angles is not None:
             query, key = (rotate(x, self._angles[:, None], self.mixer.rope_factor) for x in (query, key))
         return query, key, *others
+
+    def _projected(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries and keys before the rotation, values, and gates if there are any, [T, 1, heads, d]."""
+        return super().get_query_key_value_tensors(*args, **kwargs)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply outputs `x` by the sigmoid of their gates. Unlike Megatron's method, this one is not compiled."""
@@ -362,6 +376,9 @@ class PackParams(PackedSeqParams):
     later: for each layer that predicts further tokens (`token_prediction`), the tokens that it reads and predicts; on
         the last stage in training, otherwise empty.
     token_ids: [T / CP], the rank's tokens.
+    shared: keys and values [T / CP, 1, groups / TP, d], by the number of the layer, from 0, that has computed them for
+        later layers of the chunk too.
+    per_layer: the layers' own inputs, [T / CP (/ TP with SP), 1, layers, size]; None if they have none.
     """
 
     visible: AttentionPattern | None = None
@@ -374,6 +391,8 @@ class PackParams(PackedSeqParams):
     recorded: dict[int, Tensor] = field(default_factory=dict)
     later: list[Any] = field(default_factory=list)  # of LaterTokens
     token_ids: Tensor | None = None
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    per_layer: Tensor | None = None
 
     def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:
         """Return the choices [T / CP, …] of a layer's indexer, with the recorded ones in place of those that are known.

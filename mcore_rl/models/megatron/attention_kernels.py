@@ -392,10 +392,15 @@ class Kernel:
     reads_in_place: bool = False
 
 
+LARGEST_FLASH_HEAD = 256
+"""Largest head_dim of flash attention on CUDA, that of PyTorch and that of Transformer Engine."""
+
+
 def kernel_of(query: Tensor) -> Kernel:
-    """Return the kernel for tensors with the device and dtype of `query`."""
-    if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
-        return Kernel(efficient_varlen if query.dtype == torch.float32 else sdpa_by_segment)
+    """Return the kernel for tensors with the device, dtype and head_dim of `query`."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type == "cuda" and not (is_half and query.shape[-1] <= LARGEST_FLASH_HEAD):
+        return Kernel(sdpa_by_segment if query.dtype == torch.float64 else efficient_varlen)
     return KERNELS[query.device.type]
 
 
@@ -555,7 +560,7 @@ def efficient_varlen(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with PyTorch's memory-efficient kernel for packs (CUDA, fp32).
+    """Compute attention with PyTorch's memory-efficient kernel for packs (CUDA, fp32 or large heads).
 
     The kernel needs as many key heads as query heads, so key heads are repeated. It does not support sinks, and its
     backward pass ignores windows; in these cases `sdpa_by_segment` is called instead.

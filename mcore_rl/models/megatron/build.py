@@ -6,6 +6,7 @@ states and the shard of the LM head, without storing logits.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from contextlib import nullcontext
@@ -31,14 +32,16 @@ from mcore_rl.models.megatron.layers import (
     HeadRMSNorm,
     NormedRowLinear,
     PackedRotaryEmbedding,
-    PackLayer,
     RMSNorm,
     RowLinear,
+    without_gradient_of,
 )
 from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
+from mcore_rl.models.megatron.parallel_moe import ParallelMoELayer, ScaledRouter
 from mcore_rl.models.megatron.parallel_state import process_groups
-from mcore_rl.models.megatron.streams import StreamLayer, StreamNorm
+from mcore_rl.models.megatron.per_layer_inputs import PerLayerEmbedding
+from mcore_rl.models.megatron.streams import StreamNorm
 from mcore_rl.models.megatron.token_prediction import TokenPrediction
 from mcore_rl.models.megatron.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
@@ -107,6 +110,18 @@ class MLPSpec:
         return self.module(config=config, submodules=self.submodules, **self.params)
 
 
+class SizedMLP(MLP):
+    """Megatron's MLP with a hidden layer of another size than the configuration's.
+
+    Megatron's own argument for this does not change the second linear layer.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, width: int, **kwargs: Any) -> None:
+        config = copy.copy(config)
+        config.ffn_hidden_size = width
+        super().__init__(config, submodules, ffn_hidden_size=width, **kwargs)
+
+
 def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp_stage: int | None = None) -> Any:
     """Return the specs of the transformer layers of one chunk of a pipeline stage."""
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
@@ -122,14 +137,16 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
 def _router(family: Family, layer: int) -> Any:
     assert isinstance(family, Mixture), "only mixtures have routers"
     ids = family.vocab_size if layer in family.experts.by_id else 0
-    return functools.partial(Router, experts=family.experts, vocab_size=ids)
+    router = ScaledRouter if family.experts.is_beside_mlp else Router
+    return functools.partial(router, experts=family.experts, vocab_size=ids)
 
 
 def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
     """Return the spec of a layer. A layer without token mixer or without MLP keeps Megatron's identities there."""
     norm = FloatRMSNorm if family.float32_norms else modules.norm
     before = norm if family.norms_before else IdentityOp
-    is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
+    experts = family.experts if isinstance(family, Mixture) and family.experts.sparse_layers[layer] else None
+    is_sparse = experts is not None
     # Names of the norms in Megatron's checkpoints: Megatron's own layers fuse the norms into the linear layers.
     keys, parts = dict[str, str](), dict[str, Any]()
     if (mixer := family.token_mixer(layer)) is not None:
@@ -139,13 +156,17 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
     if family.has_mlp(layer):
         if not is_sparse:
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        mlp = MLPSpec(MLP, _linears(family, modules), {"tp_group": process_groups().tp})
-        parts |= {"pre_mlp_layernorm": before, "mlp_bda": get_bias_dropout_add}
+        width = family.mlp_width(layer)
+        own: dict[str, Any] = {} if width == config.ffn_hidden_size else {"width": width}
+        options = {"tp_group": process_groups().tp, **own}
+        mlp = MLPSpec(SizedMLP if own else MLP, _linears(modules, family.norms_after), options)
+        is_beside = experts is not None and experts.is_beside_mlp
+        parts |= {"pre_mlp_layernorm": IdentityOp if is_beside else before, "mlp_bda": get_bias_dropout_add}
         parts["mlp"] = _sparse_mlp(family, config, modules, layer) if is_sparse else mlp
-    streams = {} if family.streams is None else {"streams": family.streams}
+    module, params = family.layer_module(layer)
     return ModuleSpec(
-        module=StreamLayer if streams else PackLayer,
-        params={"rope": _rope_of(family, layer), **streams},
+        module=module,
+        params={"rope": _rope_of(family, layer), **params},
         submodules=TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=keys if family.norms_before else {}),
     )
 
@@ -160,21 +181,17 @@ def _rope_of(family: Family, layer: int) -> slice | None:
     return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
 
 
-def _output_linear(family: Family, modules: LayerModules) -> Any:
-    return modules.normed_row_linear if family.norms_after else modules.row_linear
-
-
-def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
+def _linears(modules: LayerModules, has_norm: bool) -> MLPSubmodules:
     return MLPSubmodules(
         linear_fc1=modules.column_linear,
-        linear_fc2=_output_linear(family, modules),
+        linear_fc2=modules.normed_row_linear if has_norm else modules.row_linear,
         activation_func=GatedActivation,
     )
 
 
 def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules, layer: int) -> Any:
     assert isinstance(family, Mixture), "only mixtures have experts"
-    linears = _linears(family, modules)
+    linears = _linears(modules, family.norms_after and not family.experts.is_beside_mlp)
     options: dict[str, Any] = {
         "has_biases": family.experts.has_biases,
         "limit": family.experts.limit,
@@ -194,7 +211,8 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
     )
     latent = {"latent": family.experts.latent} if family.experts.latent else {}
-    return MLPSpec(PackMoELayer, submodules, {"pg_collection": process_groups(), **latent})
+    module = ParallelMoELayer if family.experts.is_beside_mlp else PackMoELayer
+    return MLPSpec(module, submodules, {"pg_collection": process_groups(), **latent})
 
 
 class PendingGather(Protocol):
@@ -235,7 +253,14 @@ class HiddenStateGPTModel(GPTModel):
                     self.gather.wait_for(weight)
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
             kwargs["decoder_input"] = images.put_into(embedded)
+        pack = kwargs.get("packed_seq_params")
+        if pack is not None and self.pre_process and (inputs := self._per_layer_inputs()) is not None:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            kwargs["decoder_input"], pack.per_layer = embedded, inputs(input_ids, embedded)
         output: Tensor = super().forward(input_ids, position_ids, *args, **kwargs)
+        if pack is not None:  # the pack outlives the chunk's graph
+            pack.shared.clear()
+            pack.per_layer = None
         return output
 
     @property
@@ -249,6 +274,11 @@ class HiddenStateGPTModel(GPTModel):
         if self.pre_process:
             return cast(Tensor, self.embedding.word_embeddings.weight)
         return self.lm_head_weight() if self.prediction.table is None else self.prediction.table
+
+    def _per_layer_inputs(self) -> PerLayerEmbedding | None:
+        """Return the module that computes the layers' own inputs; None if they have none."""
+        inputs: PerLayerEmbedding | None = getattr(self.embedding, "per_layer", None)
+        return inputs
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pack = kwargs.get("packed_seq_params")
@@ -403,37 +433,11 @@ def vision_tower(family: Family, model: ModelConfig, topology: Topology) -> Visi
     return VisionTower(None, topology, config.spatial_merge_size, family.deepstack, is_trained)
 
 
-class _MaskedGradient(torch.autograd.Function):
-    """Identity function whose gradient is 0 where `keep` is False."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
-        ctx.save_for_backward(keep)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (keep,) = ctx.saved_tensors
-        return grad * keep, None
-
-
 def _hold_padding_row(
     module: Any, inputs: Any, named: dict[str, Any], embedded: Tensor, token: int, ranks: ParallelDimension
 ) -> Tensor:
-    """Forward hook that sets the gradient of one token's input embedding to 0, as `padding_idx` in transformers does.
-
-    Args:
-        named: keyword arguments of the embedding, among them `input_ids`.
-        embedded: output of the embedding, [T or T / TP (sequence parallelism), 1, hidden].
-        token: the token whose embedding gets no gradient.
-        ranks: the tensor-parallel ranks.
-    """
-    if not embedded.requires_grad:
-        return embedded
-    ids = named["input_ids"].T  # [T, 1]
-    if len(embedded) != len(ids):
-        ids = ids.chunk(ranks.size)[ranks.rank]
-    return _MaskedGradient.apply(embedded, (ids != token)[..., None].to(embedded.dtype))
+    """Forward hook of the embedding that sets the gradient of one token's row to 0; see `without_gradient_of`."""
+    return without_gradient_of(token, embedded, named["input_ids"], ranks)
 
 
 def _build_chunk(
@@ -456,6 +460,8 @@ def _build_chunk(
         chunk.set_reward_head(config)
     elif chunk.post_process and family.float32_head and not family.ties_embeddings:
         chunk.output_layer.weight.data = chunk.output_layer.weight.data.float()
+    if chunk.pre_process and family.per_layer_inputs is not None:
+        chunk.embedding.per_layer = PerLayerEmbedding(config, family.per_layer_inputs, topology.tensor)
     if chunk.pre_process and family.padding_token is not None:
         hold = functools.partial(_hold_padding_row, token=family.padding_token, ranks=topology.tensor)
         chunk.embedding.register_forward_hook(hold, with_kwargs=True)

@@ -168,6 +168,7 @@ def check_model_fits(
         _check_adapted_stages(family, model, parallel)
     _check_first_chunk(family, parallel)
     _check_shared_choices(family, parallel, max_sequence_length)
+    _check_shared_keys(family, parallel)
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -235,6 +236,28 @@ def _check_shared_choices(family: Family, parallel: ParallelConfig, max_sequence
                     f"attends to the keys that layer {indexer.source} chooses (indexer_types of config.json), so both "
                     "must be in the same stage; set parallel.pipeline_model_parallel_layout, or "
                     f"data.max_sequence_length={indexer.topk} (index_topk), up to which no keys are chosen"
+                )
+        first += count
+
+
+def _check_shared_keys(family: Family, parallel: ParallelConfig) -> None:
+    """Raise UserError if a chunk lacks what its layers use of other chunks: keys and values, or embeddings."""
+    stages = parallel.pipeline_model_parallel_size
+    if stages > 1 and family.per_layer_inputs is not None:
+        raise UserError(
+            f"parallel.pipeline_model_parallel_size={stages}: must be 1 for models whose layers have inputs of their "
+            "own (hidden_size_per_layer_input of config.json), because later stages do not have the embedding"
+        )
+    first = 0
+    for count in parallel.layers_of_chunks(family.num_layers):
+        layers = range(first, first + count)
+        for layer in layers:
+            source = getattr(family.token_mixer(layer), "source", None)
+            if source is not None and source not in layers:
+                raise UserError(
+                    f"parallel.pipeline_model_parallel_size={stages}: layer {layer} uses the keys and values of layer "
+                    f"{source} (num_kv_shared_layers of config.json), so both must be in the same stage; set "
+                    "parallel.pipeline_model_parallel_layout"
                 )
         first += count
 
@@ -328,8 +351,15 @@ def _check_options(family: Family, model: ModelConfig) -> None:
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
-    """Raise UserError if `model.recompute_modules` names a module that no layer has."""
+    """Raise UserError if `model.recompute_modules` names a module that no layer has, or if layers share states."""
     layers = range(family.num_layers)
+    shares_keys = any(getattr(family.token_mixer(layer), "source", None) is not None for layer in layers)
+    if model.recompute_activations and (shares_keys or family.per_layer_inputs is not None):
+        field = "num_kv_shared_layers" if shares_keys else "hidden_size_per_layer_input"
+        raise UserError(
+            f"model.recompute_activations: is not supported with {field} of config.json, because recomputed layers "
+            "would not pass on the gradients of what they share; set model.recompute_modules=[mlp] instead"
+        )
     sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,) * family.num_layers
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
     dense = any(family.has_mlp(layer) and not sparse[layer] for layer in layers)

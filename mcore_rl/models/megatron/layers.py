@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
+from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.fp8 import keep_padding_zero
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
@@ -191,6 +192,37 @@ class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
         )
 
 
+class _MaskedGradient(torch.autograd.Function):
+    """Identity function whose gradient is 0 where `keep` is False."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
+        ctx.save_for_backward(keep)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (keep,) = ctx.saved_tensors
+        return grad * keep, None
+
+
+def without_gradient_of(token: int, embedded: Tensor, input_ids: Tensor, ranks: ParallelDimension) -> Tensor:
+    """Return `embedded` with a gradient of 0 for one token's embedding, as `padding_idx` in transformers does.
+
+    Args:
+        embedded: output of an embedding, [T or T / TP (sequence parallelism), 1, …].
+        input_ids: [1, T].
+        ranks: the tensor-parallel ranks.
+    """
+    if not embedded.requires_grad:
+        return embedded
+    ids = input_ids.T
+    if len(embedded) != len(ids):
+        ids = ids.chunk(ranks.size)[ranks.rank]
+    masked: Tensor = _MaskedGradient.apply(embedded, (ids != token)[..., None].to(embedded.dtype))
+    return masked
+
+
 class PackLayer(TransformerLayer):
     """Megatron's transformer layer. In addition, it gives the current pack to its router of experts, if it has one,
     and adds the features of images to its output (`PackImages.add_to`).
@@ -243,6 +275,11 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         normed: Tensor = _Normed.apply(x, weight, self.eps)
         return normed
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x), the RMS norm without weight over the last dimension, computed in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class FloatRMSNorm(RMSNorm):

@@ -346,7 +346,7 @@ class LoRA:
         if self.excluded:
             settings["exclude_modules"] = list(self.excluded)
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
-            settings["target_parameters"] = [f"{self.experts_in}.{name}" for name in experts]
+            settings["target_parameters"] = [f"{self.experts_in}.{name}".removeprefix(".") for name in experts]
         return settings
 
     def layers(self) -> set[int]:
@@ -492,8 +492,10 @@ def _modules_of(mapping: Mapping, family: Family, targets: tuple[str, ...]) -> l
         modules = [(family.module_of(part.name.removesuffix(".weight")), part.first) for part in mapping.parts]
         return [(_target_of(module), module, first) for module, first in modules]
     target = DOWN if isinstance(mapping.kind, Columns) else UP if isinstance(mapping.kind, Rows) else GATE_UP
-    layer = family.module_of(mapping.parts[0].name.partition(".experts.")[0]).rpartition(".")[0]
-    module, rows = f"{layer}.{family.experts_in}.experts", _rows_of(mapping.parts[0])
+    module, rows = family.module_of(mapping.parts[0].name.partition(".experts.")[0]), _rows_of(mapping.parts[0])
+    if family.experts_in:
+        module = f"{module.rpartition('.')[0]}.{family.experts_in}"
+    module += ".experts"
     return [(target, module_of(module, target, targets), index * rows) for index in range(len(mapping.parts))]
 
 

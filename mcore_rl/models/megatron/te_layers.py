@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.models.megatron.attention import PackedCausalAttention, PackParams
+from mcore_rl.models.megatron.attention_kernels import LARGEST_FLASH_HEAD
 from mcore_rl.models.megatron.layers import ExpertBiasMixin, LoRALinearMixin, PostNormMixin, bias_of_first_rank
 from mcore_rl.models.megatron.moe import ExpertsMixin, row_ends, with_adapters
 
@@ -123,7 +124,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
 
     The local attention is used in these cases: segments share a prefix; the window is shorter than the longest segment;
     there are sinks; keys are chosen; the tensors are fp32 on CUDA, because Transformer Engine before 2.11 has no fp32
-    kernel for packs.
+    kernel for packs; the heads are larger than those of its flash kernels.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         chosen = packed_seq_params.chosen.get(self.layer_number - 1) if chosen is None else chosen
         ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
+        has_kernel = has_kernel and query.shape[-1] <= LARGEST_FLASH_HEAD
         sees_all = self.window is None or self.window >= longest
         is_plain = has_kernel and sees_all and self.softmax_offset is None and chosen is None
         if ends is None or not is_plain:

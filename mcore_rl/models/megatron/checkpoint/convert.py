@@ -293,13 +293,13 @@ def _load_all(
             own.append(mapping)
         else:
             stored.append((mapping, parts_of_mapping))
-    parts = _loaded_parts(RegionReader(iteration, index), stored, model.vocab_size, progress)
+    parts = _loaded_parts(RegionReader(iteration, index), stored, progress)
     of_source = ((part, directory.read(part.name)) for mapping in own for part in mapping.parts)
     yield from assemble(itertools.chain(parts, of_source), model.family.shapes())
 
 
 def _loaded_parts(
-    reader: RegionReader, stored: list[tuple[Mapping, list[StoredPart]]], vocab_size: int, progress: Progress
+    reader: RegionReader, stored: list[tuple[Mapping, list[StoredPart]]], progress: Progress
 ) -> Iterator[tuple[Part, Tensor]]:
     """Yield the weights of a checkpoint as parts of Hugging Face tensors; each is read when it is needed."""
     for mapping, parts in progress(stored, len(stored)):
@@ -307,7 +307,7 @@ def _loaded_parts(
         for part in parts:
             shape = part.shape
             if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
-                shape = (vocab_size, *shape[1:])
+                shape = (mapping.kind.vocab_size, *shape[1:])
             ones = (1,) * part.place.prepend_axis_num
             pieces.append(reader.tensor(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
         yield from mapping.split(torch.cat(pieces)[None])

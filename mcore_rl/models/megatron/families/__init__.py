@@ -20,6 +20,7 @@ from mcore_rl.models.megatron.families.dense import (
     SeedOss,
     SmolLM3,
 )
+from mcore_rl.models.megatron.families.gemma4 import Gemma4
 from mcore_rl.models.megatron.families.hyper_connected import HYV4, Glm5Next
 from mcore_rl.models.megatron.families.kimi_linear import KimiLinear
 from mcore_rl.models.megatron.families.minimax_m3 import MiniMaxM3
@@ -48,7 +49,7 @@ from mcore_rl.models.megatron.families.qwen_next import (
 )
 from mcore_rl.models.megatron.families.vision_language import Qwen3VL, Qwen3VLMoE
 
-DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
+DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Gemma4, Glm4, SeedOss, SmolLM3, Ministral3)
 MIXTURES = (
     Mixtral,
     Qwen2MoE,

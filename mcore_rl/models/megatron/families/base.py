@@ -22,8 +22,9 @@ from mcore_rl.config import ModelConfig
 from mcore_rl.data.choices import CHOSEN_KEYS, RecordedChoice, replayed_choices
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
-from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
-from mcore_rl.models.megatron.streams import Streams
+from mcore_rl.models.megatron.layers import PackLayer, rope_frequencies, rope_parameters
+from mcore_rl.models.megatron.per_layer_inputs import PerLayerInputs
+from mcore_rl.models.megatron.streams import StreamLayer, Streams
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
@@ -114,7 +115,7 @@ class Family:
     """Projections that cannot have adapters: PEFT refuses them, or transformers has them in modules of other names than
     their tensors."""
     experts_in: ClassVar[str] = "mlp"
-    """Name of the module of a layer that contains the module `experts` in transformers."""
+    """Name of the module of a layer that contains the module `experts` in transformers; "" for the layer itself."""
     rotates_partly = False
     """Whether a configuration may restrict rotary embeddings to a part of each head."""
 
@@ -167,8 +168,9 @@ class Family:
         self.hidden_size = int(hf.hidden_size)
         self.num_layers = int(hf.num_hidden_layers)
         self.num_attention_heads = int(hf.num_attention_heads)
-        self.num_query_groups = int(hf.num_key_value_heads)
-        self.head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+        sizes = self.layer_config(0)
+        self.num_query_groups = int(sizes.num_key_value_heads)
+        self.head_dim = int(getattr(sizes, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
         self.ties_embeddings = bool(self.whole.tie_word_embeddings)
         self.mtp_depth = int(getattr(self.whole, MTP_DEPTH, 0))
         self.has_reward_head = has_reward_head(self.whole)
@@ -182,6 +184,10 @@ class Family:
     def text_config(hf: Any) -> Any:
         """Return the configuration of the text model in the configuration `hf` of the whole model."""
         return hf
+
+    def layer_config(self, layer: int) -> Any:
+        """Return the configuration with the sizes of a layer's attention heads."""
+        return self.hf
 
     # ------------------------------------------------------------ differences between families
 
@@ -210,10 +216,23 @@ class Family:
         """Size of the hidden layer of a dense layer's MLP."""
         return int(self.hf.intermediate_size)
 
+    def mlp_width(self, layer: int) -> int:
+        """Return the size of the hidden layer of the MLP of a dense layer."""
+        return self.intermediate_size
+
     @property
     def logit_softcap(self) -> float | None:
         """Bound c of the logits, which are c · tanh(x / c) for the LM head's outputs x; None if there is no bound."""
         return None
+
+    @property
+    def per_layer_inputs(self) -> PerLayerInputs | None:
+        """Description of the embeddings that each layer has of its own; None if the layers have none."""
+        return None
+
+    def layer_module(self, layer: int) -> tuple[type[PackLayer], dict[str, Any]]:
+        """Return the class of a layer's module, and those of its arguments that are its own."""
+        return (PackLayer, {}) if self.streams is None else (StreamLayer, {"streams": self.streams})
 
     @property
     def padding_token(self) -> int | None:
@@ -518,7 +537,7 @@ class Family:
                 yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size, self.mlp_projections)
+        yield from gated_mlp(ours, theirs, self.hidden_size, self.mlp_width(layer), self.mlp_projections)
 
 
 class Unrotated(Family):

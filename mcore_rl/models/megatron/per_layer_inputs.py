@@ -1,0 +1,105 @@
+"""Layers with scaled outputs, and with inputs of their own: embeddings of the tokens that each layer has (Gemma 4).
+
+After its MLP, a layer adds the product of such an input with a gate. The inputs of all layers are computed at once,
+from a table with the columns of all layers, and from the model's own embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_rl.distributed.topology import ParallelDimension
+from mcore_rl.models.megatron.layers import PackLayer, ReplicatedLinear, RMSNorm, without_gradient_of
+from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
+
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from mcore_rl.models.megatron.attention import PackParams
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """Describes the layers' own inputs.
+
+    size: size of a layer's input. vocab_size: number of tokens in the table.
+    padding_token: token whose row of the table gets no gradient; None if there is none.
+    """
+
+    size: int
+    vocab_size: int
+    padding_token: int | None
+
+
+class PerLayerEmbedding(torch.nn.Module):
+    """Computes the layers' own inputs.
+
+    The table is divided over tensor-parallel ranks by its rows, as the model's embedding is; the projection is on each
+    rank.
+    """
+
+    def __init__(self, config: TransformerConfig, inputs: PerLayerInputs, ranks: ParallelDimension) -> None:
+        super().__init__()
+        self.inputs, self.ranks = inputs, ranks
+        width, dtype = config.num_layers * inputs.size, config.params_dtype
+        self.table = VocabParallelEmbedding(
+            padded_vocab_size(inputs.vocab_size, ranks.size),
+            width,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+            tp_group=process_groups().tp,
+        )
+        self.projection = ReplicatedLinear(config, config.hidden_size, width)
+        self.norm = RMSNorm(config, inputs.size, config.layernorm_epsilon)
+        self.projection_scale = config.hidden_size**-0.5
+        # transformers has this factor in the precision of the model.
+        self.table_scale = torch.tensor(inputs.size**0.5, dtype=dtype, device="cpu").item()
+
+    def forward(
+        self, input_ids: Int[Tensor, "1 tokens"], embedded: Float[Tensor, "local_tokens 1 hidden"]
+    ) -> Float[Tensor, "local_tokens 1 layers size"]:
+        """Return (norm(projection · embedding / √hidden) + √size · table[token]) / √2 for each layer.
+
+        Args:
+            embedded: the model's embedding of the tokens, [T / CP (/ TP with SP), 1, hidden].
+        """
+        own = self.table(input_ids)
+        own = own if self.table.reduce_scatter_embeddings else own.transpose(0, 1)
+        if (token := self.inputs.padding_token) is not None:
+            own = without_gradient_of(token, own, input_ids, self.ranks)
+        projected = (self.projection(embedded) * self.projection_scale).unflatten(-1, (-1, self.inputs.size))
+        return (self.norm(projected) + (own * self.table_scale).view_as(projected)) * 2.0**-0.5
+
+
+class ScaledLayer(PackLayer):
+    """A transformer layer whose output is multiplied by a constant of the layer.
+
+    Args:
+        input_size: size of the layer's own input; 0 if it has none.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, input_size: int = 0, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
+        self.input_size = input_size
+        if input_size:
+            self.input_gate = ReplicatedLinear(config, config.hidden_size, input_size)
+            self.input_projection = ReplicatedLinear(config, input_size, config.hidden_size)
+            self.input_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def _blocks(self, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> Any:
+        hidden, context = super()._blocks(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.input_size:
+            assert packed_seq_params.per_layer is not None, "the chunk computes the layers' inputs"
+            own = packed_seq_params.per_layer[:, :, self.layer_number - 1]
+            gated = self.config.activation_func(self.input_gate(hidden)) * own
+            hidden = hidden + self.input_norm(self.input_projection(gated))
+        return hidden * self.layer_scalar, context
