@@ -63,6 +63,9 @@ ELSEWHERE = and_long(
         ("hy_v4", ParallelLayout(pp=2), ParallelLayout(cp=2, ep=2)),
         ("glm5_next", ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2)),
         ("deepseek_v4", ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2)),
+        ("gemma4", ParallelLayout(pp=2), ParallelLayout(tp=2, sp=True)),
+        ("gemma4_moe", ParallelLayout(pp=2), ParallelLayout(cp=2, ep=2)),
+        ("gemma4_e", ParallelLayout(tp=2), ParallelLayout(dp=2)),
     ],
 )
 MORE = [

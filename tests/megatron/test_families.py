@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -267,6 +268,18 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ),
         ("deepseek_v32", {"index_topk": 0}, "index_topk=0 must be at least 1"),
         ("hy_v4", {"index_head_dim": 6}, r"index_head_dim=6 must be at least qk_rope_head_dim \(8\)"),
+        ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 must be above 0, or null"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ("gemma4_e", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves no layer of each type"),
+        ("gemma4_e", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 leaves no layer of each type"),
+        ("gemma4_e", {"vocab_size_per_layer_input": 249}, "vocab_size_per_layer_input=249 must be at least vocab_size"),
+        ("gemma4_moe", {"top_k_experts": None}, "enable_moe_block=true requires top_k_experts"),
+        ("gemma4_moe", {"top_k_experts": 9}, "9 experts per token"),
+        (
+            "gemma4_moe",
+            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            "use_double_wide_mlp=true with enable_moe_block=true",
+        ),
     ],
 )
 def test_what_a_family_does_not_cover(family, changes, message):
@@ -293,8 +306,33 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, {}, "size=2: must be 1 for models whose layers have inputs of their own .hidden_size_per_layer_input"),
+        (
+            {"hidden_size_per_layer_input": 0},
+            {},
+            r"layer 3 uses the keys and values of layer 2 \(num_kv_shared_layers .* set parallel.pipeline_model_par",
+        ),
+        ({"hidden_size_per_layer_input": 0}, {"num_layers_in_first_pipeline_stage": 1}, None),
+    ],
+)
+def test_stages_that_lack_keys_or_inputs_of_layers(changes, sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, **sizes)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_model_fits(make_config("gemma4_e", **changes), parallel, 64)
+
+
+@pytest.mark.parametrize(
     ("family", "option", "message"),
     [
+        (
+            "gemma4_e",
+            {"recompute_activations": True},
+            "recompute_activations: .* num_kv_shared_layers .* set model.rec",
+        ),
         ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
         ("qwen2", {"moe_grouped_gemm": True}, "moe_grouped_gemm: qwen2 has no experts"),
         ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),

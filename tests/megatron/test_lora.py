@@ -35,7 +35,7 @@ TARGETS = {
 def make_adapter(path, directory, targets):
     """A PEFT directory whose B is not zero, so that A has gradients too."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    modules, parameters = ([t for t in targets if (".experts." in t) is kind] for kind in (False, True))
+    modules, parameters = ([t for t in targets if ("experts." in t) is kind] for kind in (False, True))
     # The projections of MiniMax-M3's indexers have the names of attention's, but are not trained.
     frozen = sorted({n[-14:] for n, _ in model.named_modules() if n.endswith(("indexer.q_proj", "indexer.k_proj"))})
     config = peft.LoraConfig(
@@ -152,6 +152,9 @@ CASES = and_long(
         ("hy_v4", "latent", ParallelLayout(tp=2, pp=2, sp=True)),
         ("glm5_next", "kimi", ParallelLayout(tp=2, pp=2, sp=True)),
         ("deepseek_v4", "compressed", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("gemma4", "all", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("gemma4_moe", "experts_of_layer", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("gemma4_e", "all", ParallelLayout(tp=4, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(
@@ -180,6 +183,7 @@ TARGETS |= {
     "phi3_mlp": [*ALL[:4], "gate_up_proj", "down_proj"],
     "experts": EXPERTS,
     "experts_and_attention": [*EXPERTS, "q_proj", "o_proj"],
+    "experts_of_layer": ["experts.gate_up_proj", "experts.down_proj", "q_proj", "v_proj"],
     "experts_down": [EXPERTS[1], "v_proj"],
     "experts_gate_up": [EXPERTS[0]],
     "delta_nets": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "v_proj", "up_proj"],

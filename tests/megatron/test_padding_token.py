@@ -26,6 +26,7 @@ def data_with_padding_tokens():
             ("llama", ParallelLayout(cp=2)),
             ("qwen2", ParallelLayout(pp=2)),
             ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+            ("gemma4_e", ParallelLayout(tp=2, sp=True)),
         ],
     ),
     ids=str,

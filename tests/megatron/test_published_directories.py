@@ -135,6 +135,7 @@ LONG_CASES = {
     "ernie4_5_moe": ("ernie4_5_moe", TP2, {}),
     "nemotron_h": ("nemotron_h_moe", EP2, {"predicts": "mtp.layers.0.", "rewritten": with_pattern}),
     "olmo3": ("olmo3", ParallelLayout(cp=2), {}),
+    "gemma4 with unused keys": ("gemma4_e", TP2, {"predicts": "model.layers.4.self_attn.k_proj."}),
     "smollm3": ("smollm3", ParallelLayout(pp=2), {}),
     "seed_oss": ("seed_oss", TP2, {}),
     "glm4": ("glm4", TP2, {}),

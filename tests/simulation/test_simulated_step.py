@@ -112,6 +112,8 @@ def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
             ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 32}, ParallelLayout(pp=2)),
             ("mistral4", {}, ParallelLayout(tp=2, cp=2, sp=True)),
             ("minimax_m3", {"dense_intermediate_size": 640, "index_head_dim": 16}, ParallelLayout(tp=2, cp=2, sp=True)),
+            ("gemma4", {"global_head_dim": 32}, ParallelLayout(pp=2)),
+            ("gemma4_e", {"hidden_size_per_layer_input": 32}, ParallelLayout(tp=2, cp=2, sp=True)),
         ],
     ),
     ids=str,

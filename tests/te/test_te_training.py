@@ -121,6 +121,9 @@ LONG_CASES = {
     "small values tp2 sp": ("mimo_v2_flash", TP2, {"model": GROUPED}),
     "chosen blocks tp2 sp": ("minimax_m3", TP2, {}),
     "streams and clamped grouped experts ep2": ("hy_v4", EP2, {"model": GROUPED}),
+    "values of keys, capped logits tp2 sp": ("gemma4", TP2, {}),
+    "grouped experts beside MLPs ep2": ("gemma4_moe", EP2, {"model": GROUPED}),
+    "inputs of layers, shared keys tp2 sp": ("gemma4_e", TP2, {}),
     "mamba and grouped latent experts ep2": ("nemotron_h_moe", EP2, {"model": GROUPED}),
     "mamba, adapters of latent experts, flex dispatcher, ep2": (
         "nemotron_h_moe",
@@ -220,12 +223,13 @@ def test_adapters_in_float32_beside_weights_in_bfloat16(family, changes, model_o
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
+GEMMA4 = "gemma4", "gemma4_moe", "gemma4_e"
 WITH_CHOSEN_KEYS = "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3"
 
 
 def assert_attention_is_chosen(family, layout, calls):
     """Every layer runs Transformer Engine's attention, except on packs and in layers that it does not support."""
-    partly_local = "windows", "gemma3", "olmo3", "gpt_oss", *WITH_CHOSEN_KEYS, "mimo_v2_flash"
+    partly_local = "windows", "gemma3", "olmo3", "gpt_oss", *WITH_CHOSEN_KEYS, "mimo_v2_flash", *GEMMA4
     if family in partly_local or layout.prefix:
         assert calls["DotProductAttention"] < calls["CoreAttention"]
     else:

@@ -41,7 +41,13 @@ LONG = [
     ("deepseek_v32", "cp2 ep2 prefix"),
     ("glm_moe_dsa", "tp2 ep2 etp1 sp prefix"),
 ]
-EXHAUSTIVE = [("hy_v4", "cp2 ep2 prefix"), ("hy_v4", "pp2 prefix"), ("glm5_next", "cp2 ep2 prefix")]
+EXHAUSTIVE = [
+    ("hy_v4", "cp2 ep2 prefix"),
+    ("hy_v4", "pp2 prefix"),
+    ("glm5_next", "cp2 ep2 prefix"),
+    ("gemma4_moe", "cp2 ep2 prefix"),
+    ("gemma4_e", "tp2 cp2 sp prefix"),
+]
 ALL = [
     "qwen3",
     "deep",

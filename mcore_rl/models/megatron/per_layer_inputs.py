@@ -19,6 +19,7 @@ from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
 from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class PerLayerInputs:
     padding_token: int | None
 
 
-class PerLayerEmbedding(torch.nn.Module):
+class PerLayerEmbedding(MegatronModule):
     """Computes the layers' own inputs.
 
     The table is divided over tensor-parallel ranks by its rows, as the model's embedding is; the projection is on each
@@ -46,7 +47,7 @@ class PerLayerEmbedding(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, inputs: PerLayerInputs, ranks: ParallelDimension) -> None:
-        super().__init__()
+        super().__init__(config=config)
         self.inputs, self.ranks = inputs, ranks
         width, dtype = config.num_layers * inputs.size, config.params_dtype
         self.table = VocabParallelEmbedding(
