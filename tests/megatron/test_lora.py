@@ -37,7 +37,9 @@ def make_adapter(path, directory, targets):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     modules, parameters = ([t for t in targets if ("experts." in t) is kind] for kind in (False, True))
     # The projections of MiniMax-M3's indexers have the names of attention's, but are not trained.
-    frozen = sorted({n[-14:] for n, _ in model.named_modules() if n.endswith(("indexer.q_proj", "indexer.k_proj"))})
+    names = [name for name, _ in model.named_modules()]
+    frozen = sorted({name[-14:] for name in names if name.endswith(("indexer.q_proj", "indexer.k_proj"))})
+    frozen += [name for name in names if ".vision_tower." in name]
     config = peft.LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
@@ -155,6 +157,7 @@ CASES = and_long(
         ("gemma4", "all", ParallelLayout(tp=2, pp=2, sp=True)),
         ("gemma4_moe", "experts_of_layer", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("gemma4_e", "all", ParallelLayout(tp=4, sp=True)),
+        ("gemma4_tower", "some", ParallelLayout(cp=2)),
     ],
 )
 GROUPED_CASES = and_long(

@@ -176,7 +176,7 @@ def gradient_of(tensor):
 
 def trained(model, tensors):
     """Return the tensors without those of indexers, whose choice of keys has no gradient, and of vision towers."""
-    parts = ".indexer.", ".visual."
+    parts = ".indexer.", ".visual.", ".vision_tower.", ".embed_vision."
     untrained = [name for name in tensors if any(part in name for part in parts)]
     gradients = [p.grad for name, p in model.named_parameters() if any(part in name for part in parts)]
     assert not any(gradient is not None and gradient.any() for gradient in gradients)

@@ -91,6 +91,16 @@ MAMBA2 = {
     "chunk_size": 64,
     "time_step_min": 0.3,  # many step sizes are smaller: their gradient is 0
 }
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 GEMMA4 = {
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -106,6 +116,19 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "use_bidirectional_attention": "vision",
     "tie_word_embeddings": True,
+}
+GEMMA4_E = {  # layers with inputs of their own, and with keys of earlier layers
+    **GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention", "full_attention"),
+    ],
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 255,
 }
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -150,22 +173,8 @@ FAMILIES = {
         "gemma4_text",
         {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 48},
     ),
-    "gemma4_e": (  # layers with inputs of their own, and with keys of earlier layers
-        "gemma4_text",
-        {
-            **GEMMA4,
-            "num_hidden_layers": 6,
-            "layer_types": [
-                *("sliding_attention", "full_attention", "sliding_attention"),
-                *("sliding_attention", "full_attention", "full_attention"),
-            ],
-            "attention_k_eq_v": False,
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 12,
-            "vocab_size_per_layer_input": 255,
-        },
-    ),
+    "gemma4_e": ("gemma4_text", GEMMA4_E),
+    "gemma4_tower": ("gemma4", {**GEMMA4_E, "vision_config": TOWER}),
     "windows": (  # Mistral's first version: every layer sees a few tokens only
         "mistral",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": 13},
@@ -577,6 +586,7 @@ ALIKE = (
     "mistral4",
     "qwen3_5_moe",
     "nemotron_h",
+    "gemma4_tower",
 )
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 

@@ -316,8 +316,8 @@ class LoRA:
         contain names of tensors in PEFT's files instead of Hugging Face names.
     source: source of the initial values.
     experts_in: see `Family`.
-    excluded: modules that are not trained, such as `indexer.q_proj`, and whose last name is a target. PEFT would adapt
-        them too.
+    excluded: modules that are not trained, such as `indexer.q_proj`, and whose last name is a target, or a regular
+        expression of such modules. PEFT would adapt them too.
     """
 
     rank: int
@@ -327,7 +327,7 @@ class LoRA:
     table: Dictionary[str, Mapping]
     source: TensorSource
     experts_in: str = "mlp"
-    excluded: tuple[str, ...] = ()
+    excluded: tuple[str, ...] | str = ()
 
     @property
     def scale(self) -> float:
@@ -344,7 +344,7 @@ class LoRA:
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
         if self.excluded:
-            settings["exclude_modules"] = list(self.excluded)
+            settings["exclude_modules"] = self.excluded if isinstance(self.excluded, str) else list(self.excluded)
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
             settings["target_parameters"] = [f"{self.experts_in}.{name}".removeprefix(".") for name in experts]
         return settings
@@ -444,7 +444,9 @@ def _check_targets(targets: Sequence[str], known: Sequence[str], family: Family,
             )
 
 
-def _excluded(family: Family, targets: tuple[str, ...]) -> tuple[str, ...]:
+def _excluded(family: Family, targets: tuple[str, ...]) -> tuple[str, ...] | str:
+    if family.without_adapters:
+        return family.without_adapters
     names = (name.removesuffix(".weight") for m in family.table.values() if m.is_frozen for name in m.hf_names)
     return tuple(sorted({_last_two(name) for name in names if name.rpartition(".")[2] in targets}))
 

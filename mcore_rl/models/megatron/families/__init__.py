@@ -20,7 +20,7 @@ from mcore_rl.models.megatron.families.dense import (
     SeedOss,
     SmolLM3,
 )
-from mcore_rl.models.megatron.families.gemma4 import Gemma4
+from mcore_rl.models.megatron.families.gemma4 import Gemma4, Gemma4WithTowers
 from mcore_rl.models.megatron.families.hyper_connected import HYV4, Glm5Next
 from mcore_rl.models.megatron.families.kimi_linear import KimiLinear
 from mcore_rl.models.megatron.families.minimax_m3 import MiniMaxM3
@@ -67,10 +67,11 @@ MIXTURES = (
     Ernie45MoE,
 )
 HYPER_CONNECTED = (HYV4, Glm5Next, DeepseekV4)
+WITH_TOWERS = (Gemma4WithTowers,)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear, NemotronH)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family for family in (*DENSE, *MIXTURES, *HYPER_CONNECTED, *HYBRIDS, *VISION)
+    family.model_type: family for family in (*DENSE, *MIXTURES, *HYPER_CONNECTED, *HYBRIDS, *WITH_TOWERS, *VISION)
 }
 
 

@@ -114,6 +114,9 @@ class Family:
     unadapted: ClassVar[tuple[str, ...]] = ()
     """Projections that cannot have adapters: PEFT refuses them, or transformers has them in modules of other names than
     their tensors."""
+    without_adapters: ClassVar[str] = ""
+    """Regular expression of modules in transformers that never have adapters, but whose last name is that of one that
+    may have."""
     experts_in: ClassVar[str] = "mlp"
     """Name of the module of a layer that contains the module `experts` in transformers; "" for the layer itself."""
     rotates_partly = False

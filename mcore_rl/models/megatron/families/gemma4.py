@@ -48,7 +48,8 @@ class Gemma4(RopeByKind, Family):
 
     @classmethod
     def kind_for(cls, hf: Any) -> type[Family]:
-        return Gemma4Mixture if cls.text_config(hf).enable_moe_block else cls
+        mixtures = {Gemma4: Gemma4Mixture, Gemma4WithTowers: Gemma4MixtureWithTowers}
+        return mixtures[cls] if cls.text_config(hf).enable_moe_block else cls
 
     def layer_config(self, layer: int) -> Any:
         return self.hf.per_layer_config[layer]
@@ -235,3 +236,32 @@ class Gemma4Mixture(Gemma4, Mixture):
         for mapping in super()._layer(layer, ours, theirs):
             if mapping.megatron != f"{ours}pre_mlp_layernorm.weight":  # it is among the norms beside the experts
                 yield mapping
+
+
+OF_TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+"""Prefixes of the tensors of towers for images and audio."""
+
+
+class Gemma4WithTowers(Gemma4):
+    """A directory of Gemma 4 with towers for images and audio. Only its text model is trained."""
+
+    model_type = "gemma4"
+    prefix = "model.language_model."
+    without_adapters = r".*\.(vision_tower|audio_tower)\..*"
+
+    @staticmethod
+    def text_config(hf: Any) -> Any:
+        return hf.text_config
+
+    def passes_on(self, name: str) -> bool:
+        return super().passes_on(name) or name.startswith(OF_TOWERS)
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.whole.audio_config = None
+        if self.whole.vision_config is not None:
+            self.whole.vision_config.num_hidden_layers = 1
+
+
+class Gemma4MixtureWithTowers(Gemma4WithTowers, Gemma4Mixture):
+    """`Gemma4WithTowers` with experts."""
