@@ -32,6 +32,7 @@ from mcore_rl.models.generation.layer_caches import (
     LayerCache,
     PromptPack,
     RunningPart,
+    SharedLayerCache,
     StateLayerCache,
     blocks_for,
 )
@@ -348,7 +349,11 @@ class Decoder:
         size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
         caches: list[LayerCache] = []
         for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):
-            if isinstance(mixer, KeyValueMixer):
+            if (source := getattr(mixer, "source", None)) is not None:
+                shared = caches[[layer.layer_number - 1 for layer in self.layers].index(source)]
+                assert isinstance(shared, KeyValueLayerCache), "layers share keys and values"
+                caches.append(SharedLayerCache(shared))
+            elif isinstance(mixer, KeyValueMixer):
                 caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
             elif isinstance(mixer, CompressedAttention):
                 caches.append(CompressedLayerCache(self.cores[len(caches)], self.dtype, gathered))

@@ -278,8 +278,12 @@ class KeyValueLayerCache(BlockLayerCache):
 
     def prefill(self, prompts: PromptPack, *inputs: Tensor) -> Tensor:
         """Compute attention inside each prompt, [T, heads · d], and store the prompts' keys and values."""
+        self._write(prompts.places, torch.stack(inputs[1:3], dim=1))
+        return self.attend_in_prompts(prompts, *inputs)
+
+    def attend_in_prompts(self, prompts: PromptPack, *inputs: Tensor) -> Tensor:
+        """Compute attention inside each prompt, [T, heads · d]; nothing is stored."""
         query, key, value, *chosen = inputs
-        self._write(prompts.places, torch.stack((key, value), dim=1))
         scale, window = self.mixer.scale, self.mixer.window
         if chosen:
             options = scale, self.sinks, self.mixer.block_size
@@ -290,6 +294,10 @@ class KeyValueLayerCache(BlockLayerCache):
         """Store the key and value of each sequence's last token; return that token's attention, [n, heads · d]."""
         query, key, value, *chosen = inputs
         self._write(step.places, torch.stack((key, value), dim=1))
+        return self.attend_in_step(step, query, *chosen)
+
+    def attend_in_step(self, step: DecodingStep, query: Tensor, *chosen: Tensor) -> Tensor:
+        """Return the attention of each sequence's last token over the stored keys and values, [n, heads · d]."""
         if chosen and self.mixer.block_size == 1:
             outs = [self._attend_to_chosen(part, query, chosen[0][part.rows]) for part in step.parts]
         else:
@@ -336,3 +344,19 @@ class KeyValueLayerCache(BlockLayerCache):
             scale=self.mixer.scale,
         )
         return attended.flatten(1)
+
+
+class SharedLayerCache(LayerCache):
+    """Stands for the cache of an earlier layer, whose keys and values this layer uses; it stores nothing.
+
+    Both layers have the same kind of attention. The inputs of `prefill` and `step` are queries, keys and values.
+    """
+
+    def __init__(self, source: KeyValueLayerCache) -> None:
+        self.source = source
+
+    def prefill(self, prompts: PromptPack, *inputs: Tensor) -> Tensor:
+        return self.source.attend_in_prompts(prompts, *inputs)
+
+    def step(self, step: DecodingStep, *inputs: Tensor) -> Tensor:
+        return self.source.attend_in_step(step, inputs[0])
