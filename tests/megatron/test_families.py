@@ -329,11 +329,6 @@ def test_stages_that_lack_keys_or_inputs_of_layers(changes, sizes, message):
 @pytest.mark.parametrize(
     ("family", "option", "message"),
     [
-        (
-            "gemma4_e",
-            {"recompute_activations": True},
-            "recompute_activations: .* num_kv_shared_layers .* set model.rec",
-        ),
         ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
         ("qwen2", {"moe_grouped_gemm": True}, "moe_grouped_gemm: qwen2 has no experts"),
         ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),

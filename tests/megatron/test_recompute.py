@@ -91,6 +91,22 @@ def test_numbers_stay_and_modules_run_twice(family, layout, model_of, tmp_path):
         assert less < peak
 
 
+@pytest.mark.parametrize(
+    "layout", and_long([], [ONE], [ParallelLayout(tp=2, cp=2, sp=True), ParallelLayout(dp=2)]), ids=str
+)
+def test_layers_that_share_keys_and_inputs_recompute_themselves(layout, model_of):
+    """Gradients of the shared keys, of the table of the layers' inputs and of its projection stay the same."""
+    config = layout.apply(make_config(model_of("gemma4_e")))
+    again = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
+    size = layout.world_size
+    plain, recomputed = (run_processes(gradients_and_calls, x, world_size=size)[0] for x in (config, again))
+    (metrics, gradients, calls, peak), (their_metrics, theirs, more, less) = plain, recomputed
+    assert their_metrics == metrics and theirs.keys() == gradients.keys()
+    assert all(torch.equal(theirs[name], gradient) for name, gradient in gradients.items())
+    assert more["linear_fc1"] == 2 * calls["linear_fc1"] > 0
+    assert less < 0.9 * peak
+
+
 @pytest.mark.parametrize(("family", "layout", "replays"), PIPELINES, ids=str)
 def test_experts_are_recomputed_with_their_own_pack(family, layout, replays, model_of):
     """The auxiliary losses and replayed experts belong to a pack; every gradient is that without recomputation."""

@@ -318,7 +318,8 @@ SFT = and_long(
         ("nemotron_h", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
         ("gemma4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("gemma4_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe",)}),
-        ("gemma4_e", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_modules": ("mlp",)}),
+        ("gemma4_e", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
+        ("gemma4_e", ParallelLayout(tp=2), {"recompute_modules": ("mlp",)}),
     ],
 )
 

@@ -423,6 +423,8 @@ class PackedCausalAttention(MegatronModule):
     """
 
     softmax_offset: torch.nn.Parameter | None
+    keeps_gathered = False
+    """Whether gathered keys and values are kept for the backward pass because the layer recomputes itself."""
 
     def __init__(
         self,
@@ -483,7 +485,7 @@ class PackedCausalAttention(MegatronModule):
         exchange = visible.exchange(self.window)
         seen = self._seen(own, index, exchange)
         again = own.detach()
-        keeps = self.config.recompute_granularity == "full"
+        keeps = self.keeps_gathered or self.config.recompute_granularity == "full"
         with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index, exchange)):
             keys, values = seen.split(key.shape[-1], dim=-1)
             return self._attend(query, keys, values, visible, chosen)

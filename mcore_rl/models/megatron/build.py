@@ -396,6 +396,9 @@ def build_model(
                 chunk.set_tower(tower, family.vision_config, model.recompute_activations)
             if predicts and chunk.post_process:
                 chunk.mtp = _token_prediction(family, config, predicts, model.mtp_loss_scaling_factor, topology, chunk)
+        if model.recompute_activations and family.shares_tensors:
+            for layer in chunk.decoder.layers:
+                layer.recompute()
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups(), family.rope_axes())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     # Since 0.18, Megatron builds norms of queries and keys only if this is set. It then also sums their gradients over

@@ -351,15 +351,8 @@ def _check_options(family: Family, model: ModelConfig) -> None:
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
-    """Raise UserError if `model.recompute_modules` names a module that no layer has, or if layers share states."""
+    """Raise UserError if `model.recompute_modules` names a module that no layer has."""
     layers = range(family.num_layers)
-    shares_keys = any(getattr(family.token_mixer(layer), "source", None) is not None for layer in layers)
-    if model.recompute_activations and (shares_keys or family.per_layer_inputs is not None):
-        field = "num_kv_shared_layers" if shares_keys else "hidden_size_per_layer_input"
-        raise UserError(
-            f"model.recompute_activations: is not supported with {field} of config.json, because recomputed layers "
-            "would not pass on the gradients of what they share; set model.recompute_modules=[mlp] instead"
-        )
     sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,) * family.num_layers
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
     dense = any(family.has_mlp(layer) and not sparse[layer] for layer in layers)
@@ -547,7 +540,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         apply_rope_fusion=False,  # attention modules rotate themselves
         bias_dropout_fusion=platform.has_gpu(),
         masked_softmax_fusion=False,
-        **_recomputation(model),
+        **_recomputation(family, model),
         **fp8_fields(model),
     )
     # Set after the configuration's own checks, which accept only Transformer Engine's activations.
@@ -555,9 +548,9 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     return config
 
 
-def _recomputation(model: ModelConfig) -> dict[str, Any]:
+def _recomputation(family: Family, model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's options for the recomputation of activations in the backward pass."""
-    if model.recompute_activations:
+    if model.recompute_activations and not family.shares_tensors:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if model.recompute_modules:
         return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}

@@ -6,6 +6,7 @@ from a table with the columns of all layers, and from the model's own embedding.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_rl.distributed.topology import ParallelDimension
-from mcore_rl.models.megatron.layers import PackLayer, ReplicatedLinear, RMSNorm, without_gradient_of
+from mcore_rl.models.megatron.layers import PackLayer, ReplicatedLinear, RMSNorm, recomputed, without_gradient_of
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -90,17 +92,48 @@ class ScaledLayer(PackLayer):
     def __init__(self, config: TransformerConfig, *args: Any, input_size: int = 0, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
-        self.input_size = input_size
+        self.input_size, self.recomputes = input_size, False
         if input_size:
             self.input_gate = ReplicatedLinear(config, config.hidden_size, input_size)
             self.input_projection = ReplicatedLinear(config, input_size, config.hidden_size)
             self.input_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def _blocks(self, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> Any:
-        hidden, context = super()._blocks(*args, packed_seq_params=packed_seq_params, **kwargs)
+    def recompute(self) -> None:
+        """Keep only the layer's inputs for the backward pass, and compute the layer again there.
+
+        Megatron's own recomputation passes on gradients of the hidden states only, not those of the layer's own input
+        and of keys and values that layers share.
+        """
+        self.recomputes = True
+        self.self_attention.core_attention.keeps_gathered = True
+
+    def _blocks(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackParams, **kwargs: Any) -> Any:
+        pack, mixer = packed_seq_params, self.self_attention.mixer
+        own = None
         if self.input_size:
-            assert packed_seq_params.per_layer is not None, "the chunk computes the layers' inputs"
-            own = packed_seq_params.per_layer[:, :, self.layer_number - 1]
+            assert pack.per_layer is not None, "the chunk computes the layers' inputs"
+            own = pack.per_layer[:, :, self.layer_number - 1]
+        if not self.recomputes:
+            return self._compute(hidden_states, own, pack, *args, **kwargs), None
+
+        def compute(hidden_states: Tensor, own: Tensor | None, *shared: Tensor) -> Any:
+            of_layer = copy.copy(pack)
+            of_layer.shared = {mixer.source: (shared[0], shared[1])} if shared else {}
+            if isinstance(self.mlp, MoELayer):  # in the backward pass, the router may have another pack
+                self.mlp.router.pack = pack
+            hidden = self._compute(hidden_states, own, of_layer, *args, **kwargs)
+            return hidden, *of_layer.shared.get(self.layer_number - 1, ())
+
+        shared = () if mixer.source is None else pack.shared[mixer.source]
+        hidden_states, *shared = recomputed(compute, hidden_states, own, *shared)
+        if shared:
+            pack.shared[self.layer_number - 1] = tuple(shared)
+        return hidden_states, None
+
+    def _compute(self, hidden: Tensor, own: Tensor | None, pack: PackParams, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output for hidden states and the layer's own input, if it has one."""
+        hidden, _ = super()._blocks(hidden, *args, packed_seq_params=pack, **kwargs)
+        if own is not None:
             gated = self.config.activation_func(self.input_gate(hidden)) * own
             hidden = hidden + self.input_norm(self.input_projection(gated))
-        return hidden * self.layer_scalar, context
+        return hidden * self.layer_scalar

@@ -54,8 +54,7 @@ class SharedKeyAttention(GroupedQueryAttention):
 class SharedKeySelfAttention(PackSelfAttention):
     """The module that computes `SharedKeyAttention`.
 
-    Keys and values for later layers are in `PackParams.shared`, with their gradient. Recomputation of whole layers
-    would not give this gradient to the layer that computes them.
+    Keys and values for later layers are in `PackParams.shared`, with their gradient.
     """
 
     mixer: SharedKeyAttention

@@ -233,6 +233,12 @@ class Family:
         """Description of the embeddings that each layer has of its own; None if the layers have none."""
         return None
 
+    @property
+    def shares_tensors(self) -> bool:
+        """Whether layers use tensors with gradients other than the hidden states. Then they recompute themselves
+        (`ScaledLayer.recompute`)."""
+        return False
+
     def layer_module(self, layer: int) -> tuple[type[PackLayer], dict[str, Any]]:
         """Return the class of a layer's module, and those of its arguments that are its own."""
         return (PackLayer, {}) if self.streams is None else (StreamLayer, {"streams": self.streams})

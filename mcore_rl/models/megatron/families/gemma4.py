@@ -69,6 +69,10 @@ class Gemma4(RopeByKind, Family):
             return None
         return PerLayerInputs(hf.hidden_size_per_layer_input, hf.vocab_size_per_layer_input, self.padding_token)
 
+    @property
+    def shares_tensors(self) -> bool:
+        return self.per_layer_inputs is not None or self.hf.num_kv_shared_layers > 0
+
     def layer_module(self, layer: int) -> tuple[type[PackLayer], dict[str, Any]]:
         inputs = self.per_layer_inputs
         return ScaledLayer, {"input_size": 0 if inputs is None else inputs.size}
