@@ -306,6 +306,16 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
         check_model_fits(make_config("llama"), ParallelConfig(**sizes), 64)
 
 
+def test_key_value_heads_of_some_layers_that_ranks_cannot_divide():
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_global_key_value_heads": 3}
+    config = make_config("gemma4", **heads)
+    check_model_fits(config, ParallelConfig(), 64)
+    with pytest.raises(UserError, match=r"size=2: must divide the model's key-value heads \(3\), or be a multiple"):
+        check_model_fits(config, ParallelConfig(tensor_model_parallel_size=2), 64)
+
+
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [

@@ -59,6 +59,7 @@ CASES = and_long(
         ("qwen3_moe", ParallelLayout(dp=2), "grouped"),
         ("mixtral", ParallelLayout(dp=4, ep=2), "grouped"),
     ],
+    [("gemma4_e", ParallelLayout(dp=2), None)],
 )
 
 

@@ -15,6 +15,7 @@ from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.attention import GroupedQueryAttention
 from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
 from mcore_rl.models.megatron.families.base import LM_HEAD, MTP_DEPTH, REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
@@ -170,7 +171,6 @@ def check_model_fits(
     _check_shared_choices(family, parallel, max_sequence_length)
     _check_shared_keys(family, parallel)
     tp = parallel.tensor_model_parallel_size
-    groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
         if size % tp:
             raise UserError(f"parallel.tensor_model_parallel_size={tp}: must divide the model's {what} ({size})")
@@ -181,11 +181,18 @@ def check_model_fits(
                 f"parallel.context_parallel_size={parallel.context_parallel_size}: tensor x context parallelism "
                 f"({both}) must divide the model's {what} ({size})"
             )
-    if groups % tp and tp % groups:
-        raise UserError(
-            f"parallel.tensor_model_parallel_size={tp}: must divide the model's key-value heads ({groups}), or be "
-            "a multiple of them"
-        )
+    for groups in sorted({family.num_query_groups, *_key_value_heads(family)}):
+        if groups % tp and tp % groups:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size={tp}: must divide the model's key-value heads ({groups}), or be "
+                "a multiple of them"
+            )
+
+
+def _key_value_heads(family: Family) -> set[int]:
+    """Return the numbers of key-value heads in layers with grouped-query attention."""
+    mixers = map(family.token_mixer, range(family.num_layers))
+    return {mixer.groups for mixer in mixers if isinstance(mixer, GroupedQueryAttention)}
 
 
 def _check_adapted_stages(family: Family, model: ModelConfig, parallel: ParallelConfig) -> None:
