@@ -132,7 +132,7 @@ ELSEWHERE = and_long(
         ("deepseek_v4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
         ("gemma4", ParallelLayout(tp=4, sp=True), 4),
         ("gemma4_moe", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
-        ("gemma4_e", ParallelLayout(tp=2, dp=2), 3),
+        ("gemma4_e", ParallelLayout(tp=2, pp=2, first=1, sp=True), 3),
     ],
 )
 

@@ -219,6 +219,8 @@ OTHERS = and_long(
         ("gemma4_e", ParallelLayout(tp=2, dp=2)),
         ("gemma4_e", ParallelLayout(tp=4, sp=True, tokens_per_pack=128)),
         ("gemma4_e", ParallelLayout(cp=4, packing=False)),
+        ("gemma4_e", ParallelLayout(tp=2, pp=2, first=1, sp=True)),
+        ("gemma4_e", ParallelLayout(pp=2, vpp=2, stages="E|t|t*5|L", tokens_per_pack=128)),
         ("qwen2", ParallelLayout(pp=2)),
         ("qwen3", ParallelLayout(tp=2, sp=True)),
         ("gemma3", ParallelLayout(cp=2, tokens_per_pack=128)),
@@ -319,6 +321,7 @@ SFT = and_long(
         ("gemma4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("gemma4_moe", ParallelLayout(pp=2, cp=2), {"recompute_modules": ("moe",)}),
         ("gemma4_e", ParallelLayout(tp=2, cp=2, sp=True), {"recompute_activations": True}),
+        ("gemma4_e", ParallelLayout(pp=2, first=1), {"recompute_activations": True}),
         ("gemma4_e", ParallelLayout(tp=2), {"recompute_modules": ("mlp",)}),
     ],
 )
@@ -474,7 +477,7 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
     not_allowed = [ParallelLayout(tp=4) if has_experts(family) else ParallelLayout(dp=2, ep=2)]
-    if family in ("gemma4_e", "gemma4_tower"):  # inputs of layers are not sent to other stages
+    if family in ("gemma4_e", "gemma4_tower"):  # keys are not sent to other stages
         not_allowed.insert(0, ParallelLayout(pp=2, vpp=2))
     assert [layout for layout, _ in refused] == not_allowed
     assert fits == [layout for layout in layouts if layout not in not_allowed]

@@ -508,7 +508,7 @@ class Decoder:
 
     def _received(self, count: int) -> Tensor:
         pipeline, family = self.topology.pipeline, self.model.family
-        shape = count // self.sequence_ranks, family.streams_count, family.hidden_size
+        shape = count // self.sequence_ranks, family.message_rows, family.hidden_size
         x = torch.empty(shape, dtype=self.dtype, device=platform.device())
         torch.distributed.recv(x, group=pipeline.group, group_src=(pipeline.rank - 1) % pipeline.size)
         return x

@@ -40,7 +40,7 @@ from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router
 from mcore_rl.models.megatron.parallel_moe import ParallelMoELayer, ScaledRouter
 from mcore_rl.models.megatron.parallel_state import process_groups
-from mcore_rl.models.megatron.per_layer_inputs import PerLayerEmbedding
+from mcore_rl.models.megatron.per_layer_inputs import PerLayerEmbedding, PerLayerInputs, split_inputs, with_inputs
 from mcore_rl.models.megatron.streams import StreamNorm
 from mcore_rl.models.megatron.token_prediction import TokenPrediction
 from mcore_rl.models.megatron.vision import VisionTower, build_tower
@@ -232,6 +232,9 @@ class HiddenStateGPTModel(GPTModel):
     """The vision tower, in the first chunk of a model that reads images. Its module is the chunk's child `visual`.
     (A class attribute of this name would hide the child.)"""
 
+    per_layer_inputs: PerLayerInputs | None = None
+    """Description of the layers' own inputs; None if they have none."""
+
     def set_tower(self, tower: VisionTower, config: Any, recompute: bool) -> None:
         """Build the tower's module as a child of this chunk.
 
@@ -253,11 +256,17 @@ class HiddenStateGPTModel(GPTModel):
                     self.gather.wait_for(weight)
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
             kwargs["decoder_input"] = images.put_into(embedded)
-        pack = kwargs.get("packed_seq_params")
-        if pack is not None and self.pre_process and (inputs := self._per_layer_inputs()) is not None:
+        pack: Any = kwargs.get("packed_seq_params")
+        if (inputs := self.per_layer_inputs) is not None and self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            kwargs["decoder_input"], pack.per_layer = embedded, inputs(input_ids, embedded)
+            kwargs["decoder_input"], pack.per_layer = embedded, self.embedding.per_layer(input_ids, embedded)
+        elif inputs is not None:
+            hidden, pack.per_layer = split_inputs(self.decoder.input_tensor, self.config.num_layers, inputs.size)
+            self.decoder.set_input_tensor(hidden)
         output: Tensor = super().forward(input_ids, position_ids, *args, **kwargs)
+        if inputs is not None and not self.post_process:
+            rows = inputs.rows(self.config.num_layers, self.config.hidden_size)
+            output = with_inputs(output, pack.per_layer, rows)
         if pack is not None:  # the pack outlives the chunk's graph
             pack.shared.clear()
             pack.per_layer = None
@@ -274,11 +283,6 @@ class HiddenStateGPTModel(GPTModel):
         if self.pre_process:
             return cast(Tensor, self.embedding.word_embeddings.weight)
         return self.lm_head_weight() if self.prediction.table is None else self.prediction.table
-
-    def _per_layer_inputs(self) -> PerLayerEmbedding | None:
-        """Return the module that computes the layers' own inputs; None if they have none."""
-        inputs: PerLayerEmbedding | None = getattr(self.embedding, "per_layer", None)
-        return inputs
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pack = kwargs.get("packed_seq_params")
@@ -463,6 +467,7 @@ def _build_chunk(
         chunk.set_reward_head(config)
     elif chunk.post_process and family.float32_head and not family.ties_embeddings:
         chunk.output_layer.weight.data = chunk.output_layer.weight.data.float()
+    chunk.per_layer_inputs = family.per_layer_inputs
     if chunk.pre_process and family.per_layer_inputs is not None:
         chunk.embedding.per_layer = PerLayerEmbedding(config, family.per_layer_inputs, topology.tensor)
     if chunk.pre_process and family.padding_token is not None:

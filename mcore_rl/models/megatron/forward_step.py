@@ -106,7 +106,7 @@ def run_microbatches(
         model=list(wrapped) if several else wrapped[0],
         num_microbatches=len(microbatches),
         seq_length=total,
-        micro_batch_size=model.family.streams_count,  # the streams take the place of Megatron's batch
+        micro_batch_size=model.family.message_rows,  # the streams take the place of Megatron's batch
         forward_only=not train,
     )
 

@@ -248,14 +248,8 @@ def _check_shared_choices(family: Family, parallel: ParallelConfig, max_sequence
 
 
 def _check_shared_keys(family: Family, parallel: ParallelConfig) -> None:
-    """Raise UserError if a chunk lacks what its layers use of other chunks: keys and values, or embeddings."""
-    stages = parallel.pipeline_model_parallel_size
-    if stages > 1 and family.per_layer_inputs is not None:
-        raise UserError(
-            f"parallel.pipeline_model_parallel_size={stages}: must be 1 for models whose layers have inputs of their "
-            "own (hidden_size_per_layer_input of config.json), because later stages do not have the embedding"
-        )
-    first = 0
+    """Raise UserError if a chunk's layer uses keys and values of another chunk's; they are not sent to it."""
+    stages, first = parallel.pipeline_model_parallel_size, 0
     for count in parallel.layers_of_chunks(family.num_layers):
         layers = range(first, first + count)
         for layer in layers:

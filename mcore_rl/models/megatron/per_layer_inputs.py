@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -39,6 +40,27 @@ class PerLayerInputs:
     size: int
     vocab_size: int
     padding_token: int | None
+
+    def rows(self, layers: int, hidden: int) -> int:
+        """Return the number of rows [hidden] that the inputs of all layers take for a token."""
+        return -(-layers * self.size // hidden)
+
+
+def with_inputs(
+    hidden: Float[Tensor, "tokens 1 hidden"], inputs: Float[Tensor, "tokens 1 layers size"], rows: int
+) -> Float[Tensor, "tokens all_rows hidden"]:
+    """Return a message to the next pipeline stage: hidden states, and the layers' inputs, padded to `rows` rows."""
+    flat = inputs.flatten(1)
+    padded = F.pad(flat, (0, rows * hidden.shape[-1] - flat.shape[1]))
+    return torch.cat((hidden, padded.unflatten(1, (rows, -1))), dim=1)
+
+
+def split_inputs(
+    message: Float[Tensor, "tokens all_rows hidden"], layers: int, size: int
+) -> tuple[Float[Tensor, "tokens 1 hidden"], Float[Tensor, "tokens 1 layers size"]]:
+    """Return the hidden states and the layers' inputs of a message that `with_inputs` has made."""
+    flat = message[:, 1:].flatten(1)[:, : layers * size]
+    return message[:, :1].contiguous(), flat.unflatten(1, (1, layers, size))
 
 
 class PerLayerEmbedding(MegatronModule):

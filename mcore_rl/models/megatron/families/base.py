@@ -160,6 +160,12 @@ class Family:
         return {CHOSEN_KEYS: RecordedChoice(CHOSEN_KEYS, len(layers), size)}
 
     @property
+    def message_rows(self) -> int:
+        """Number of rows [hidden] that a pipeline stage sends for each token: the streams, and the layers' inputs."""
+        inputs = self.per_layer_inputs
+        return self.streams_count + (0 if inputs is None else inputs.rows(self.num_layers, self.hidden_size))
+
+    @property
     def deepstack(self) -> int:
         """Number of first layers to whose outputs the vision tower's features are added."""
         return 0
