@@ -586,6 +586,7 @@ ALIKE = (
     "mistral4",
     "qwen3_5_moe",
     "nemotron_h",
+    "gemma4",
     "gemma4_tower",
 )
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
