@@ -517,6 +517,7 @@ def test_operations_per_token_equal_published_figures(model_type, published):
     assert 6 * family.active_parameters() + mixing == pytest.approx(published, rel=0.005)
 
 
+@pytest.mark.skipif("gemma4" not in FAMILIES, reason="transformers 4 lacks it")
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "gemma4_e"])
 def test_numbers_of_parameters(family):
     """The constants of layers are buffers; tokens are not multiplied with the table of the layers' inputs."""
@@ -529,6 +530,40 @@ def test_numbers_of_parameters(family):
         of_experts = {name: size for name, size in sizes.items() if ".experts." in name}
         idle |= {name: size * (config.num_experts - chosen) // config.num_experts for name, size in of_experts.items()}
     assert family_of(config).active_parameters() == sum(sizes.values()) - sum(idle.values())
+
+
+FULL_OF_GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
+GEMMA4_31B = {
+    **{"hidden_size": 5376, "num_hidden_layers": 60, "intermediate_size": 21504, "num_attention_heads": 32},
+    **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_26B = {
+    **GEMMA4_31B,
+    **{"hidden_size": 2816, "num_hidden_layers": 30, "intermediate_size": 2112, "num_attention_heads": 16},
+    **{"num_key_value_heads": 8, "num_global_key_value_heads": 2},
+    **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+}
+GEMMA4_E2B = {
+    **{"hidden_size": 1536, "num_hidden_layers": 35, "intermediate_size": 6144, "num_attention_heads": 8},
+    **{"num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+}
+
+
+@pytest.mark.skipif("gemma4" not in FAMILIES, reason="transformers 4 lacks it")
+@pytest.mark.parametrize(
+    ("sizes", "all_parameters", "active"),
+    [(GEMMA4_31B, 30.7e9, 30.7e9), (GEMMA4_26B, 25.2e9, 3.8e9), (GEMMA4_E2B, None, 2.3e9)],
+    ids=["31B", "26B-A4B", "E2B"],
+)
+def test_parameters_of_gemma_4_equal_published_figures(sizes, all_parameters, active):
+    """Google's figures; for E2B, that of all parameters includes its towers."""
+    from transformers import AutoConfig
+
+    family = family_of(AutoConfig.for_model("gemma4_text", **FULL_OF_GEMMA4, **sizes))
+    assert all_parameters is None or family.num_parameters() == pytest.approx(all_parameters, rel=2e-3)
+    assert family.active_parameters() == pytest.approx(active, rel=1e-2)
 
 
 @pytest.mark.skipif("nemotron_h" not in FAMILIES, reason="transformers 4 lacks it")
