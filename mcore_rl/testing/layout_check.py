@@ -349,6 +349,7 @@ def shrink_model(
         del model.lm_head
         model.score = torch.nn.Linear(family.hf.hidden_size, 1, bias=False)
     with torch.no_grad():
+        family_of(config).fill(model)
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
             parameter.add_(torch.randn_like(parameter) * 0.05)

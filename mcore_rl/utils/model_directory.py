@@ -30,7 +30,7 @@ MODEL_TYPES = (
     *("smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3"),
     *("deepseek_v32", "kimi_k2", "mistral4", "mimo_v2_flash", "gpt_oss", "minimax_m2", "minimax_m3_vl_text", "hy_v4"),
     *("ernie4_5_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemotron_h", "glm5_next"),
-    *("deepseek_v4", "gemma4_text", "gemma4", *VISION_MODEL_TYPES),
+    *("deepseek_v4", "gemma4_text", "gemma4", "qwen4_exp_text", "qwen4_exp", *VISION_MODEL_TYPES),
 )
 """The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
 PUSH = "checkpoint.push_to_hub"

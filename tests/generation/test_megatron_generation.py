@@ -133,6 +133,7 @@ ELSEWHERE = and_long(
         ("gemma4", ParallelLayout(tp=4, sp=True), 4),
         ("gemma4_moe", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
         ("gemma4_e", ParallelLayout(tp=2, pp=2, first=1, sp=True), 3),
+        ("qwen4", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True), 4),
     ],
 )
 

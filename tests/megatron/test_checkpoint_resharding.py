@@ -66,6 +66,7 @@ ELSEWHERE = and_long(
         ("gemma4", ParallelLayout(pp=2), ParallelLayout(tp=2, sp=True)),
         ("gemma4_moe", ParallelLayout(pp=2), ParallelLayout(cp=2, ep=2)),
         ("gemma4_e", ParallelLayout(tp=2), ParallelLayout(dp=2)),
+        ("qwen4", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
     ],
 )
 MORE = [

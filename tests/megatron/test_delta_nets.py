@@ -267,7 +267,7 @@ def test_a_checkpoint_loads_under_another_layout(family, first, second, model_of
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next", "kimi_linear", "nemotron_h_moe"]))
+@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next", "kimi_linear", "nemotron_h_moe"], ["qwen4"]))
 def test_recomputed_layers_have_the_same_gradients(family, model_of):
     config = make_config(model_of(family))
     recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})

@@ -127,6 +127,7 @@ WIDE = ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True)
             ("deepseek_v32", "bfloat16", ParallelLayout()),
             ("glm5_next", "float32", ParallelLayout(tp=2, ep=2, etp=1)),
             ("deepseek_v4", "float32", WIDE),
+            ("qwen4", "float32", WIDE),
             ("hy_v4", "bfloat16", WIDE),
         ],
     ),

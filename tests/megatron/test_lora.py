@@ -158,6 +158,7 @@ CASES = and_long(
         ("gemma4_moe", "experts_of_layer", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("gemma4_e", "all", ParallelLayout(tp=4, sp=True)),
         ("gemma4_tower", "some", ParallelLayout(cp=2)),
+        ("qwen4", "delta_nets_moe", ParallelLayout(tp=2, pp=2, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(
@@ -190,6 +191,7 @@ TARGETS |= {
     "experts_down": [EXPERTS[1], "v_proj"],
     "experts_gate_up": [EXPERTS[0]],
     "delta_nets": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "v_proj", "up_proj"],
+    "delta_nets_moe": [*EXPERTS, "in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "v_proj"],
     "nemotron": ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
     "nemotron_moe": ["mixer.experts.up_proj", "mixer.experts.down_proj", "in_proj", "k_proj"],
     "nemotron_up": ["mixer.experts.up_proj", "in_proj"],

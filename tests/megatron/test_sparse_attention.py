@@ -3,6 +3,8 @@
 Whole models with indexers are compared with transformers in test_families, test_layout_check, test_megatron_generation.
 """
 
+import math
+
 import pytest
 import torch
 from attention_cases import layouts, predecessors
@@ -20,9 +22,10 @@ from mcore_rl.models.megatron import sparse_attention
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_config import check_model_fits
+from mcore_rl.models.megatron.pooled_attention import MeanIndexer, MeanPooling
 from mcore_rl.models.megatron.sparse_attention import (
+    GatedPooling,
     Indexer,
-    Pooling,
     choose,
     highest,
     index_scores,
@@ -33,6 +36,7 @@ from mcore_rl.testing.processes import run_processes
 
 TOPK, HEADS, DIM, SCALE = 4, 3, 4, 0.3  # the square root of 4 is exact
 INDEXER = Indexer(TOPK, HEADS, DIM, interleaved=False, source=0)
+QSA_FIELDS = "n_heads", "kv_heads", "head_dim", "budget", "compress_ratio"
 NEAR = 1e-5
 """Difference of two scores, relative to the query's largest score, below which rounding may exchange their keys."""
 
@@ -122,25 +126,51 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, has_sinks, monkeypa
             torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
+def gated_pools(size):
+    """Return the pooling of GLM-5.3 and its formula, from a pool's states and the position of its first key."""
+    pooling = GatedPooling(size, torch.randn(size, DIM, dtype=torch.float64))
+
+    def pooled(states, first):
+        keys, gates = states.split(DIM, -1)
+        return ((gates + pooling.bias).softmax(0) * keys).sum(0)
+
+    return pooling, pooled, 2 * DIM
+
+
+def mean_pools(size):
+    """Return the pooling of Qwen4 and its formula, as `gated_pools`. Elements 0 and 1 of a key are a rotated pair."""
+    frequency, eps, weight = 0.375, 0.01, torch.randn(DIM, dtype=torch.float64)
+    fields = {"interleaved": False, "source": 0, "pool": size, "eps": eps, "frequencies": (frequency,)}
+    pooling = MeanPooling(size, MeanIndexer(8, HEADS, DIM, **fields, rope_factor=1.0), weight)
+
+    def pooled(states, first):
+        mean = sum(states) / size
+        x = (mean / (mean @ mean / DIM + eps).sqrt() * (1 + weight)).tolist()
+        cos, sin = math.cos(first * frequency), math.sin(first * frequency)
+        return torch.tensor([x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin, *x[2:]], dtype=torch.float64)
+
+    return pooling, pooled, DIM
+
+
+@pytest.mark.parametrize("kind", [gated_pools, mean_pools])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, monkeypatch):
+def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, kind, monkeypatch):
     """Pools of a row may cross the chunks of context-parallel ranks, and the parts of shared prefixes."""
     monkeypatch.setitem(sparse_attention.SCORES_OF_A_BLOCK, "cpu", 90)
     size, pools = 3, 2
-    pooling = Pooling(size, torch.randn(size, DIM, dtype=torch.float64))
+    pooling, formula, width = kind(size)
     indexer = Indexer(size * pools, HEADS, DIM, interleaved=False, source=0, pool=size)
     for name, layout in layouts(cp).items():
         if layout.total > 120:
             continue
-        query, key, gate = (torch.randn(layout.total, *shape).double() for shape in ((HEADS, DIM), (DIM,), (DIM,)))
+        query, states = (torch.randn(layout.total, *shape).double() for shape in ((HEADS, DIM), (width,)))
         weight, distance = torch.randn(layout.total, HEADS).double(), predecessors(layout)
         order = torch.cat([layout.local_positions(rank) for rank in range(cp)])
-        states = torch.cat((key, gate), -1)[order]
         for rank in range(cp):
             own = layout.local_positions(rank)
             got = choose(
                 query[own],
-                states,
+                states[order],
                 weight[own],
                 AttentionPattern(layout, rank),
                 indexer,
@@ -152,9 +182,8 @@ def test_pools_are_chosen_as_a_whole_and_later_keys_are_always_seen(cp, monkeypa
                 keys.sort(key=lambda k, token=token: -int(distance[token, k]))  # by their positions in the row
                 scores = []
                 for first in range(0, len(keys) // size * size, size):
-                    members = keys[first : first + size]
-                    mean = ((gate[members] + pooling.bias).softmax(0) * key[members]).sum(0)
-                    scores.append((-float(weight[token] @ (query[token] @ mean).relu()), first))
+                    key = formula(states[keys[first : first + size]], first)
+                    scores.append((-float(weight[token] @ (query[token] @ key).relu()), first))
                 best = sorted(scores)[:pools]
                 seen = [first + n for _, first in best for n in range(size)]
                 seen += range(len(keys) // size * size, len(keys))
@@ -418,6 +447,32 @@ def test_operations_count_chosen_pools_and_later_keys(tokens, before):
     scores = 2 * heads * size / hf.index_kpool * sum(position + 0.5 for position in positions)
     expected = attention + (scores + 2 * weights * tokens if before + tokens > most else 0)
     assert mixer.flops(tokens, before) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(23, 0), (40, 0), (43, 0), (40, 24)])
+def test_operations_of_qwen4_count_chosen_pools_and_later_keys(tokens, before):
+    hf = (family := family_of(make_config("qwen4"))).hf
+    most, mean = hf.indexer_budget + hf.indexer_compress_ratio - 1, hf.indexer_budget + 1.5
+    positions = range(before, before + tokens)
+    seen = sum(position + 0.5 if position < most else mean for position in positions)
+    scores = 2 * hf.indexer_n_heads * hf.indexer_head_dim / hf.indexer_compress_ratio
+    of_index = scores * sum(position + 0.5 for position in positions)
+    of_index += 2 * (hf.indexer_n_heads + 1) * hf.indexer_head_dim * hf.hidden_size * tokens
+    expected = 12 * hf.num_attention_heads * hf.head_dim * seen + (of_index if before + tokens > most else 0)
+    assert family.token_mixer(1).flops(tokens, before) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indexer_compress_ratio": 1}, r"indexer_compress_ratio=1 must be at least 2, and at most indexer_budget"),
+        ({"hc_lowrank": 0}, "hc_lowrank=0 must be at least 1"),
+        ({f"indexer_{name}": None for name in QSA_FIELDS}, "indexer_n_heads must be set"),
+    ],
+)
+def test_parts_of_qwen4_that_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        family_of(make_config("qwen4", **changes)).check(60)
 
 
 def test_adapters_of_indexers_are_refused(model_of):

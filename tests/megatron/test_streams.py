@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import make_config
+from small_models import make_config, make_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.models.megatron.streams import HyperConnection, Streams, sinkhorn
 
 COUNT, HIDDEN, TOKENS = 3, 8, 5
@@ -94,3 +95,12 @@ def test_streams_are_kept_in_their_own_precision_only():
 def test_a_limit_at_which_experts_return_nothing_is_refused(limit):
     with pytest.raises(UserError, match=rf"swiglu_limit={limit} must be above 0"):
         family_of(make_config("hy_v4", swiglu_limit=limit)).check(16)
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "glm5_next", "deepseek_v4", "qwen4"])
+def test_layers_that_predict_further_tokens_are_refused_with_streams(family, tmp_path):
+    path = make_model(family, tmp_path)
+    with pytest.raises(
+        UserError, match=r"mtp_loss_scaling_factor: layers that predict further tokens cannot be trained"
+    ):
+        load_hf_config(path, trains_mtp=True)

@@ -217,6 +217,13 @@ OTHER_MIXTURES = {
     "deepseek_v3": {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 8, "topk_group": 4},
 }
 OTHER_MIXTURES["deepseek_v4"] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 8}
+OTHER_MIXTURES["qwen4"] = {
+    **OTHER_MIXTURES["deepseek_v4"],
+    "shared_expert_intermediate_size": 256,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "hc_lowrank": 64,
+}
 OTHER_MIXTURES["glm5_next"] = OTHER_MIXTURES["deepseek_v3"]
 OTHER_MIXTURES["hy_v4"] = {**OTHER_MIXTURES["deepseek_v3"], "topk_group": 1}
 OTHER_MIXTURES["nemotron_h_moe"] = {
@@ -245,6 +252,8 @@ OTHER_MIXTURES["deepseek_v32"] = OTHER_MIXTURES["glm_moe_dsa"] = OTHER_MIXTURES[
             ("hy_v4", ParallelLayout(pp=2)),
             ("glm5_next", ParallelLayout(cp=2, ep=2)),
             ("deepseek_v4", ParallelLayout(cp=2, ep=2)),
+            ("qwen4", ParallelLayout(cp=2, ep=2)),
+            ("qwen4", ParallelLayout(tp=2, pp=2, sp=True)),
             ("hy_v4", ParallelLayout(tp=2, sp=True, ep=2, etp=1)),
             ("nemotron_h_moe", ParallelLayout(cp=2, ep=2)),
             ("nemotron_h_moe", ParallelLayout(tp=2, sp=True, ep=2, etp=1)),

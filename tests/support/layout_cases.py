@@ -175,9 +175,10 @@ def gradient_of(tensor):
 
 
 def trained(model, tensors):
-    """Return the tensors without those of indexers, whose choice of keys has no gradient, and of vision towers."""
+    """Return the tensors without those of indexers, whose choice of keys has no gradient, of vision towers, and the
+    whole numbers of hashes."""
     parts = ".indexer.", ".visual.", ".vision_tower.", ".embed_vision."
-    untrained = [name for name in tensors if any(part in name for part in parts)]
+    untrained = [n for n, t in tensors.items() if any(part in n for part in parts) or not t.is_floating_point()]
     gradients = [p.grad for name, p in model.named_parameters() if any(part in name for part in parts)]
     assert not any(gradient is not None and gradient.any() for gradient in gradients)
     return {name: tensor for name, tensor in tensors.items() if name not in untrained}

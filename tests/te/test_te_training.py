@@ -120,6 +120,7 @@ LONG_CASES = {
     "delta nets and grouped experts ep2": ("qwen3_next", EP2, {"model": GROUPED}),
     "small values tp2 sp": ("mimo_v2_flash", TP2, {"model": GROUPED}),
     "chosen blocks tp2 sp": ("minimax_m3", TP2, {}),
+    "chosen pools and gated streams tp2 sp": ("qwen4", TP2, {}),
     "streams and clamped grouped experts ep2": ("hy_v4", EP2, {"model": GROUPED}),
     "values of keys, capped logits tp2 sp": ("gemma4", TP2, {}),
     "grouped experts beside MLPs ep2": ("gemma4_moe", EP2, {"model": GROUPED}),
@@ -224,7 +225,7 @@ def test_adapters_in_float32_beside_weights_in_bfloat16(family, changes, model_o
 
 
 GEMMA4 = "gemma4", "gemma4_moe", "gemma4_e"
-WITH_CHOSEN_KEYS = "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3"
+WITH_CHOSEN_KEYS = "deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3", "qwen4"
 
 
 def assert_attention_is_chosen(family, layout, calls):

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import transformers.models.auto.modeling_auto as modeling_auto
 from layout_cases import STEPS, make_config, make_data, make_sft_config, plain_outcome
 from layout_cases import outcomes as outcomes
+from safetensors.torch import load_file
 from small_models import ALIKE, ARCHITECTURES, WITH_DELTA_NETS, and_long, has_experts, make_model
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
@@ -88,6 +90,7 @@ EXPERT_LAYOUTS = and_long(
         ("glm5_next", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("deepseek_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("gemma4_moe", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
+        ("qwen4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
     ],
     [
         ("minimax_m3", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
@@ -110,6 +113,9 @@ EXPERT_LAYOUTS = and_long(
         ("hy_v4", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True)),
         ("hy_v4", ParallelLayout(tp=2, sp=True)),
         ("glm5_next", ParallelLayout(pp=2, vpp=2)),
+        ("qwen4", ParallelLayout(pp=2, vpp=2)),
+        ("qwen4", ParallelLayout(cp=4, packing=False)),
+        ("qwen4", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
         ("deepseek_v4", ParallelLayout(pp=2, vpp=2)),
         ("deepseek_v4", ParallelLayout(cp=4, packing=False)),
         ("deepseek_v4", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
@@ -150,7 +156,7 @@ def tolerances(family):
 
 GEMMA4 = "gemma4", "gemma4_moe", "gemma4_e"
 # A layout of these families is compared with one process and plain PyTorch in a long case of another test.
-IN_A_LAYOUT = ("hy_v4", "glm5_next", "deepseek_v4", "nemotron_h_moe", "mimo_v2_flash", "kimi_linear", *GEMMA4)
+IN_A_LAYOUT = ("hy_v4", "glm5_next", "deepseek_v4", "nemotron_h_moe", "mimo_v2_flash", "kimi_linear", "qwen4", *GEMMA4)
 IN_ONE_PROCESS = and_long(
     ["llama", "mixtral"],
     [family for family in ARCHITECTURES if family not in ("llama", "mixtral", *ALIKE, *IN_A_LAYOUT)],
@@ -296,6 +302,7 @@ SFT = and_long(
         ("deepseek_v4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
     ],
     [
+        ("qwen4", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("minimax_m3", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
         ("minimax_m3", ParallelLayout(tp=4, sp=True), {}),  # more ranks than key-value heads
         ("mimo_v2_flash", ParallelLayout(pp=2, cp=2), {"recompute_activations": True}),
@@ -474,6 +481,14 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     hf = load_hf_config(tmp_path / "small")
     check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
     assert family_of(hf).num_layers == 8
+    own_tables = {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    assert family == "mistral4" or hf.model_type in own_tables[family_of(hf).auto_class]  # not only by small_models
+    for name, tensor in load_file(tmp_path / "small" / "model.safetensors").items():
+        if name.endswith("tid2eid"):  # the router has a gradient only if the experts of a token differ
+            assert all(len(set(experts)) == len(experts) for experts in tensor.tolist())
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
     not_allowed = [ParallelLayout(tp=4) if has_experts(family) else ParallelLayout(dp=2, ep=2)]

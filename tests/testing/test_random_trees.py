@@ -47,6 +47,7 @@ EXHAUSTIVE = [
     ("glm5_next", "cp2 ep2 prefix"),
     ("gemma4_moe", "cp2 ep2 prefix"),
     ("gemma4_e", "tp2 cp2 sp prefix"),
+    ("qwen4", "cp2 ep2 prefix"),
 ]
 ALL = [
     "qwen3",
@@ -118,7 +119,7 @@ def test_random_trees_have_the_gradients_of_unshared_rows(family, layout, prepar
     for seed, (difference, apart, _) in zip(seeds, found, strict=True):
         print(f"seed {seed}: {table_row(chosen, difference)} {apart:.1e}")
     print(f"tokens / packed tokens: {sum(tokens) / sum(packed for *_, packed in found):.2f}; sampler {of_sampler:.1e}")
-    limit = found[0][0].limit / 10  # 1e-5, unless rounding errors accumulate in the family's states
+    limit = min(found[0][0].limit / 10, 5e-5)  # 1e-5, unless rounding errors accumulate in the family's states
     gradients = GRADIENTS.get(family)
     wrong = [
         seed

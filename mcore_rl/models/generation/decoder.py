@@ -27,12 +27,14 @@ from mcore_rl.models.generation.layer_caches import (
     BlockLayerCache,
     CompressedLayerCache,
     DecodingStep,
+    EarlierTokensCache,
     IndexLayerCache,
     KeyValueLayerCache,
     LayerCache,
     PromptPack,
     RunningPart,
     SharedLayerCache,
+    SlotLayerCache,
     StateLayerCache,
     blocks_for,
 )
@@ -44,6 +46,7 @@ from mcore_rl.models.megatron.delta_net import GatedDeltaNet
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.moe import routers_of
+from mcore_rl.models.megatron.ngram_embedding import EarlierTokens
 from mcore_rl.models.megatron.sparse_attention import IndexerBase
 from mcore_rl.models.megatron.vision import PackImages, prompt_images, rope_positions
 from mcore_rl.models.megatron.weight_mapping import Shape
@@ -100,7 +103,7 @@ class SequenceCache:
         self.layers = decoder.layer_caches()
         self.with_blocks = [layer for layer in self.layers if isinstance(layer, BlockLayerCache)]
         self.with_keys = [layer for layer in self.with_blocks if isinstance(layer, KeyValueLayerCache)]
-        self.with_states = [layer for layer in self.layers if isinstance(layer, StateLayerCache)]
+        self.with_slots = [layer for layer in self.layers if isinstance(layer, SlotLayerCache)]
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.slots_of_rows = self.table[0:0]
         self.lengths: list[int] = []
@@ -148,7 +151,7 @@ class SequenceCache:
         """In every layer, copy the contents of the slots `sources` to the slots `destinations`."""
         self._fit()
         slots = platform.to_device([sources, destinations])
-        for layer in self.with_states:
+        for layer in self.with_slots:
             layer.copy(*slots)
 
     def arrange(
@@ -222,7 +225,7 @@ class SequenceCache:
 
     def addresses(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses and lengths of all storages and workspaces. They change when the cache grows."""
-        states = [storage for layer in self.with_states for storage in (layer.convolution, layer.states)]
+        states = [storage for layer in self.with_slots for storage in layer.storages]
         keys = [storage for layer in self.with_blocks for storage in (layer.storage, *layer.gathered.values())]
         return tuple((storage.data_ptr(), len(storage)) for storage in (*states, *keys))
 
@@ -238,7 +241,7 @@ class SequenceCache:
         """
         for keys in self.with_blocks:
             keys.grow(len(self.blocks.users))
-        for states in self.with_states:
+        for states in self.with_slots:
             states.grow(len(self.slots.users))
 
 
@@ -301,6 +304,22 @@ class CachedIndexer(torch.nn.Module):
         return chosen
 
 
+class CachedEarlierTokens(torch.nn.Module):
+    """Replaces `EarlierTokens` during generation, and reads and writes the cache of the values.
+
+    Args:
+        number: number of the cache.
+    """
+
+    def __init__(self, decoder: Decoder, original: EarlierTokens, number: int) -> None:
+        super().__init__()
+        self.decoder, self.number, self.shape = [decoder], number, (len(original.lags), original.width)
+
+    def forward(self, values: Tensor, packed_seq_params: Any = None, wanted: slice = slice(None)) -> Tensor:
+        found: Tensor | None = self.decoder[0].attend(self.number, values)
+        return (values.new_zeros(len(values), *self.shape) if found is None else found)[wanted]
+
+
 class Decoder:
     """Runs this rank's chunks of the model for generation, with a cache.
 
@@ -326,6 +345,14 @@ class Decoder:
         self.with_indexers = [layer for layer in attentions if getattr(layer, "indexer", None) is not None]
         # Read here, because `generating` replaces the indexers, and the modules that contain the sinks.
         self.indexers = [layer.indexer for layer in self.with_indexers]
+        # Modules of all layers that return values of earlier tokens, each with the module of which it is a child.
+        self.earlier: list[tuple[Any, str, EarlierTokens]] = [
+            (parent, name, child)
+            for layer in layers
+            for parent in layer.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, EarlierTokens)
+        ]
         self.cores = [attention.core_attention for attention in attentions]
         self.sinks = [getattr(core, "softmax_offset", None) for core in self.cores]
         self.dtype = model.chunks[0].config.params_dtype
@@ -345,7 +372,8 @@ class Decoder:
         return layers | {CHOSEN_KEYS: indexed if self.records_keys else []}
 
     def layer_caches(self) -> list[LayerCache]:
-        """Return an empty cache for each layer of this rank with a token mixer, and then one for each indexer."""
+        """Return an empty cache for each layer of this rank with a token mixer, then one for each indexer, and then one
+        for each module that returns values of earlier tokens."""
         size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
         caches: list[LayerCache] = []
         for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):
@@ -359,7 +387,8 @@ class Decoder:
                 caches.append(CompressedLayerCache(self.cores[len(caches)], self.dtype, gathered))
             else:
                 caches.append(StateLayerCache(layer.self_attention, size, self.dtype))
-        return [*caches, *(IndexLayerCache(indexer, self.dtype, gathered) for indexer in self.indexers)]
+        caches += [IndexLayerCache(indexer, self.dtype, gathered) for indexer in self.indexers]
+        return [*caches, *(EarlierTokensCache(module) for *_, module in self.earlier)]
 
     @property
     def has_states(self) -> bool:
@@ -399,6 +428,8 @@ class Decoder:
                 attention.core_attention = CachedMixer(self, index, inputs)
             for number, attention in enumerate(self.with_indexers, len(attentions)):
                 attention.indexer = CachedIndexer(self, attention.indexer, number)
+            for number, (parent, name, earlier) in enumerate(self.earlier, len(attentions) + len(self.indexers)):
+                setattr(parent, name, CachedEarlierTokens(self, earlier, number))
             yield
         finally:
             for module in faster:
@@ -407,6 +438,8 @@ class Decoder:
                 attention.core_attention = original
             for attention, indexer in zip(self.with_indexers, self.indexers, strict=True):
                 attention.indexer = indexer
+            for parent, name, earlier in self.earlier:
+                setattr(parent, name, earlier)
             self.__dict__.pop("attend", None)  # it refers to the cache, whose memory training needs
 
     def images_of(self, prompts: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]) -> PackImages | None:
@@ -437,7 +470,7 @@ class Decoder:
     def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor | None:
         """Return an empty tensor in place of a core attention's output, for a forward pass without tokens.
 
-        In place of an indexer's choice return None.
+        In place of an indexer's choice, or of values of earlier tokens, return None.
         """
         if layer >= len(self.mixers):
             return None

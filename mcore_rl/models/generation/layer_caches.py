@@ -21,6 +21,7 @@ from mcore_rl.models.megatron.attention_kernels import AttentionPattern, packed_
 from mcore_rl.models.megatron.compressed_attention import PackedCompressedAttention, attend, compressed_attention
 from mcore_rl.models.megatron.delta_net import DeltaNetLayer
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, exact, plan_of
+from mcore_rl.models.megatron.ngram_embedding import EarlierTokens, earlier_rows, earlier_values
 from mcore_rl.models.megatron.sparse_attention import IndexerBase, block_mask, selected_attention
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -104,7 +105,25 @@ def _grown(storage: Tensor, count: int) -> Tensor:
     return grown
 
 
-class StateLayerCache(LayerCache):
+class SlotLayerCache(LayerCache):
+    """Cache of tensors of equal sizes for each sequence, in slots.
+
+    storages: tensors [slots, …].
+    """
+
+    storages: list[Tensor]
+
+    def grow(self, slots: int) -> None:
+        """Extend the storages to `slots` slots."""
+        self.storages = [_grown(storage, slots) for storage in self.storages]
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy the contents of the slots `sources` to the slots `destinations`."""
+        for storage in self.storages:
+            storage[destinations] = storage[sources]
+
+
+class StateLayerCache(SlotLayerCache):
     """Cache of a gated delta net or Mamba-2 mixer: for each sequence, the states of its convolution and of its rule.
 
     convolution: [slots, width − 1, heads, convolved], the last width − 1 inputs of the convolution.
@@ -115,17 +134,18 @@ class StateLayerCache(LayerCache):
         self.layer, self.net = layer, layer.net
         net, heads = self.net, self.net.heads // tensor_parallel
         inputs, state = (net.width - 1, heads, net.convolved_size), (heads, net.repeats, net.key_dim, net.value_dim)
-        self.convolution = torch.zeros(0, *inputs, dtype=dtype, device=platform.device())
-        self.states = torch.zeros(0, *state, dtype=exact(dtype), device=platform.device())
+        self.storages = [
+            torch.zeros(0, *inputs, dtype=dtype, device=platform.device()),
+            torch.zeros(0, *state, dtype=exact(dtype), device=platform.device()),
+        ]
 
-    def grow(self, slots: int) -> None:
-        """Extend the storage to `slots` slots."""
-        self.convolution, self.states = _grown(self.convolution, slots), _grown(self.states, slots)
+    @property
+    def convolution(self) -> Tensor:
+        return self.storages[0]
 
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy the contents of the slots `sources` to the slots `destinations`."""
-        for storage in (self.convolution, self.states):
-            storage[destinations] = storage[sources]
+    @property
+    def states(self) -> Tensor:
+        return self.storages[1]
 
     def prefill(self, prompts: PromptPack, *inputs: Tensor) -> Tensor:
         (rows,), weights = inputs, self.layer.weights()
@@ -149,6 +169,31 @@ class StateLayerCache(LayerCache):
         old = self.states[step.slots]
         out, self.states[step.slots] = self.net.step(self.net.rule_inputs(convolved, others, weights), old)
         return out.flatten(1)
+
+
+class EarlierTokensCache(SlotLayerCache):
+    """Cache of the values of each sequence's last tokens, [slots, largest lag, width], the newest first.
+
+    `prefill` and `step` take values [T, width] and return those of earlier tokens, as `EarlierTokens` does.
+    """
+
+    def __init__(self, module: EarlierTokens) -> None:
+        self.lags = module.lags
+        shape = max(module.lags), module.width
+        self.storages = [torch.zeros(0, *shape, dtype=module.dtype, device=platform.device())]
+
+    def prefill(self, prompts: PromptPack, *inputs: Tensor) -> Tensor:
+        (values,), layout, (storage,) = inputs, prompts.visible.layout, self.storages
+        kept = tuple(range(storage.shape[1]))
+        of_last = earlier_rows(layout, None, kept, values.device)
+        storage[prompts.slots] = earlier_values(values, of_last)
+        return earlier_values(values, earlier_rows(layout, 0, self.lags, values.device))
+
+    def step(self, step: DecodingStep, *inputs: Tensor) -> Tensor:
+        (values,), (storage,) = inputs, self.storages
+        seen = torch.cat((values[:, None], storage[step.slots]), dim=1)
+        storage[step.slots] = seen[:, :-1]
+        return torch.stack([seen[:, lag] for lag in self.lags], dim=1)
 
 
 class BlockLayerCache(LayerCache):

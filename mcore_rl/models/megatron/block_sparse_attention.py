@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,14 @@ from mcore_rl.models.megatron.attention import GroupedQueryAttention, LayerModul
 from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.layers import rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
-from mcore_rl.models.megatron.sparse_attention import IndexerBase, blocks_of, frozen, highest
+from mcore_rl.models.megatron.sparse_attention import (
+    ChoosesKeys,
+    IndexerBase,
+    blocks_of,
+    frozen,
+    highest,
+    zero_centred_norm,
+)
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -68,6 +75,15 @@ class BlockIndexer:
     def parameters(self, hidden: int) -> int:
         """Return the number of weights by which a token is multiplied."""
         return (self.heads + 1) * self.head_dim * hidden
+
+    @property
+    def mean_seen(self) -> float:
+        """Mean number of keys that a query with more than `most_seen` keys sees: its own block is not complete."""
+        return self.most_seen - (self.size - 1) / 2
+
+    def flops_per_pair(self) -> float:
+        """Return the operations of scores for a pair of a query and a key."""
+        return 2.0 * self.heads * self.head_dim
 
     def best(
         self,
@@ -152,17 +168,13 @@ class BlockIndexerLayer(IndexerBase):
         query = F.linear(hidden, self.query_weight).unflatten(-1, (self.indexer.heads, -1))
         key = F.linear(hidden, self.key_weight)[:, None]
         norms = self.query_norm_weight, self.key_norm_weight
-        query, key = (rotate(self._normed(x, norm), angles, 1.0) for x, norm in zip((query, key), norms, strict=True))
+        normed = (zero_centred_norm(x, w, self.indexer.eps) for x, w in zip((query, key), norms, strict=True))
+        query, key = (rotate(x, angles, 1.0) for x in normed)
         return BlockIndexerStates(query, key.squeeze(1))
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x / rms(x) · (1 + weight), computed in at least fp32."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), self.indexer.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSparseAttention(GroupedQueryAttention):
+class BlockSparseAttention(ChoosesKeys, GroupedQueryAttention):
     """Grouped-query attention over chosen blocks of keys. The norms' weights are added to 1."""
 
     indexer: BlockIndexer
@@ -204,32 +216,20 @@ class BlockSparseAttention(GroupedQueryAttention):
                 f"({indexer.topk})"
             )
 
-    def flops(self, tokens: int, before: int = 0) -> float:
-        """Return `TokenMixer.flops`: attention counts the chosen keys, and the indexer's forward pass all earlier keys.
 
-        The indexer's products with its weights are counted too. In short sequences it does nothing (`most_seen`).
-        """
-        count, indexer = super().flops(tokens, before), self.indexer
-        if before + tokens <= indexer.most_seen:
-            return count
-        pairs = ((before + tokens) ** 2 - before**2) / 2
-        products = 2.0 * indexer.heads * indexer.head_dim * pairs
-        return count + products + 2.0 * indexer.parameters(self.hidden) * tokens
+class IndexedSelfAttention(PackSelfAttention):
+    """Self-attention with an indexer that reads the hidden states.
 
-    def _seen_squared(self, tokens: int) -> float:
-        seen = min(tokens, self.indexer.most_seen)
-        mean = self.indexer.most_seen - (self.indexer.size - 1) / 2  # a query's own block is not complete
-        return float(seen**2 + 2 * (tokens - seen) * mean)
+    indexer_kind: class of the indexer's module.
+    """
 
-
-class BlockSparseSelfAttention(PackSelfAttention):
-    """The module that computes `BlockSparseAttention`."""
-
-    mixer: BlockSparseAttention
+    mixer: Any
+    indexer_kind: ClassVar[type[IndexerBase]]
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.indexer: Any = BlockIndexerLayer(config, self.mixer.indexer, self.pg_collection)
+        kind: Any = self.indexer_kind
+        self.indexer: Any = kind(config, self.mixer.indexer, self.pg_collection)
 
     def forward(
         self,
@@ -238,7 +238,7 @@ class BlockSparseSelfAttention(PackSelfAttention):
         packed_seq_params: PackParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Choose the blocks, unless this is a recomputation, and run the attention over them."""
+        """Choose the keys, unless this is a recomputation, and run the attention over them."""
         pack, source = packed_seq_params, self.mixer.indexer.source
         assert pack is not None, "attention runs on packs"
         if source not in pack.chosen:
@@ -247,6 +247,17 @@ class BlockSparseSelfAttention(PackSelfAttention):
             chosen = pack.replayed(source, self.indexer(hidden.squeeze(1), angles, pack.visible))
             pack.chosen[source] = self._of_own_groups(chosen)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _of_own_groups(self, chosen: Tensor | None) -> Tensor | None:
+        """Return the choices for this rank's key-value heads."""
+        return chosen
+
+
+class BlockSparseSelfAttention(IndexedSelfAttention):
+    """The module that computes `BlockSparseAttention`."""
+
+    mixer: BlockSparseAttention
+    indexer_kind = BlockIndexerLayer
 
     def _of_own_groups(self, chosen: Tensor | None) -> Tensor | None:
         """Return the choices [T / CP, groups / TP, topk] for this rank's key-value heads."""

@@ -41,7 +41,6 @@ from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMo
 from mcore_rl.models.megatron.parallel_moe import ParallelMoELayer, ScaledRouter
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.per_layer_inputs import PerLayerEmbedding, PerLayerInputs, split_inputs, with_inputs
-from mcore_rl.models.megatron.streams import StreamNorm
 from mcore_rl.models.megatron.token_prediction import TokenPrediction
 from mcore_rl.models.megatron.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
@@ -130,7 +129,7 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
     layers = [_layer_spec(config, family, modules, layer) for layer in range(first, first + count)]
     norm = FloatRMSNorm if family.float32_norms else modules.norm
     if family.streams is not None:
-        norm = ModuleSpec(module=StreamNorm, params={"streams": family.streams, "is_float32": family.float32_norms})
+        norm = family.streams.last_norm(family.float32_norms)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 

@@ -28,10 +28,10 @@ from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 from mcore_rl.models.megatron.layers import FloatRMSNorm, ReplicatedLinear, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.sparse_attention import (
+    GatedPooling,
     Indexer,
     IndexerLayer,
     IndexerStates,
-    Pooling,
     all_keys,
     blocks_of,
     chosen_mask,
@@ -149,7 +149,7 @@ class EntryIndexer(Indexer):
 
 
 @dataclass(frozen=True)
-class EntryPooling(Pooling):
+class EntryPooling(GatedPooling):
     """How an indexer's entries are made and counted. `size` is the rate of the compression.
 
     norm_weight: weight of the entries' norm.

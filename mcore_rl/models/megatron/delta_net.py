@@ -54,6 +54,7 @@ class GatedDeltaNet(TokenMixer):
     heads: number of key heads. repeats: number of value heads for each key head.
     key_dim: size of a key, and of a query. value_dim: size of a value.
     width: number of tokens that the convolution sees.
+    gate: function of the gates by which the normalized outputs are multiplied.
     """
 
     input_linear: ClassVar[str] = "in_proj"
@@ -66,6 +67,7 @@ class GatedDeltaNet(TokenMixer):
     key_dim: int
     value_dim: int
     width: int
+    gate: Callable[[Tensor], Tensor] = F.silu
 
     @property
     def values_size(self) -> int:
@@ -103,10 +105,6 @@ class GatedDeltaNet(TokenMixer):
 
     def spec(self, modules: LayerModules) -> ModuleSpec:
         return ModuleSpec(module=DeltaNetLayer, params={"net": self, "modules": modules})
-
-    def activated(self, gate: Tensor) -> Tensor:
-        """Return the function of the gates by which the normalized outputs are multiplied."""
-        return F.silu(gate)
 
     def rule_inputs(self, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights) -> RuleInputs:
         """Return the inputs of the delta rule for T tokens: queries, keys, values, decays and rates.
@@ -406,7 +404,7 @@ class DeltaNetLayer(MegatronModule):
         """
         wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
-        return (weight * (wide * scale) * self.net.activated(gate)).flatten(1).to(x.dtype)
+        return (weight * (wide * scale) * self.net.gate(gate)).flatten(1).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return Megatron's sharded state dict, with the weights of heads sharded over tensor-parallel ranks."""

@@ -28,6 +28,7 @@ class KimiDeltaNet(GatedDeltaNet):
 
     float32_shifts: ClassVar[bool] = True
     repeats: int = 1
+    gate: Callable[[Tensor], Tensor] = torch.sigmoid
 
     @property
     def projected_size(self) -> int:
@@ -77,9 +78,6 @@ class KimiDeltaNet(GatedDeltaNet):
             yield linear(f"{name}_down_proj", f"{hf_name}_a_proj", self.key_dim, self.hidden, Replicated())
             yield linear(f"{name}_up_proj", f"{hf_name}_b_proj", whole, self.key_dim, Rows())
         yield linear("out_proj", "o_proj", self.hidden, self.mixed_size, Columns())
-
-    def activated(self, gate: Tensor) -> Tensor:
-        return gate.sigmoid()
 
     def rule_inputs(self, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights) -> RuleInputs:
         query, key, value = convolved.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)

@@ -20,7 +20,7 @@ from mcore_rl.models.megatron.attention import (
 )
 from mcore_rl.models.megatron.layers import ReplicatedLinear, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
-from mcore_rl.models.megatron.sparse_attention import Indexer, IndexerLayer
+from mcore_rl.models.megatron.sparse_attention import ChoosesKeys, Indexer, IndexerLayer
 from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows
 
 from megatron.core.tensor_parallel import (
@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(KeyValueMixer):
+class LatentAttention(ChoosesKeys, KeyValueMixer):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Queries, keys and values of all heads are expanded from smaller latent states. The cache in generation contains the
@@ -133,23 +133,9 @@ class LatentAttention(KeyValueMixer):
     def flops_per_token_squared(self) -> float:
         return 3.0 * self.heads * (self.head_dim + self.value_dim)
 
-    def flops(self, tokens: int, before: int = 0) -> float:
-        """Return `TokenMixer.flops`: attention counts the chosen keys, and the indexer's forward pass all earlier keys.
-
-        The indexer's products with its weights are counted too. In short sequences it does nothing (`most_seen`).
-        """
-        count = super().flops(tokens, before)
-        if self.indexer is None or before + tokens <= self.indexer.most_seen:
-            return count
-        pairs = ((before + tokens) ** 2 - before**2) / 2
-        weights = self.indexer.parameters(self.hidden, self.query_rank or 0)
-        return count + self.indexer.flops_per_pair() * pairs + 2.0 * weights * tokens
-
-    def _seen_squared(self, tokens: int) -> float:
-        if self.indexer is None:
-            return super()._seen_squared(tokens)
-        seen = min(tokens, self.indexer.most_seen)
-        return float(seen**2 + 2 * (tokens - seen) * self.indexer.mean_seen)
+    def _indexer_parameters(self) -> int:
+        assert self.indexer is not None
+        return self.indexer.parameters(self.hidden, self.query_rank or 0)
 
 
 class PackLatentAttention(MegatronModule):

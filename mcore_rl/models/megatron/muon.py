@@ -36,12 +36,13 @@ EPSILON = 1e-7
 
 
 def mark_matrices(model: ModelShard) -> None:
-    """Mark the parameters that Muon updates: the 2-D parameters of the hidden layers.
+    """Mark the parameters that Muon updates: the 2-D parameters of the hidden layers, except tables.
 
     Call it before the optimizer is built.
     """
     for mapping, parameter in named_mappings(model):
-        if mapping.megatron.startswith("decoder.layers.") and parameter.ndim == 2 and parameter.requires_grad:
+        is_matrix = parameter.ndim == 2 and not mapping.kind.is_table
+        if mapping.megatron.startswith("decoder.layers.") and is_matrix and parameter.requires_grad:
             setattr(parameter, MUON_ATTRIBUTE, True)
 
 

@@ -10,8 +10,8 @@ frozen, as in transformers.
 A choice is an int32 tensor [queries, topk] of positions in the query's own row; a query with fewer keys has −1 in the
 other places. A position in a row is the same number in every pack and every layout.
 
-In GLM-5.3 the keys of a row are divided into pools of consecutive keys. Pools are scored and chosen in place of keys;
-the key of a pool is a gated mean. A query always sees the keys after its last whole pool.
+In GLM-5.3 and Qwen4 the keys of a row are divided into pools of consecutive keys. Pools are scored and chosen in place
+of keys; the key of a pool is a mean, in GLM-5.3 with gates. A query always sees the keys after its last whole pool.
 """
 
 from __future__ import annotations
@@ -94,6 +94,36 @@ class Indexer:
         return 0.0 if self.is_shared else 2.0 * self.heads * self.head_dim / self.pool
 
 
+class ChoosesKeys:
+    """A mixer with keys and values whose queries see chosen keys only, unless `indexer` is None."""
+
+    indexer: Any
+    hidden: int
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        """Return `TokenMixer.flops`: attention counts the chosen keys, and the indexer's forward pass all earlier keys.
+
+        The indexer's products with its weights are counted too. In short sequences it does nothing (`most_seen`).
+        """
+        count: float = super().flops(tokens, before)  # type: ignore[misc]
+        if self.indexer is None or before + tokens <= self.indexer.most_seen:
+            return count
+        pairs = ((before + tokens) ** 2 - before**2) / 2
+        return count + self.indexer.flops_per_pair() * pairs + 2.0 * self._indexer_parameters() * tokens
+
+    def _indexer_parameters(self) -> int:
+        """Return the number of weights by which the indexer multiplies a token."""
+        count: int = self.indexer.parameters(self.hidden)
+        return count
+
+    def _seen_squared(self, tokens: int) -> float:
+        if self.indexer is None:
+            plain: float = super()._seen_squared(tokens)  # type: ignore[misc]
+            return plain
+        seen = min(tokens, self.indexer.most_seen)
+        return float(seen**2 + 2 * (tokens - seen) * self.indexer.mean_seen)
+
+
 class IndexerStates(NamedTuple):
     """What an indexer computes of T tokens, before it compares queries with keys.
 
@@ -166,26 +196,18 @@ class IndexerBase(torch.nn.Module, ABC):
 
 
 @dataclass(frozen=True)
-class Pooling:
-    """How keys are pooled: pool p of a row has its keys p · size … p · size + size − 1.
-
-    bias: [size, head_dim], added to the gates of a pool's keys.
-    """
+class Pooling(ABC):
+    """How keys are pooled: pool p of a row has its keys p · size … p · size + size − 1."""
 
     size: int
-    bias: Tensor
 
-    def pooled(self, states: Float[Tensor, "n keys both"]) -> Float[Tensor, "n pools dim"]:
-        """Return the means of whole pools, weighted for each channel by the softmax of the gates.
+    @abstractmethod
+    def pooled(self, states: Float[Tensor, "n keys size"]) -> Float[Tensor, "n pools dim"]:
+        """Return the keys of the whole pools of n rows.
 
         Args:
-            states: keys and gates, [n, keys, 2 · head_dim].
+            states: what an indexer computes of each token's key (`key_size`).
         """
-        whole = states.shape[1] // self.size
-        pools = states[:, : whole * self.size].unflatten(1, (whole, self.size))
-        keys, gates = pools.chunk(2, dim=-1)
-        wide = torch.promote_types(gates.dtype, torch.float32)
-        return ((gates.to(wide) + self.bias.to(wide)).softmax(2).to(keys.dtype) * keys).sum(2)
 
     def count(self, topk: int) -> int:
         """Return the number of pools that are chosen."""
@@ -201,6 +223,28 @@ class Pooling:
     def everything(self, ends: Int[Tensor, "queries 1"], keys: int) -> Tensor:
         """Return the choice of all of a query's keys, where a row has `keys` keys; −1 after its last key."""
         return all_keys(ends, keys)
+
+
+@dataclass(frozen=True)
+class GatedPooling(Pooling):
+    """How keys are pooled with gates.
+
+    bias: [size, head_dim], added to the gates of a pool's keys.
+    """
+
+    bias: Tensor
+
+    def pooled(self, states: Float[Tensor, "n keys both"]) -> Float[Tensor, "n pools dim"]:
+        """Return the means of whole pools, weighted for each channel by the softmax of the gates.
+
+        Args:
+            states: keys and gates, [n, keys, 2 · head_dim].
+        """
+        whole = states.shape[1] // self.size
+        pools = states[:, : whole * self.size].unflatten(1, (whole, self.size))
+        keys, gates = pools.chunk(2, dim=-1)
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        return ((gates.to(wide) + self.bias.to(wide)).softmax(2).to(keys.dtype) * keys).sum(2)
 
 
 def all_keys(ends: Int[Tensor, "queries 1"], keys: int) -> Int32[Tensor, "queries keys"]:
@@ -244,7 +288,7 @@ class IndexerLayer(IndexerBase):
     @property
     def pooling(self) -> Pooling | None:
         """How keys are pooled; None if each key is chosen alone."""
-        return Pooling(self.indexer.pool, self.pool_bias) if self.indexer.pool > 1 else None
+        return GatedPooling(self.indexer.pool, self.pool_bias) if self.indexer.pool > 1 else None
 
     def choose(self, states: IndexerStates, visible: AttentionPattern, first: int = 0) -> Tensor:
         """Return `choose` of the states of this rank's queries from `first` on, with the keys of all ranks."""
@@ -283,6 +327,12 @@ class IndexerLayer(IndexerBase):
             turned = x[..., : self.rotated]
             x = torch.cat((turned[..., ::2], turned[..., 1::2], x[..., self.rotated :]), -1)
         return rotate(x, angles, self.rope_factor)
+
+
+def zero_centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) · (1 + weight), computed in at least fp32, in the precision of `x`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), eps).to(x.dtype)
 
 
 def frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:

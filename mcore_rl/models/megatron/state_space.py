@@ -127,7 +127,7 @@ class Mamba2Layer(DeltaNetLayer):
 
         The result is computed in fp32.
         """
-        gated = (x.float() * self.net.activated(gate.float())).unflatten(-1, (-1, self.net.values_size))
+        gated = (x.float() * self.net.gate(gate.float())).unflatten(-1, (-1, self.net.values_size))
         scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         return (weight * (gated * scale).flatten(1)).to(x.dtype)
 

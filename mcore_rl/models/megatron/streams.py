@@ -10,8 +10,9 @@ All weights are computed from the token's streams, in at least fp32.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,22 +22,46 @@ from torch import Tensor
 from mcore_rl.models.megatron.layers import PackLayer, RMSNorm, recomputed
 
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from mcore_rl.models.megatron.ngram_embedding import NGramEmbedding
 
 
 @dataclass(frozen=True)
-class Streams:
+class ResidualStreams(ABC):
     """Describes the streams of a model.
 
-    count: number n of streams. norm_eps: epsilon of the norm of all streams of a token.
+    count: number n of streams. norm_eps: epsilon of the norms of a token's streams.
+    """
+
+    count: int
+    norm_eps: float
+
+    @abstractmethod
+    def connection(self, config: TransformerConfig) -> Any:
+        """Return a module that connects one block with the streams; it has the methods of `HyperConnection`."""
+
+    @abstractmethod
+    def last_norm(self, is_float32: bool) -> ModuleSpec:
+        """Return the spec of the module after the last layer, which maps streams [T, n, hidden] to [T, 1, hidden].
+
+        Args:
+            is_float32: whether the weights of norms are always fp32.
+        """
+
+
+@dataclass(frozen=True)
+class Streams(ResidualStreams):
+    """Describes hyper-connections.
+
     eps: number that is added to the input weights, and in the Sinkhorn normalization.
     magnitude: largest output weight. output_eps: number that is added to the output weights.
     iterations: number of Sinkhorn iterations for the matrix that mixes the streams; 0 if they are not mixed.
     ends_in_mean: whether the last norm reads the mean of the streams, not a weighted sum.
     """
 
-    count: int
-    norm_eps: float
     eps: float
     magnitude: float = 2.0
     output_eps: float = 0.0
@@ -47,6 +72,12 @@ class Streams:
     def sizes(self) -> tuple[int, ...]:
         """Numbers of input weights, output weights and, if there is a matrix, its elements."""
         return (self.count,) * 2 + ((self.count**2,) if self.iterations else ())
+
+    def connection(self, config: TransformerConfig) -> HyperConnection:
+        return HyperConnection(config, self)
+
+    def last_norm(self, is_float32: bool) -> ModuleSpec:
+        return ModuleSpec(module=StreamNorm, params={"streams": self, "is_float32": is_float32})
 
 
 class StreamWeights(torch.nn.Module):
@@ -123,11 +154,12 @@ class HyperConnection(StreamWeights):
             x: the streams before the block. out: the block's output, [T, 1, hidden].
             weights, matrix: results of `forward`.
         """
-        added: Tensor = recomputed(_add, x, out, weights, *matrix)
+        added: Tensor = recomputed(add_to_streams, x, out, weights, *matrix)
         return added
 
 
-def _add(x: Tensor, out: Tensor, weights: Tensor, *matrix: Tensor) -> Tensor:
+def add_to_streams(x: Tensor, out: Tensor, weights: Tensor, *matrix: Tensor) -> Tensor:
+    """Return the streams after a block, as `HyperConnection.add`, in the precision of `x`."""
     wide = x.to(weights.dtype)
     kept = matrix[0].mT @ wide if matrix else wide
     return (weights[..., None] * out + kept).to(x.dtype)
@@ -137,11 +169,22 @@ class StreamLayer(PackLayer):
     """A transformer layer whose residual has several streams. Its hidden states are [T / CP (/ TP with SP), n, hidden].
 
     Its modules are those of other layers; only residual connections differ.
+
+    Args:
+        ngrams: description of embeddings of n-grams that are added to the streams before attention; None for none.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, streams: Streams, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        streams: ResidualStreams,
+        ngrams: NGramEmbedding | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.attention_streams, self.mlp_streams = (HyperConnection(config, streams) for _ in range(2))
+        self.ngrams: Any = None if ngrams is None else ngrams.module(config)
+        self.attention_streams, self.mlp_streams = (streams.connection(config) for _ in range(2))
 
     def _blocks(
         self,
@@ -152,6 +195,8 @@ class StreamLayer(PackLayer):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        if self.ngrams is not None:
+            hidden_states = hidden_states + self.ngrams(hidden_states, packed_seq_params)
         x, *weights = self.attention_streams(hidden_states)
         out, bias = self.self_attention(
             self.input_layernorm(x), None, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params

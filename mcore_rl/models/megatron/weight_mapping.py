@@ -42,10 +42,12 @@ class Kind(ABC):
 
     partition_dim: the dimension of the parameter that is sharded; None if every rank has the whole parameter.
     is_transposed: whether the parts are [in, out], the transpose of the parameter, which is [out, in].
+    is_table: whether the rows of a layer's parameter are looked up, so that it is no matrix of a product.
     """
 
     partition_dim: int | None = 0
     is_transposed = False
+    is_table = False
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
@@ -153,6 +155,23 @@ class Columns(Kind):
 
     def split(self, stacked: Tensor) -> list[Tensor]:
         return [torch.cat(tuple(stacked), dim=1)]
+
+
+@dataclass(frozen=True)
+class Table(Columns):
+    """A parameter whose rows are looked up. Its parts are concatenated along the rows. It is sharded by columns.
+
+    rows: number of rows of each part.
+    """
+
+    rows: tuple[int, ...]
+    is_table = True
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        return torch.cat([super(Table, self).read([part], source, rank, size) for part in parts])
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return list(torch.cat(tuple(stacked), dim=1).split(self.rows))
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:

@@ -297,6 +297,9 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
             )
     for name in (*expected, *filter(family.copies, source.names())):
         source.check(name)
+    for name, value in family.constants().items():
+        if name in source.names() and not torch.equal(source.read(name), value):
+            raise UserError(f"model.path: {source.path}: {name} has other values than config.json determines")
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(

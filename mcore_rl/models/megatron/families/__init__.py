@@ -40,6 +40,7 @@ from mcore_rl.models.megatron.families.mixtures import (
     Qwen3MoE,
 )
 from mcore_rl.models.megatron.families.nemotron_h import NemotronH
+from mcore_rl.models.megatron.families.qwen4 import Qwen4, Qwen4Text
 from mcore_rl.models.megatron.families.qwen_next import (
     Qwen3Next,
     Qwen35,
@@ -66,7 +67,7 @@ MIXTURES = (
     MiniMaxM3,
     Ernie45MoE,
 )
-HYPER_CONNECTED = (HYV4, Glm5Next, DeepseekV4)
+HYPER_CONNECTED = (HYV4, Glm5Next, DeepseekV4, Qwen4Text, Qwen4)
 WITH_TOWERS = (Gemma4WithTowers,)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, KimiLinear, NemotronH)
 VISION = (Qwen3VL, Qwen3VLMoE, Qwen35, Qwen35MoE)

@@ -23,8 +23,9 @@ from mcore_rl.data.choices import CHOSEN_KEYS, RecordedChoice, replayed_choices
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
 from mcore_rl.models.megatron.layers import PackLayer, rope_frequencies, rope_parameters
+from mcore_rl.models.megatron.ngram_embedding import NGramEmbedding
 from mcore_rl.models.megatron.per_layer_inputs import PerLayerInputs
-from mcore_rl.models.megatron.streams import StreamLayer, Streams
+from mcore_rl.models.megatron.streams import ResidualStreams, StreamLayer
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
@@ -124,7 +125,7 @@ class Family:
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     """Name of transformers' class that makes a model with LM head from a configuration."""
-    streams: Streams | None = None
+    streams: ResidualStreams | None = None
     """The streams of the residual, if the model has hyper-connections."""
     float32_head: ClassVar[bool] = False
     """Whether an LM head that is not the embedding is always float32, whatever the model's precision is."""
@@ -247,7 +248,9 @@ class Family:
 
     def layer_module(self, layer: int) -> tuple[type[PackLayer], dict[str, Any]]:
         """Return the class of a layer's module, and those of its arguments that are its own."""
-        return (PackLayer, {}) if self.streams is None else (StreamLayer, {"streams": self.streams})
+        if self.streams is None:
+            return PackLayer, {}
+        return StreamLayer, {"streams": self.streams, "ngrams": self.ngrams(layer)}
 
     @property
     def padding_token(self) -> int | None:
@@ -310,6 +313,14 @@ class Family:
     def token_mixer(self, layer: int) -> TokenMixer | None:
         """Return the token mixer of a layer, which describes the layer's attention; None if it has only an MLP."""
         return self._grouped_query_attention(layer)
+
+    def ngrams(self, layer: int) -> NGramEmbedding | None:
+        """Return the embeddings of n-grams that are added to the streams before a layer; None if there are none."""
+        return None
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the tensors of a directory whose values the configuration determines, by name."""
+        return {}
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether the layer has an MLP or experts; if not, it has only a token mixer."""
@@ -401,6 +412,9 @@ class Family:
         if getattr(hf, "layer_types", None):
             kinds = list(dict.fromkeys(hf.layer_types))
             hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
+
+    def fill(self, model: Any) -> None:
+        """Give values to tables that are empty in a new model of transformers with this configuration."""
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
         """Return the sizes that must be multiples of the tensor-parallel size, by the name of the dimension."""
@@ -521,7 +535,7 @@ class Family:
         yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
         for layer in range(self.num_layers):
             yield from self._layer(layer, f"decoder.layers.{layer}.", f"{self.prefix}layers.{layer}.")
-        yield norm("decoder.final_layernorm", f"{self.prefix}{self.final_norm_name}", hidden, self.float32_norms)
+        yield from self._last_norm("decoder.final_layernorm", f"{self.prefix}{self.final_norm_name}")
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
@@ -529,6 +543,10 @@ class Family:
             yield Mapping("output_layer.weight", head, vocabulary, is_float32=self.float32_head)
         for k in range(self.mtp_depth):
             yield from self._prediction_layer(k)
+
+    def _last_norm(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        """Yield the mappings of the norm after the last layer, whose Megatron and Hugging Face names are given."""
+        yield norm(ours, theirs, self.hidden_size, self.float32_norms)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         """Yield the mappings of one layer.

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
+
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
 from mcore_rl.models.megatron.compressed_attention import CompressedAttention, Compression, EntryIndexer
@@ -111,6 +113,13 @@ class DeepseekV4(HyperConnected, RopeByKind, Mixture):
         super().shrink(layers, tensor_parallel, expert_parallel)
         hf.num_key_value_heads, hf.o_groups, hf.o_lora_rank, hf.q_lora_rank = 1, max(2, tensor_parallel), 12, 28
         hf.mlp_layer_types = [kinds[0], *[kinds[-1]] * (layers - 1)]
+        hf.index_topk, hf.sliding_window = min(hf.index_topk, 6), min(hf.sliding_window, 16)
+        hf.compress_rates = {kind: min(rate, 8) for kind, rate in hf.compress_rates.items()}
+
+    def fill(self, model: Any) -> None:
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # distinct experts for each token id
+                table.copy_(torch.rand(len(table), self.experts.count).argsort(-1)[:, : table.shape[1]])
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         for mapping in super()._layer(layer, ours, theirs):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.base import Family, PredictionNames
 from mcore_rl.models.megatron.families.kimi_linear import KimiDelta
 from mcore_rl.models.megatron.families.mixtures import Experts, GlmMoEDsa
 from mcore_rl.models.megatron.kimi_delta import BoundedDeltaNet
@@ -41,11 +41,14 @@ class HyperConnected(Family):
         if self.streams_count < 1:
             raise UserError(f"model.path: hc_mult={self.streams_count} must be at least 1")
 
-    def _mappings(self) -> Iterator[Mapping]:
-        yield from super()._mappings()
+    def prediction_names(self, k: int) -> PredictionNames | None:
+        return None  # layers that predict further tokens would need streams of their own
+
+    def _last_norm(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        yield from super()._last_norm(ours, theirs)
         if not self.streams.ends_in_mean:
             rows = (self.streams.count,)
-            yield from self._stream_weights("decoder.final_layernorm.streams.", self.prefix + self.head_name, rows)
+            yield from self._stream_weights(f"{ours}.streams.", self.prefix + self.head_name, rows)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from super()._layer(layer, ours, theirs)
@@ -115,6 +118,7 @@ class Glm5Next(HyperConnected, KimiDelta, GlmMoEDsa):
     """
 
     model_type = "glm5_next"
+    auto_class = "AutoModelForImageTextToText"
     prefix = "model.language_model."
     connection_names = ("hc_attn_", "hc_ffn_")
 
@@ -167,3 +171,7 @@ class Glm5Next(HyperConnected, KimiDelta, GlmMoEDsa):
         super().shrink(layers, tensor_parallel, expert_parallel)
         hf = self.hf
         hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.qk_head_dim, hf.head_dim = 20, 0, 20, 0
+        hf.index_kpool = min(hf.index_kpool, 4)
+        vision = self.whole.vision_config
+        vision.depth, vision.hidden_size, vision.num_heads, vision.intermediate_size = 1, 16, 2, 24
+        vision.projection_intermediate_size, vision.out_hidden_size = 24, hf.hidden_size

@@ -360,7 +360,7 @@ class Glm4MoE(Mixture):
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) >= self.num_layers
 
-    def prediction_names(self, k: int) -> PredictionNames:
+    def prediction_names(self, k: int) -> PredictionNames | None:
         layer = f"{self.prefix}layers.{self.num_layers + k}."
         return PredictionNames(
             layer,
@@ -495,7 +495,7 @@ class MiMoV2Flash(RopeByKind, MLPByLayer):
     def passes_on(self, name: str) -> bool:
         return name.startswith("model.mtp.")
 
-    def prediction_names(self, k: int) -> PredictionNames:
+    def prediction_names(self, k: int) -> PredictionNames | None:
         layer = f"model.mtp.layers.{k}."
         names = f"{layer}enorm", f"{layer}hnorm", f"{layer}eh_proj", f"{layer}final_layernorm"
         return PredictionNames(layer, *names)
@@ -537,6 +537,10 @@ class DeepseekV32(Glm4MoELite):
             is_shared=source != layer,
         )
         return replace(mixer, indexer=indexer)
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.index_topk = min(self.hf.index_topk, 24)  # so that rows of invented data have more keys
 
     def passes_on(self, name: str) -> bool:
         return super().passes_on(name) or (".self_attn.indexer." in name and name not in self._of_indexers)
