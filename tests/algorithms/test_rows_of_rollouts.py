@@ -11,6 +11,7 @@ from programs import metrics_of, run
 from small_models import make_model
 
 from mcore_rl.data.batching import global_valid_counts
+from mcore_rl.data.choices import RecordedChoice
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn, calculate_kl
 from mcore_rl.rollouts.samples import Rollout, RowsOfRollouts, TokenRow, rewards_of_tokens, to_batch
 
@@ -134,7 +135,9 @@ def test_a_rollout_without_a_request_has_unknown_experts():
     some = Rollout(
         0, 0, [1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], turns=1, choices={"routed_experts": experts}
     )
-    batch = to_batch([Rollout(0, 1, [1, 2], [False, False], [0.0, 0.0]), some], 0, (3, 2))
+    batch = to_batch(
+        [Rollout(0, 1, [1, 2], [False, False], [0.0, 0.0]), some], 0, [RecordedChoice("routed_experts", 3, 2)]
+    )
     assert bool((batch["routed_experts"][0] == -1).all()) and bool((batch["routed_experts"][1, :2] == 1).all())
 
 

@@ -56,10 +56,8 @@ def force_keys(data):
 
 REPLAYS = and_long(
     [("glm_moe_dsa", ParallelLayout(tp=2, cp=2, ep=2, etp=1, sp=True, tokens_per_pack=128), True)],
-    [
-        ("deepseek_v32", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128), False),
-        ("deepseek_v32", ParallelLayout(dp=2, cp=2, packing=False), False),
-    ],
+    [("deepseek_v32", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128), False)],
+    [("deepseek_v32", ParallelLayout(dp=2, cp=2, packing=False), False)],
 )
 
 
@@ -125,8 +123,10 @@ WIDE = ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True)
         [("minimax_m3", "float32", ParallelLayout(tp=2, ep=2, etp=1, sp=True))],
         [
             ("deepseek_v32", "bfloat16", ParallelLayout()),
-            ("glm5_next", "float32", ParallelLayout(tp=2, ep=2, etp=1)),
             ("deepseek_v4", "float32", WIDE),
+        ],
+        [
+            ("glm5_next", "float32", ParallelLayout(tp=2, ep=2, etp=1)),
             ("qwen4", "float32", WIDE),
             ("hy_v4", "bfloat16", WIDE),
         ],

@@ -120,12 +120,14 @@ def add_predictor(family, path, **changes):
 LAYOUTS = and_long(
     [("deepseek_v3", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True, tokens_per_pack=128), {})],
     [
-        ("glm4_moe", ParallelLayout(cp=2, dp=2, ep=2), {}),
         ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True), {}),
         ("qwen3_5", ParallelLayout(pp=2), {"tie_word_embeddings": True}),
+        ("deepseek_v3", ParallelLayout(), {"recompute": True}),
+    ],
+    [
+        ("glm4_moe", ParallelLayout(cp=2, dp=2, ep=2), {}),
         ("qwen3_5_moe", ParallelLayout(pp=2, vpp=2, dp=2, ep=2), {}),
         ("deepseek_v32", ParallelLayout(pp=2, cp=2, packing=False), {}),
-        ("deepseek_v3", ParallelLayout(), {"recompute": True}),
         ("mimo_v2_flash", ParallelLayout(tp=2, pp=2, sp=True), {}),
     ],
 )

@@ -363,7 +363,7 @@ def lives_of_inputs():
         __hash__ = object.__hash__
 
     microbatches = [Named(name=name, layout=SimpleNamespace(total=1)) for name in "abc"]
-    pipeline, family = SimpleNamespace(size=2), SimpleNamespace(streams_count=1)
+    pipeline, family = SimpleNamespace(size=2), SimpleNamespace(message_rows=1)
     model = SimpleNamespace(topology=SimpleNamespace(pipeline=pipeline), family=family)
     chunks = [lambda hidden: hidden, lambda hidden: hidden]
     return forward_step.run_microbatches(model, chunks, microbatches, None, train=False)
