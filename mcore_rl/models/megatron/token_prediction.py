@@ -220,7 +220,7 @@ class TokenPrediction(MegatronModule):
 
 
 def begin_prediction(model: ModelShard, data: BatchedDataDict[Any]) -> None:
-    """Begin a training step of the layers that predict further tokens, if the model trains them. Collective.
+    """Begin a training step of a model that trains layers that predict further tokens. Collective.
 
     If the first pipeline stage has the embedding, it sends its shard to the `table` of the last.
 
@@ -228,8 +228,6 @@ def begin_prediction(model: ModelShard, data: BatchedDataDict[Any]) -> None:
         data: this replica's rows of the global batch.
     """
     depth, pipeline, last = model.family.mtp_depth, model.topology.pipeline, model.chunks[-1].prediction
-    if not depth:
-        return
     if pipeline.size > 1 and not model.family.ties_embeddings:
         model.finish_param_gather()
         if model.topology.is_first_stage:
@@ -245,13 +243,8 @@ def begin_prediction(model: ModelShard, data: BatchedDataDict[Any]) -> None:
 
 
 def prediction_metrics(model: ModelShard) -> dict[str, float]:
-    """Return `mtp_loss`, the mean −log p (nats) of the tokens that the layers predicted in the last step. Collective.
-
-    It is {} if the model trains no such layers.
-    """
+    """Return `mtp_loss`, the mean −log p (nats) of the tokens that were predicted in the last step. Collective."""
     last, topology = model.chunks[-1].prediction, model.topology
-    if not model.family.mtp_depth:
-        return {}
     losses = last.losses if last is not None else None
     losses = torch.zeros(model.family.mtp_depth, device=platform.device()) if losses is None else losses
     for dimension in (topology.context, topology.data, topology.pipeline):

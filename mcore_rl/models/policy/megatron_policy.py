@@ -234,7 +234,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             FloatingPointError: the loss is not finite. The message contains row and position of a log-probability
                 that is not finite.
         """
-        begin_prediction(self.model, data)
+        if self.model.family.mtp_depth:
+            begin_prediction(self.model, data)
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
         num_tokens = reset_router_statistics(self.model, data)
@@ -287,8 +288,8 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     def model_metrics(self) -> dict[str, float]:
         """Return metrics of the last `forward_backward`: of the expert routers, and of layers that predict tokens."""
-        of_routers = {} if self._router_load is None else self._router_load.metrics()
-        return {**of_routers, **prediction_metrics(self.model)}
+        metrics = {} if self._router_load is None else self._router_load.metrics()
+        return metrics | (prediction_metrics(self.model) if self.model.family.mtp_depth else {})
 
     @property
     def updates_made(self) -> tuple[int, ...]:
