@@ -585,10 +585,6 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
-    mtp_loss_scaling_factor: NonNegative = 0.0
-    """More than 0: also train the layers of the directory that predict further tokens (MTP), with this factor of their
-    loss. Only their own weights are trained by it. 0: they are exported unchanged."""
-
     def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return a copy in which no value of `model` or `parallel` is `auto` any more; see `ModelConfig.for_device`.
 
