@@ -38,6 +38,8 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """Further keys that identify a run with adapters. A run without adapters does not have them."""
 NO_ADAPTER = "no adapter"
+MTP_KEY = "model.mtp_loss_scaling_factor"
+"""Key that identifies a run by whether it is 0: a checkpoint has the layers that predict further tokens, or not."""
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys that contain the paths of models and adapters from which a run reads weights, except `model.path`."""
 UNTRACKED_KEYS = (
@@ -130,6 +132,8 @@ class RunIdentity:
         for key in IDENTIFYING_KEYS:
             if key in before and key in now and before[key] != now[key]:
                 yield key, str(before[key]), str(now[key])
+        if bool(before.get(MTP_KEY)) != bool(now.get(MTP_KEY)):
+            yield MTP_KEY, str(before.get(MTP_KEY, 0.0)), str(now.get(MTP_KEY, 0.0))
         for key in ADAPTER_KEYS:
             if _in_any_order(before.get(key, NO_ADAPTER)) != _in_any_order(now.get(key, NO_ADAPTER)):
                 yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))

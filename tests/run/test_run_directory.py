@@ -296,3 +296,19 @@ def test_targets_of_adapters_are_the_same_in_any_order(tmp_path):
     adapting("q_proj", "v_proj").require_same(adapting("v_proj", "q_proj"), tmp_path)
     with pytest.raises(UserError, match=r"model\.lora\.target_modules: .* is of another run"):
         adapting("q_proj").require_same(adapting("v_proj", "q_proj"), tmp_path)
+
+
+@pytest.mark.parametrize(("was", "now", "is_same"), [(0.1, 0.2, True), (0.1, 0.0, False), (None, 0.1, False)])
+def test_a_checkpoint_has_the_trained_mtp_layers_or_not(was, now, is_same, tmp_path):
+    """Otherwise the trained layers would be lost, or begin at nothing."""
+
+    def training(factor):
+        model = {} if factor is None else {"mtp_loss_scaling_factor": factor}
+        return RunIdentity("sft", {}, "", "", {"model": model, "data": {}, "output_dir": "out"})
+
+    if is_same:
+        training(now).require_same(training(was), tmp_path)
+        return
+    for one, other in ((was, now), (now, was)):
+        with pytest.raises(UserError, match=r"model\.mtp_loss_scaling_factor: .* is of another run"):
+            training(one).require_same(training(other), tmp_path)
