@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config import DPOConfig, LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.load import build_config
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of
+from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of, load_hf_config
+from mcore_rl.models.megatron.token_prediction import TokenPrediction
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_cases
 
@@ -206,6 +210,43 @@ def test_a_run_is_resumed_elsewhere_converted_and_exported(tmp_path):
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     assert set(converted) == set(exported)
     assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("keeps_head", [True, False])
+def test_a_reward_model_keeps_the_repeated_lm_head(keeps_head, tmp_path):
+    path = make_model("deepseek_v3", tmp_path / "model")
+    add_predictor("deepseek_v3", path)
+    tensors = load_file(path / "model.safetensors")
+    names = head, embedding = "model.layers.4.shared_head.head.weight", "model.layers.4.embed_tokens.weight"
+    for name, own in zip(names, ("lm_head.weight", "model.embed_tokens.weight"), strict=True):
+        tensors[name] = tensors[own].clone()
+    if not keeps_head:
+        del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    hf = load_hf_config(path, head="reward")
+    trained = ((name, torch.full(shape, 0.5)) for name, shape in family_of(hf).shapes().items())
+    write_hf_directory(trained, tmp_path / "out", path, hf, is_writer=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported[head], tensors[head]) and (exported[embedding] == 0.5).all()
+
+
+def test_each_layer_chooses_keys_and_experts_of_its_own():
+    seen = []
+
+    def layer(states, embedded, rotary, pack):
+        seen.append((dict(pack.chosen), pack.recorded, pack.routed))
+        pack.chosen[0] = None
+        return states
+
+    layers = SimpleNamespace(
+        layers=[layer, layer], depth=2, scaling_factor=1.0, total=torch.ones(2), losses=torch.zeros(2),
+        _embedded=lambda ids, table: table, _negative_logprobs=lambda states, tokens, head: states.sum(),
+    )  # fmt: skip
+    later = [SimpleNamespace(embedded=None)] * 2
+    pack = SimpleNamespace(chosen={0: "model's"}, recorded={0: "sampler's"}, routed=None, later=later)
+    hidden = torch.ones(2, 1, 3)
+    assert torch.equal(TokenPrediction.attach(layers, hidden, hidden, hidden, None, pack), hidden)
+    assert seen == [({}, {}, None)] * 2 and pack.chosen == {0: "model's"}
 
 
 def test_what_cannot_be_trained_is_told(tmp_path):

@@ -181,13 +181,13 @@ class TokenPrediction(MegatronModule):
             embedding, head: this rank's shards of the embedding and the LM head, [Vp, hidden].
         """
         assert self.total is not None and self.losses is not None, "a training step has begun"
-        # The block chooses keys and experts of its own, and has number 1.
-        pack = copy.copy(pack)
-        pack.chosen, pack.recorded = {}, {}
-        pack.routed = replace(pack.routed, experts=None) if isinstance(pack.routed, RoutedTokens) else None
+        routed = replace(pack.routed, experts=None) if isinstance(pack.routed, RoutedTokens) else None
         states, loss = hidden.detach(), hidden.new_zeros((), dtype=torch.float32)
         for k, (layer, tokens) in enumerate(zip(self.layers, pack.later, strict=True)):
-            states = layer(states, self._embedded(tokens.embedded, embedding), rotary, pack)
+            # Each block chooses keys and experts of its own, and has number 1.
+            own = copy.copy(pack)
+            own.chosen, own.recorded, own.routed = {}, {}, routed
+            states = layer(states, self._embedded(tokens.embedded, embedding), rotary, own)
             mean = self._negative_logprobs(states, tokens, head.detach()) / self.total[k]
             self.losses[k] += mean.detach()
             loss = loss + mean

@@ -485,7 +485,10 @@ class Family:
         return None
 
     def repeated(self, names: Collection[str]) -> dict[str, str]:
-        """Return which of the tensors `names` of a directory may repeat the embedding or the LM head, and which one."""
+        """Return which of the tensors `names` of a directory may repeat the embedding or the LM head, and which one.
+
+        A reward model has no LM head that could be repeated.
+        """
         head, found = self.embedding_name if self.ties_embeddings else LM_HEAD, dict[str, str]()
         parts = itertools.takewhile(
             lambda part: part is not None and f"{part.projection}.weight" in names,
@@ -493,7 +496,8 @@ class Family:
         )
         for part in parts:
             assert part is not None
-            found |= {part.embedding: self.embedding_name, part.head: head}
+            found |= {part.embedding: self.embedding_name}
+            found |= {} if self.has_reward_head else {part.head: head}
         return {name: own for name, own in found.items() if name in names}
 
     def as_prediction_layer(self, hf: Any) -> None:
