@@ -269,6 +269,11 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ("deepseek_v32", {"index_topk": 0}, "index_topk=0 must be at least 1"),
         ("hy_v4", {"index_head_dim": 6}, r"index_head_dim=6 must be at least qk_rope_head_dim \(8\)"),
         ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 must be above 0, or null"),
+        (
+            "gemma4",
+            {"layer_types": ["full_attention"] * 4, "per_layer_config": {1: {"head_dim": 24}}},
+            "layers of the type 'full_attention' have heads of several sizes",
+        ),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ("gemma4_e", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves no layer of each type"),
         ("gemma4_e", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 leaves no layer of each type"),

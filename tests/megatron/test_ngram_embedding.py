@@ -93,7 +93,14 @@ def test_numbers_that_contradict_the_configuration_are_refused(tmp_path):
     (path / "config.json").write_text(json.dumps({**values, "seed": 1235}))
     with pytest.raises(UserError, match=r"ple_embedding\.layer_multipliers has other values than config\.json"):
         check_hf_tensors(load_hf_config(path), SafetensorsDirectory(path))
-    with pytest.raises(UserError, match="ngram_size=1 must be at least 2"):
-        family = family_of(make_config("qwen4"))
-        family.hf.ngram_size = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("ngram_size", 1, 2), ("make_ngram_vocab_size_divisible_by", 0, 1), ("split_ngram_parts", 0, 1)],
+)
+def test_too_small_numbers_are_refused(name, value, least):
+    family = family_of(make_config("qwen4"))
+    setattr(family.hf, name, value)
+    with pytest.raises(UserError, match=f"{name}={value} must be at least {least}"):
         family.check(60)

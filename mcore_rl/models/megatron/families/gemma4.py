@@ -122,6 +122,10 @@ class Gemma4(RopeByKind, Family):
         hf = self.hf
         if others := sorted({*hf.layer_types} - {FULL, SLIDING}):
             raise UserError(f"model.path: layer_types has {others[0]!r}, which is not supported")
+        for kind in dict.fromkeys(hf.layer_types):
+            sizes = {self.layer_config(n).head_dim for n in range(self.num_layers) if hf.layer_types[n] == kind}
+            if len(sizes) > 1:
+                raise UserError(f"model.path: layers of the type {kind!r} have heads of several sizes ({sizes})")
         if hf.use_bidirectional_attention == "all":
             raise UserError("model.path: use_bidirectional_attention='all' is not supported")
         if hf.final_logit_softcapping is not None and hf.final_logit_softcapping <= 0:
