@@ -158,7 +158,8 @@ def megatron_to_hf(
     """
     index = check_trusted(iteration)
     trained = read_yaml(iteration / "config.yaml").get("model") or {}
-    hf_config = load_hf_config(source, trains_mtp=bool(trained.get("mtp_loss_scaling_factor")))
+    trains_mtp = bool(trained.get("mtp_loss_scaling_factor"))
+    hf_config = load_hf_config(source, head=trained.get("head", "lm"), trains_mtp=trains_mtp)
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
         raise UserError(
