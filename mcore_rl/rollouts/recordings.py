@@ -91,15 +91,16 @@ def read_recording(
             f"--replay {path}: lacks step {missing[0]}, but this run has {steps} steps; "
             "lower trainer.max_steps, or replay another recording"
         )
+    answered = [r for rollouts in recorded.values() for r in rollouts if r.response_lengths]
     for name, kind in CHOICES.items():
-        has_choice = {name in rollout.choices for rollouts in recorded.values() for rollout in rollouts}
+        has_choice = {name in rollout.choices for rollout in answered}
         if has_choice - {name in replayed}:
             has = "without" if name in replayed else "with"
             raise UserError(
                 f"--replay {path}: was recorded {has} the {kind.what} of each token, but "
                 f"model.{kind.option}={name in replayed}; change this key, or replay another recording"
             )
-    with_mask = {r.kept_tokens is not None for rollouts in recorded.values() for r in rollouts if r.response_lengths}
+    with_mask = {r.kept_tokens is not None for r in answered}
     if with_mask - {keeps_mask}:
         has, value = ("without", "false") if keeps_mask else ("with", "true, and the same top_k, top_p and min_p")
         raise UserError(

@@ -377,12 +377,13 @@ def test_a_recording_and_the_option_agree_on_experts(tmp_path):
     from mcore_rl.rollouts.recordings import read_recording, recorded_step
     from mcore_rl.rollouts.samples import Rollout
 
-    rollout = Rollout.begin(0, 0, Prompt((1, 2), "say a", {}))
+    rollout, failed = (Rollout.begin(0, n, Prompt((1, 2), "say a", {})) for n in range(2))  # `failed` has no response
+    rollout.response_lengths = [1]
     entries = {}
     for name, experts in (("without", None), ("with", torch.tensor([[[0, 1]], [[2, 0]]]).short())):
         rollout.choices = {} if experts is None else {"routed_experts": experts}
         entries[name] = tmp_path / name
-        entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout])}) + "\n")
+        entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout, failed])}) + "\n")
     assert (
         len(read_recording(entries["without"], 1, {}))
         == len(read_recording(entries["with"], 1, {}, ["routed_experts"]))
