@@ -224,7 +224,9 @@ class _LinearDivergences(torch.autograd.Function):
         for at in pair.column_tiles():
             for rows in pair.row_tiles():
                 log_q, log_p = pair.logprobs(rows, at, lse)
-                slope = student.slope((log_q + lse[0, rows, None]).mul_(ctx.temperature))
+                slope = None
+                if student.softcap is not None:  # the capped products
+                    slope = student.slope((log_q + lse[0, rows, None]).mul_(ctx.temperature))
                 factor = of_forward[rows] + of_reverse[rows] * (log_q - log_p - reverse_kl[rows, None])
                 if ctx.js_beta is not None:
                     log_m = _log_mixture(log_p, log_q, ctx.js_beta)
