@@ -276,7 +276,7 @@ def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_dry_run_estimates_memory_in_the_precision_of_a_gpu(config, tmp_path):
     """On a machine without GPUs, too, where `model.dtype=auto` is float32."""
     peaks = []

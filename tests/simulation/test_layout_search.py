@@ -96,7 +96,7 @@ def test_chosen_ranks_and_layouts_to_try(model):
     assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_search_of_one_process_lists_both_candidates(model, tmp_path):
     """Run as a separate program, without prepared modules."""
     file = tmp_path / "dpo.yaml"

@@ -93,7 +93,7 @@ def test_simulated_rank_equals_real_rank(layout, model):
 
 
 @pytest.mark.parametrize(
-    "layout", and_long([], [ParallelLayout(tp=2, cp=2, sp=True)], [ParallelLayout(), ParallelLayout(pp=2)]), ids=str
+    "layout", and_long([], [], [ParallelLayout(tp=2, cp=2, sp=True), ParallelLayout(), ParallelLayout(pp=2)]), ids=str
 )
 def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 640, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
