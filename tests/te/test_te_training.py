@@ -348,7 +348,7 @@ def test_updates_other_than_those_of_fused_adam_resume(optimizer, model_of, tmp_
 
 
 def attention_for_gpus(_):
-    """Return which attention would compute for tensors on a GPU, by dtype; neither runs here."""
+    """Return which attention would compute for tensors on a GPU, by dtype and size of heads; neither runs here."""
     from mcore_rl.models.megatron.attention import PackedCausalAttention
     from mcore_rl.models.megatron.te_layers import TEPackedCausalAttention
 
@@ -361,11 +361,13 @@ def attention_for_gpus(_):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedCausalAttention, "forward", lambda *_, **__: "local")
         return {
-            dtype: attention.forward(SimpleNamespace(is_cuda=True, dtype=dtype), *[None] * 3, packed_seq_params=pack)
-            for dtype in (torch.float32, torch.bfloat16)
+            (dtype, size): attention.forward(
+                SimpleNamespace(is_cuda=True, dtype=dtype, shape=(5, 2, size)), *[None] * 3, packed_seq_params=pack
+            )
+            for dtype, size in ((torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 512))
         }
 
 
-def test_attention_in_fp32_on_a_gpu_is_local():
+def test_attention_in_fp32_or_with_large_heads_on_a_gpu_is_local():
     chosen = run_processes(attention_for_gpus, None, world_size=1)[0]
-    assert chosen == {torch.float32: "local", torch.bfloat16: "te"}
+    assert list(chosen.values()) == ["local", "te", "local"], chosen
