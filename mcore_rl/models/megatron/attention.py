@@ -394,6 +394,24 @@ class PackParams(PackedSeqParams):
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     per_layer: Tensor | None = None
 
+    def choice(
+        self,
+        layer: int,
+        choose: Callable[[], Tensor | None],
+        of_rank: Callable[[Tensor | None], Tensor | None] = lambda chosen: chosen,
+    ) -> Tensor | None:
+        """Return the keys that a layer's indexer chooses for this pack; None if the tokens see all previous keys.
+
+        They are chosen once for a pack: a recomputed layer must see the keys of the forward pass.
+
+        Args:
+            choose: function that calls the indexer.
+            of_rank: function from the choice to the part of it that this rank needs.
+        """
+        if layer not in self.chosen:
+            self.chosen[layer] = of_rank(self.replayed(layer, choose()))
+        return self.chosen[layer]
+
     def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:
         """Return the choices [T / CP, …] of a layer's indexer, with the recorded ones in place of those that are known.
 

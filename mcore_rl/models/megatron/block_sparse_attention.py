@@ -33,7 +33,7 @@ from mcore_rl.models.megatron.sparse_attention import (
     highest,
     zero_centred_norm,
 )
-from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
+from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, replicated_mappings
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -191,15 +191,13 @@ class BlockSparseAttention(ChoosesKeys, GroupedQueryAttention):
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from super().mappings(ours, theirs)
         size, rows = self.indexer.head_dim, self.indexer.heads * self.indexer.head_dim
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        shapes: dict[str, tuple[str, Shape]] = {
             "query_weight": ("q_proj.weight", (rows, self.hidden)),
             "key_weight": ("k_proj.weight", (size, self.hidden)),
             "query_norm_weight": ("q_norm.weight", (size,)),
             "key_norm_weight": ("k_norm.weight", (size,)),
         }
-        for name, (hf_name, shape) in shapes.items():
-            part = Part(f"{theirs}self_attn.indexer.{hf_name}", shape)
-            yield Mapping(f"{ours}indexer.{name}", (part,), Replicated(), is_frozen=True)
+        yield from replicated_mappings(f"{ours}indexer.", f"{theirs}self_attn.indexer.", shapes, is_frozen=True)
 
     def check(self) -> None:
         super().check()
@@ -239,13 +237,12 @@ class IndexedSelfAttention(PackSelfAttention):
         **kwargs: Any,
     ) -> Any:
         """Choose the keys, unless this is a recomputation, and run the attention over them."""
-        pack, source = packed_seq_params, self.mixer.indexer.source
+        pack = packed_seq_params
         assert pack is not None, "attention runs on packs"
-        if source not in pack.chosen:
-            angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            chosen = pack.replayed(source, self.indexer(hidden.squeeze(1), angles, pack.visible))
-            pack.chosen[source] = self._of_own_groups(chosen)
+        angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        choose = lambda: self.indexer(hidden.squeeze(1), angles, pack.visible)  # noqa: E731
+        pack.choice(self.mixer.indexer.source, choose, self._of_own_groups)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
 
     def _of_own_groups(self, chosen: Tensor | None) -> Tensor | None:

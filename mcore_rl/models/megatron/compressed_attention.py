@@ -412,11 +412,8 @@ class PackCompressedAttention(MegatronModule):
         if self.indexer is None:
             return None
         assert pack is not None, "attention runs on packs"
-        layer = self.layer_number - 1
-        if layer not in pack.chosen:  # a recomputed layer must see the entries of the forward pass
-            chosen = self.indexer(hidden.squeeze(1), latent.squeeze(1), angles, pack.visible)
-            pack.chosen[layer] = pack.replayed(layer, chosen)
-        return pack.chosen[layer]
+        states = hidden.squeeze(1), latent.squeeze(1)
+        return pack.choice(self.layer_number - 1, lambda: self.indexer(*states, angles, pack.visible))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return Megatron's sharded state dict of the module, for a checkpoint."""

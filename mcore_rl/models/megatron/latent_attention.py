@@ -21,7 +21,16 @@ from mcore_rl.models.megatron.attention import (
 from mcore_rl.models.megatron.layers import ReplicatedLinear, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.sparse_attention import ChoosesKeys, Indexer, IndexerLayer
-from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows
+from mcore_rl.models.megatron.weight_mapping import (
+    Columns,
+    Kind,
+    Mapping,
+    Part,
+    Replicated,
+    Rows,
+    Shape,
+    replicated_mappings,
+)
 
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -104,7 +113,7 @@ class LatentAttention(ChoosesKeys, KeyValueMixer):
             yield Mapping(f"{ours}core_attention.softmax_offset", sinks, Rows(), is_float32=True)
         if self.indexer is not None and not self.indexer.is_shared:
             heads, size, rank = self.indexer.heads, self.indexer.head_dim, self.query_rank or 0
-            shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            shapes: dict[str, tuple[str, Shape]] = {
                 "query_weight": ("wq_b.weight", (heads * size, rank)),
                 "key_weight": ("wk.weight", (size, self.hidden)),
                 "key_norm_weight": ("k_norm.weight", (size,)),
@@ -114,10 +123,8 @@ class LatentAttention(ChoosesKeys, KeyValueMixer):
             if self.indexer.pool > 1:
                 shapes["pool_gate"] = "index_kpool_compress_gate", (size, self.hidden)
                 shapes["pool_bias"] = "index_kpool_compress_ape", (self.indexer.pool, size)
-            for name, (hf_name, shape) in shapes.items():
-                part, is_norm = Part(f"{theirs}indexer.{hf_name}", shape), name.startswith("key_norm")
-                wide = name == "head_weight" or (is_norm and self.indexer.float32_norm)
-                yield Mapping(f"{ours}indexer.{name}", (part,), Replicated(), is_float32=wide, is_frozen=True)
+            wide = ["head_weight", *(["key_norm_weight", "key_norm_bias"] if self.indexer.float32_norm else [])]
+            yield from replicated_mappings(f"{ours}indexer.", f"{theirs}indexer.", shapes, wide, is_frozen=True)
 
     def check(self) -> None:
         if self.indexer is not None and self.query_rank is None:
@@ -249,20 +256,20 @@ class PackLatentAttention(MegatronModule):
     ) -> Tensor | None:
         """Return the keys that the queries see, int32 [T / CP, most_seen]; None if they see all previous keys.
 
-        Keys are chosen once for a pack. Layers that share the choice, and recomputed layers, take it from the pack: the
-        backward pass must see the keys of the forward pass.
+        Layers that share another layer's choice take it from the pack.
         """
         indexer = self.mixer.indexer
         if indexer is None:
             return None
         assert pack is not None, "attention runs on packs"
-        if indexer.source not in pack.chosen:
+        angles = angles[0] if isinstance(angles, tuple) else angles
+
+        def choose() -> Tensor | None:
             assert self.indexer is not None, f"layer {indexer.source + 1} chose no keys for layer {self.layer_number}"
-            angles = angles[0] if isinstance(angles, tuple) else angles
-            states = hidden_states.squeeze(1), latent.squeeze(1)
-            chosen = self.indexer(*states, angles, pack.visible)
-            pack.chosen[indexer.source] = pack.replayed(indexer.source, chosen)
-        return pack.chosen[indexer.source]
+            chosen: Tensor | None = self.indexer(hidden_states.squeeze(1), latent.squeeze(1), angles, pack.visible)
+            return chosen
+
+        return pack.choice(indexer.source, choose)
 
     def _queries(self, latent: Tensor) -> Tensor:
         """Return the queries before rotation, [T / CP, heads / TP, head_dim]."""

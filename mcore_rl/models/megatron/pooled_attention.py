@@ -36,7 +36,7 @@ from mcore_rl.models.megatron.sparse_attention import (
     frozen,
     zero_centred_norm,
 )
-from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
+from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, replicated_mappings
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -126,14 +126,12 @@ class PooledSparseAttention(ChoosesKeys, GroupedQueryAttention):
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from super().mappings(ours, theirs)
         size = self.indexer.head_dim
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        shapes: dict[str, tuple[str, Shape]] = {
             "weight": ("index_qk_proj.weight", ((self.indexer.heads + 1) * size, self.hidden)),
             "query_norm_weight": ("q_layernorm.weight", (size,)),
             "key_norm_weight": ("k_layernorm.weight", (size,)),
         }
-        for name, (hf_name, shape) in shapes.items():
-            part = Part(f"{theirs}self_attn.indexer.{hf_name}", shape)
-            yield Mapping(f"{ours}indexer.{name}", (part,), Replicated(), is_frozen=True)
+        yield from replicated_mappings(f"{ours}indexer.", f"{theirs}self_attn.indexer.", shapes, is_frozen=True)
 
     def check(self) -> None:
         super().check()

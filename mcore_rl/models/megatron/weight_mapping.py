@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from typing import Protocol
@@ -453,3 +453,23 @@ def assemble(
             yield part.name, whole
         else:
             begun[part.name] = whole, rows
+
+
+def replicated_mappings(
+    ours: str,
+    theirs: str,
+    shapes: Dictionary[str, tuple[str, Shape]],
+    float32: Collection[str] = (),
+    is_frozen: bool = False,
+) -> Iterator[Mapping]:
+    """Yield the mappings of weights that are the same on every tensor-parallel rank.
+
+    Args:
+        ours, theirs: prefixes of the Megatron and Hugging Face names.
+        shapes: for each weight's name in Megatron, its name in Hugging Face and its shape, without the prefixes.
+        float32: names in Megatron of the weights that are always float32.
+        is_frozen: whether the weights are never trained.
+    """
+    for name, (hf_name, shape) in shapes.items():
+        part = Part(f"{theirs}{hf_name}", shape)
+        yield Mapping(f"{ours}{name}", (part,), Replicated(), is_float32=name in float32, is_frozen=is_frozen)

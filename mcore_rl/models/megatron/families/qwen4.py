@@ -20,7 +20,7 @@ from mcore_rl.models.megatron.families.qwen_next import Qwen35MoEText
 from mcore_rl.models.megatron.gated_streams import GatedStreams
 from mcore_rl.models.megatron.ngram_embedding import NGramEmbedding, hash_multipliers, primes_from
 from mcore_rl.models.megatron.pooled_attention import MeanIndexer, PooledSparseAttention
-from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated, Table
+from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Table, replicated_mappings
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -145,16 +145,15 @@ class Qwen4Text(Qwen35MoEText):
         parts = tuple(Part(f"{table}{number}.weight", (n, ngrams.head_dim)) for number, n in enumerate(rows))
         yield Mapping(f"{ours}table", parts, Table(rows))
         wide = self.streams_count * self.hidden_size
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            "key_norm": ("norm_key", (wide,)),
-            "query_norm": ("norm_query", (wide,)),
-            "conv_norm": ("norm_conv", (wide,)),
-            "conv_weight": ("conv1d", (wide, 1, ngrams.width)),
-            "key_proj.weight": ("key_proj", (wide, ngrams.size)),
-            "value_proj.weight": ("value_proj", (self.hidden_size, ngrams.size)),
+        shapes: dict[str, tuple[str, Shape]] = {
+            "key_norm": ("norm_key.weight", (wide,)),
+            "query_norm": ("norm_query.weight", (wide,)),
+            "conv_norm": ("norm_conv.weight", (wide,)),
+            "conv_weight": ("conv1d.weight", (wide, 1, ngrams.width)),
+            "key_proj.weight": ("key_proj.weight", (wide, ngrams.size)),
+            "value_proj.weight": ("value_proj.weight", (self.hidden_size, ngrams.size)),
         }
-        for name, (hf_name, shape) in shapes.items():
-            yield Mapping(f"{ours}{name}", (Part(f"{theirs}{hf_name}.weight", shape),), Replicated())
+        yield from replicated_mappings(ours, theirs, shapes)
 
     def _connection(self, ours: str, theirs: str, injects: bool = False) -> Iterator[Mapping]:
         """Yield the mappings of a gated mean or, if it `injects`, of a connection.
@@ -164,15 +163,14 @@ class Qwen4Text(Qwen35MoEText):
         """
         count, rank = self.streams_count, self.hf.hc_lowrank
         width = count * self.hidden_size
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        shapes: dict[str, tuple[str, Shape]] = {
             "norm_weight": ("hc_norm.weight", (width,)),
             "down_proj.weight": ("input_mix_weight_down.weight", (rank, width)),
             "up_proj.weight": ("input_mix_weight_up.weight", (width, rank)),
         }
         if injects:
             shapes["inject_proj.weight"] = "block_inject_weight.weight", (count, width)
-        for name, (hf_name, shape) in shapes.items():
-            yield Mapping(f"{ours}{name}", (Part(theirs + hf_name, shape),), Replicated())
+        yield from replicated_mappings(ours, theirs, shapes)
 
 
 class Qwen4(Qwen4Text):
