@@ -425,10 +425,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         """
         topology, all_rows = self.policy.topology, RowsOfRollouts.of(rollouts.outcomes)
         lengths = [size.tokens for size in all_rows.sizes]
-        pad, recorded = (
-            self.inputs.tokenizer.pad_token_id,
-            recorded_choices(self.policy.model.family, self.config.model),
-        )
+        pad = self.inputs.tokenizer.pad_token_id
+        recorded = recorded_choices(self.policy.model.family, self.config.model)
         columns, led = token_columns(pad, recorded), sorted(rollouts.own) if topology.leads_replica else []
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, recorded)

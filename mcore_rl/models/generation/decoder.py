@@ -361,6 +361,7 @@ class Decoder:
         self.in_lockstep = self.topology.expert.size > 1
         self.routers = routers_of(model) if ROUTED_EXPERTS in recorded else []
         self.records_keys = CHOSEN_KEYS in recorded and bool(self.indexers)
+        self.chosen_size = model.family.choices()[CHOSEN_KEYS].size if self.records_keys else 0
         self.chosen: dict[int, Tensor | None] = {}
 
     @property
@@ -530,8 +531,8 @@ class Decoder:
                 routed = all_gather(routed, self.topology.tensor.group).flatten(0, 1)
             choices[ROUTED_EXPERTS] = routed
         if self.records_keys:
-            size = self.model.family.choices()[CHOSEN_KEYS].size
-            keys = torch.full((padded, len(self.indexers), size), -1, dtype=torch.int32, device=platform.device())
+            shape = padded, len(self.indexers), self.chosen_size
+            keys = torch.full(shape, -1, dtype=torch.int32, device=platform.device())
             for number in range(len(self.indexers)):
                 if (chosen := self.chosen.get(len(self.mixers) + number)) is not None:
                     chosen = chosen.flatten(1)
