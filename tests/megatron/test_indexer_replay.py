@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from layout_cases import make_config, make_data, plain_outcome
+from layout_cases import change_each_row, make_config, make_data, plain_outcome
 from small_models import and_long, make_model, make_tokenizer
 
 from mcore_rl.config import GRPOConfig
@@ -35,21 +35,13 @@ def force_keys(data):
     """Return a function that makes transformers' indexers choose the keys of `data`, rows in their order."""
 
     def prepare(model):
+        def change(layer, row, own):
+            wanted = data["chosen_keys"][row, : own.shape[1], layer, : own.shape[2]]
+            wanted = torch.where(wanted < 0, wanted[:, :1], wanted)  # a key that is chosen twice counts once
+            return torch.where(wanted < 0, own[0], wanted)[None]
+
         indexers = [module for name, module in model.named_modules() if name.endswith(".indexer")]
-        calls = dict.fromkeys(range(len(indexers)), 0)
-
-        def hook_of(layer):
-            def hook(module, inputs, own):
-                row = calls[layer] % len(data["input_ids"])
-                calls[layer] += 1
-                wanted = data["chosen_keys"][row, : own.shape[1], layer, : own.shape[2]]
-                wanted = torch.where(wanted < 0, wanted[:, :1], wanted)  # a key that is chosen twice counts once
-                return torch.where(wanted < 0, own[0], wanted)[None]
-
-            return hook
-
-        for layer, indexer in enumerate(indexers):
-            indexer.register_forward_hook(hook_of(layer))
+        change_each_row(indexers, len(data["input_ids"]), change)
 
     return prepare
 

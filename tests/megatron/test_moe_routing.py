@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import yaml
-from layout_cases import make_config, make_data, plain_outcome, with_experts
+from layout_cases import change_each_row, make_config, make_data, plain_outcome, with_experts
 from programs import run
 from small_models import and_long, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
@@ -237,23 +237,15 @@ def force_experts(data):
     """A function that makes transformers' routers send tokens to the experts of `data`, rows in their order."""
 
     def prepare(model):
+        def change(layer, row, outputs):
+            logits, _, own = outputs
+            wanted = data["routed_experts"][row, : len(logits), layer].long()
+            chosen = torch.where(wanted < 0, own, wanted)
+            weights = logits.softmax(-1).gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
         gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-        calls = dict.fromkeys(range(len(gates)), 0)
-
-        def hook_of(layer):
-            def hook(module, inputs, outputs):
-                logits, _, own = outputs
-                row = calls[layer] % len(data["input_ids"])
-                calls[layer] += 1
-                wanted = data["routed_experts"][row, : len(logits), layer].long()
-                chosen = torch.where(wanted < 0, own, wanted)
-                weights = logits.softmax(-1).gather(1, chosen)
-                return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-            return hook
-
-        for layer, gate in enumerate(gates):
-            gate.register_forward_hook(hook_of(layer))
+        change_each_row(gates, len(data["input_ids"]), change)
 
     return prepare
 

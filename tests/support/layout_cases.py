@@ -254,3 +254,22 @@ def with_experts(data, layers, count, topk):
     experts[torch.rand(shape[:2], generator=generator) < 0.2] = -1
     data["routed_experts"] = experts
     return data
+
+
+def change_each_row(modules, rows, change):
+    """Change what modules of transformers return, which is called with one row after the other, again and again.
+
+    Args:
+        change: function of a module's index, the row's number and the output; it returns the new output.
+    """
+    calls = [0] * len(modules)
+
+    def hook_of(index):
+        def hook(module, inputs, outputs):
+            row, calls[index] = calls[index] % rows, calls[index] + 1
+            return change(index, row, outputs)
+
+        return hook
+
+    for index, module in enumerate(modules):
+        module.register_forward_hook(hook_of(index))
