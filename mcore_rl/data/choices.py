@@ -21,7 +21,11 @@ choice is unknown."""
 
 @dataclass(frozen=True)
 class KindOfChoice:
-    """What is chosen (`what`), the key of the section `model` that asks for its replay, and its numbers' type."""
+    """A kind of choice.
+
+    what: what is chosen. option: key of the configuration's section `model` that turns on its replay. dtype: type of
+        the recorded numbers.
+    """
 
     what: str
     option: str

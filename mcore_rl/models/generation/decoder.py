@@ -332,7 +332,7 @@ class Decoder:
 
     attend: Attend
     choices: dict[str, Tensor]
-    """What this rank's layers chose for the last pass's tokens, [T, layers, size], by name, if it is recorded."""
+    """The recorded choices of this rank's layers for the tokens of the last pass, by name, [T, layers, size]."""
 
     def __init__(self, model: ModelShard, recorded: Sequence[str] = ()) -> None:
         self.model, self.topology = model, model.topology

@@ -88,7 +88,7 @@ def weights_of_predictions(data: BatchedDataDict[Any], k: int) -> Tensor:
 
 
 class PredictionLayer(MegatronModule):
-    """One layer that predicts a further token. `transformer_layer` is its only block; its number is 1."""
+    """A layer that predicts a further token. It has one transformer layer, whose layer number is 1."""
 
     def __init__(
         self, config: TransformerConfig, norm: Any, block: ModuleSpec, vp_stage: int | None, groups: Any
