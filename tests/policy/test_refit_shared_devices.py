@@ -1,6 +1,8 @@
 """Tests of a policy and an engine on the same devices: a block of weights on each, and memory that is released."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.policy import refit
 from mcore_rl.models.policy.refit import RefitReceiver
+from mcore_rl.models.policy.refit_block import path_of_shared
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -66,6 +69,48 @@ def test_every_device_has_a_block_of_its_own(layout, devices, model_of):
             f"update_weights_from_ipc_handles: no handle is for this process's device {devices[rank]}; "
             "pass the handles of the first rank"
         )
+
+
+SENDER = """
+import multiprocessing, os, signal, sys, torch
+from pathlib import Path
+from mcore_rl import platform
+from mcore_rl.models.policy.refit import RefitReceiver, SharedBucket
+
+platform.initialize_platform()
+tensor = torch.arange(1000) / 7
+bucket = SharedBucket({"weight": (tuple(tensor.shape), tensor.dtype)})
+bucket.write("weight", tensor)
+handles = {platform.device_id(): bucket.handle()}
+
+def take():
+    taken = {}
+    receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
+    receiver.update_weights_from_ipc_handles(handles)
+    os._exit(0 if torch.equal(taken["weight"], tensor) else 1)
+
+processes = [multiprocessing.get_context("fork").Process(target=take) for _ in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join(60)
+assert [process.exitcode for process in processes] == [0, 0]
+print(bucket.handle()["shared_memory"], flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+bucket.release()
+"""
+
+
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_block_belongs_to_its_creator_alone(end):
+    """Receivers share the sender's tracker of such blocks: it must neither write errors, nor leave the block behind."""
+    sender = subprocess.run([sys.executable, "-c", SENDER, end], capture_output=True, text=True, timeout=120)
+    name = sender.stdout.strip()
+    assert name and not path_of_shared(name).exists()
+    assert "KeyError" not in sender.stderr
+    if end == "released":
+        assert (sender.returncode, sender.stderr) == (0, "")
 
 
 def test_a_block_is_opened_under_the_number_that_the_device_has_here():

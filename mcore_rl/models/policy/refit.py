@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import accumulate, islice
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import shared_memory
 from threading import Lock
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.policy.refit_block import K, Places, lay_out, nbytes_of
+from mcore_rl.models.policy.refit_block import K, Places, lay_out, nbytes_of, open_shared
 from mcore_rl.models.policy.refit_copy import HostCopy
 from mcore_rl.models.policy.refit_delta import DeltaEncoder, RefusedUpdate
 
@@ -487,11 +487,7 @@ class RefitReceiver:
             self.load_weights(_cut(_open_on(self.device, *handle["cuda"]), handle["tensors"]))
             platform.synchronize(self.device)
             return
-        memory = shared_memory.SharedMemory(handle["shared_memory"])
-        # Attaching also registers the block here, but only its creator may remove it.
-        resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
-        self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handle["tensors"]))
-        memory.close()
+        self.load_weights(_cut(open_shared(handle["shared_memory"]), handle["tensors"]))
 
 
 def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:

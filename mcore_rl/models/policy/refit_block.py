@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 K = TypeVar("K")
 Shape = tuple[int, ...]
@@ -33,3 +36,19 @@ def lay_out(
         places[key] = (size, shape, dtype)
         size += -(-nbytes_of(shape, dtype) // alignment) * alignment
     return places, size
+
+
+def path_of_shared(name: str) -> Path:
+    """Return the file of the block of shared memory `name`."""
+    return Path("/dev/shm") / name
+
+
+def open_shared(name: str) -> Tensor:
+    """Open the block of shared memory `name`, which another process has created; return its bytes.
+
+    As a file, because `SharedMemory(name)` registers the block for removal in this process too. Processes of one
+    program share the tracker of such blocks; if one of them takes the block out, the tracker later writes a KeyError
+    to the log, and does not remove the block if its creator is killed.
+    """
+    with path_of_shared(name).open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)

@@ -9,12 +9,11 @@ import os
 import time
 from collections.abc import Iterable
 from multiprocessing import shared_memory
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mcore_rl.models.policy.refit_block import lay_out, nbytes_of
+from mcore_rl.models.policy.refit_block import lay_out, nbytes_of, open_shared, path_of_shared
 from mcore_rl.models.policy.refit_delta import RefusedUpdate, decode
 
 RefitShapes = Iterable[tuple[tuple[int, ...], torch.dtype]]
@@ -138,13 +137,10 @@ def _too_little(size: int, error: OSError) -> str:
 
 
 def _open_block(name: str, size: int, seconds: float) -> Tensor:
-    """Open the shared block `name` that another process creates.
-
-    As a file, because Python would also register the block for removal, which is its creator's business.
-    """
-    path, deadline = Path("/dev/shm") / name, time.monotonic() + seconds
-    while path.stat().st_size < size:  # until its creator has set the size
+    """Open the shared block `name` that another process creates; wait until its creator has set the size."""
+    path, deadline = path_of_shared(name), time.monotonic() + seconds
+    while path.stat().st_size < size:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{path} did not reach {size} bytes within {seconds:g} s")
         time.sleep(_POLL_SECONDS)
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    return open_shared(name)
