@@ -103,6 +103,14 @@ class PredictionLayer(MegatronModule):
             block, config=config, layer_number=number, vp_stage=vp_stage, pg_collection=groups
         )
 
+    @property
+    def mtp_model_layer(self) -> Any:
+        """The transformer layer, under the name by which the schedules of Megatron-Core 0.19 look for it.
+
+        Those of 0.16 look for `transformer_layer`, which is also its name in checkpoints.
+        """
+        return self.transformer_layer
+
     def forward(self, hidden: Tensor, embedded: Tensor, rotary: Any, pack: PackParams) -> Tensor:
         """Return the layer's states [T / CP (/ TP with SP), 1, hidden].
 
