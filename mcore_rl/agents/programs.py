@@ -26,6 +26,10 @@ from mcore_rl.utils.process_groups import GroupKeeper
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
 
+BEGIN_WHEN_TOLD = "import os, sys\nif os.read(0, 1):\n    os.execvp(sys.argv[1], sys.argv[1:])"
+"""Program that becomes a command when its standard input has a first byte, and ends if that has none. A command that
+began before the keeper of process groups knows it would outlive a trainer that is killed."""
+
 
 class ProgramError(Exception):
     """Raised if a program fails; the message continues the sentence "Its program …"."""
@@ -138,7 +142,7 @@ class CommandPrograms:
         }
         with _open_log(self.log) as printed:
             process = await asyncio.create_subprocess_exec(
-                *self.command,
+                *(sys.executable, "-I", "-S", "-c", BEGIN_WHEN_TOLD, *self.command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=printed,
                 stderr=printed,
@@ -149,7 +153,7 @@ class CommandPrograms:
         self._keeper.add(process.pid)
         try:
             told = json.dumps({"record": session.record, "messages": session.messages}, default=str)
-            await process.communicate(told.encode() + b"\n")
+            await process.communicate(b"\n" + told.encode() + b"\n")
         finally:
             _kill_group(process)
             self._keeper.remove(process.pid)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from ended import has_ended, wait_for_end
 
@@ -163,3 +164,30 @@ def test_programs_end_with_a_killed_trainer(program, make_programs, tmp_path):
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
     wait_for_end(pid)
+
+
+KILLED_AT_ONCE = """
+import os, signal
+from mcore_rl.utils.process_groups import GroupKeeper
+
+GroupKeeper.add = lambda self, group: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def arguments_of(process):
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def test_a_command_does_not_begin_before_it_would_end_with_the_trainer(tmp_path):
+    """The trainer is killed after it has started the command, before the keeper of its process group knows it."""
+    command = ["sh", "-c", "echo begun > $0/begun", str(tmp_path)]
+    arguments = [sys.executable, "-c", KILLED_AT_ONCE + TRAINER, str(tmp_path / "file"), *command]
+    assert subprocess.run(arguments, timeout=120).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while any(str(tmp_path) in part for process in psutil.process_iter() for part in arguments_of(process)):
+        assert time.monotonic() < deadline, "the command is still running"
+        time.sleep(0.05)
+    assert not (tmp_path / "begun").exists()
