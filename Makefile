@@ -7,7 +7,8 @@ export OMP_NUM_THREADS := 1
 unexport PIP_CONSTRAINT
 
 .PHONY: install install-vllm demo demo-grpo demo-ppo demo-images demo-smollm demo-agent test test-long test-agents \
-	test-exhaustive test-te test-megatron test-megatron-quick test-triton test-vllm test-browser test-slurm gpu faults \
+	test-exhaustive \
+	test-processors test-te test-megatron test-megatron-default test-triton test-vllm test-browser test-slurm gpu faults \
 	layouts bench lint docs clean
 
 install: .venv/installed
@@ -158,6 +159,16 @@ test-long: .venv/installed-compat .venv/installed-smollm
 test-exhaustive: .venv/installed-compat .venv/installed-smollm test-megatron
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
 
+# What processors with shorter vectors compute: a tenth of the tests of `make test` with SSE4.1, another tenth with AVX2.
+# WHOLE=1 runs all of them.
+SSE41 := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+WHOLE ?=
+
+test-processors: install
+	$(SSE41) $(BIN)/pytest $(IN_PARALLEL) $(if $(WHOLE),,--tenth 0) --suite '$@$(if $(WHOLE), whole) (SSE4.1)'
+	$(AVX2) $(BIN)/pytest $(IN_PARALLEL) $(if $(WHOLE),,--tenth 5) --suite '$@$(if $(WHOLE), whole) (AVX2)'
+
 # The oldest or the newest supported Megatron-Core, whichever constraints-gpu.txt does not install, laid over the
 # installed one. Its wheel is for another Python, but its Python files run here. Its optional C++ module is for data
 # that this package does not use. MEGATRON=0.18.2 names another version.
@@ -180,8 +191,9 @@ $(LAID_OVER)/installed: | install
 WITH_BOTH = TE_STAND_IN_VERSION=2.20.2 PYTHONPATH=$(LAID_OVER):.venv-triton:tests/support/te_stand_in \
 	$(BIN)/pytest $(IN_PARALLEL) tests/te
 
-test-megatron-quick: $(LAID_OVER)/installed .venv-triton/installed
+test-megatron-default: $(LAID_OVER)/installed .venv-triton/installed
 	$(WITH_MEGATRON) $(IN_ONE) -m megatron tests/megatron --suite '$@ (both versions)'
+	$(WITH_MEGATRON)
 	$(WITH_BOTH) --suite '$@ (layers)'
 
 test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-compat

@@ -1,4 +1,4 @@
-"""Write the table of docs/versions.md: which versions were run with which suite.
+"""Write the table of docs/versions.md: which versions were run with which suite, and on which processor.
 
 python scripts/make_version_table.py            # takes over outputs/suites, where suites without a failure ended
 python scripts/make_version_table.py --check    # exits with 1 if the table differs from docs/suites
@@ -47,11 +47,12 @@ def with_table(page: str, of: Iterable[dict[str, Any]]) -> str:
 
 def table(of: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"| suite | Python | {' | '.join(COLUMNS)} | passed | skipped | date, commit |"
-    yield "|---" * (5 + len(COLUMNS)) + "|"
+    yield f"| suite | Python | {' | '.join(COLUMNS)} | processor | passed | skipped | date, commit |"
+    yield "|---" * (6 + len(COLUMNS)) + "|"
     for one in of:
         versions = " | ".join(one["versions"].get(name, "") for name in COLUMNS)
-        ended = f"{one['passed']:,} | {one['skipped']} | {one['date']}, {one['commit']}"
+        where = one.get("processor", "not recorded")
+        ended = f"{where} | {one['passed']:,} | {one['skipped']} | {one['date']}, {one['commit']}"
         target, _, part = one["suite"].partition(" ")
         yield f"| `make {target}`{part and ' ' + part} | {one['python']} | {versions} | {ended} |"
 

@@ -30,6 +30,9 @@ hypothesis.settings.register_profile("thorough", derandomize=True, max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--composition", type=int, help="seed of the one random composition that is tried")
+    parser.addoption(
+        "--tenth", type=int, choices=range(10), help="number from 0 to 9: run every tenth test, beginning with this one"
+    )
     parser.addoption("--trees", type=int, help="how many trees tests/testing/test_random_trees.py tries in each layout")
     parser.addoption("--kills", type=int, default=2, help="how many ranks tests/end_to_end/test_faults.py kills")
 
@@ -59,8 +62,8 @@ def pytest_configure(config):
     torch.set_num_threads(1)  # of two workers on two cores, threads would wait for each other
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     """Make all long cases of a test but the first exhaustive, unless it has the mark `every_case`.
 
     Folders with slow tests come first: a slow test that comes last would run alone.
@@ -73,6 +76,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker("exhaustive")
             have_long_case.add(name)
     items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "docs", "simulation", "gpu"))
+    result = yield  # pytest itself selects by marks
+    if (tenth := config.getoption("tenth")) is not None:
+        kept = items[tenth::10]
+        config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % 10 != tenth])
+        items[:] = kept
+    return result
 
 
 def pytest_collection_finish():

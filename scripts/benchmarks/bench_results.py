@@ -152,8 +152,11 @@ def machine() -> str:
     """Return the GPU's name if torch sees one, otherwise the processor's."""
     import torch
 
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else processor()
+
+
+def processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

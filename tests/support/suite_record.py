@@ -1,4 +1,4 @@
-"""Plugin that records with which versions a suite ran, and how it ended: outputs/suites/NAME.json.
+"""Plugin that records the versions, the processor and the result of a suite: outputs/suites/NAME.json.
 
 `scripts/make_version_table.py` makes the table of docs/versions.md of these files.
 """
@@ -13,6 +13,8 @@ import time
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from bench_results import processor
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("torch", "megatron-core", "transformers", "trl", "peft", "ray", "triton")
@@ -34,6 +36,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "suite": name,
         "date": date.today().isoformat(),
         "commit": _commit(),
+        "processor": _processor(),
         "python": platform.python_version(),
         "versions": versions(config.getoption("markexpr")),
         "seconds": round(time.time() - STARTED),
@@ -69,6 +72,13 @@ def versions(marks):
         (server,) = (ROOT / ".venv-vllm").glob("lib/*/site-packages/vllm*.dist-info")
         found["vllm"] = server.name.removesuffix(".dist-info").replace("-", " ").removeprefix("vllm ")
     return found
+
+
+def _processor():
+    """Return the processor's name and the instructions that torch's own kernels use on it."""
+    import torch
+
+    return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit():
