@@ -193,3 +193,45 @@ def test_scripts_and_examples_import_names_that_exist():
                 known |= {name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == node.module}
                 wrong += [f"{path.name}: {node.module}.{a.name}" for a in node.names if a.name not in known]
     assert not wrong
+
+
+COMPARING = ("approx", "allclose", "assert_close", "isclose")
+
+
+def small_limits_of(tree):
+    """Yield line and value of each constant that looks like an absolute limit in float32, but for relative ones."""
+
+    def constants(node):
+        if isinstance(node, ast.keyword) and node.arg in ("rel", "rtol", "rel_tol"):
+            return
+        if isinstance(node, ast.Constant) and isinstance(node.value, float) and 1e-9 < node.value < 1e-5:
+            yield node.lineno, node.value
+        for child in ast.iter_child_nodes(node):
+            yield from constants(child)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for op, left, right in zip(node.ops, [node.left, *node.comparators], node.comparators, strict=False):
+                if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+                    yield from constants(right if isinstance(op, ast.Lt | ast.LtE) else left)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in COMPARING:
+            yield from constants(node)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value in ("abs", "atol"):
+                    yield from constants(value)
+
+
+def test_small_limits_are_derived_from_the_rounding_of_float32():
+    """A limit of a few roundings holds on one processor and not on another. tests/support/float32.py derives limits.
+
+    A comparison in float64, or with digits that were printed, says so in a comment in its line: "# float64" or
+    "# printed".
+    """
+    tests, wrong = Path(__file__).parent, []
+    for path in sorted(tests.rglob("*.py")):
+        lines = path.read_text().splitlines()
+        for line, limit in {*small_limits_of(ast.parse("\n".join(lines)))}:
+            if not any(f"# {word}" in lines[line - 1] for word in ("float64", "printed")):
+                wrong.append(f"{path.relative_to(tests)}:{line}: {limit:g}")
+    assert not wrong

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import yaml
+from float32 import FORMULA, approx32
 from programs import metrics_of, run
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -248,7 +249,7 @@ def test_the_expected_gradient_of_samples_is_that_of_the_reverse_kl(weights):
             q[token, None], taught[token, None], teacher_weight=torch.tensor([sum(weights)], dtype=torch.float64)
         )
         found += probability * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-        assert metrics["loss"] == pytest.approx(loss.item())
+        assert metrics["loss"] == approx32(loss.item(), FORMULA)
     torch.testing.assert_close(found, expected)
 
 
@@ -260,7 +261,7 @@ def test_another_sampler_is_corrected_up_to_the_bound(bound):
     weights = torch.tensor([1.0, bound, torch.tensor(-4.0).exp()])  # exp(3) is above the bound
     advantages = -2.0 - logprobs.detach()
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], -weights * advantages)
-    assert metrics["importance_weight"] == pytest.approx(weights.sum().item())
+    assert metrics["importance_weight"] == approx32(weights.sum().item(), FORMULA)
 
 
 @pytest.mark.exhaustive
@@ -336,4 +337,4 @@ def test_the_divergence_of_measures_is_zero_only_where_they_are_equal():
     for q, is_zero in ((p, True), (p + 0.1, False), (p - 0.1, False)):
         divergences = loss_fn._divergences(q, None, p)
         for value in (divergences.forward_kl, divergences.reverse_kl):
-            assert value.item() == pytest.approx(0, abs=1e-7) if is_zero else value.item() > 1e-3
+            assert value.item() == approx32(0, FORMULA) if is_zero else value.item() > 1e-3

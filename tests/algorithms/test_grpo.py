@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from float32 import FORMULA, FORWARD, approx32, approx32_after_updates
 from layout_cases import make_config
 from policy_loss_cases import make_batch
 from programs import comparable, metrics_of, run
@@ -97,7 +98,7 @@ def plain(model_of):
 def assert_same(ours, theirs):
     for a, b in zip(ours[0], theirs[0], strict=True):
         for name in b:
-            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=2e-6), name
+            assert a[name] == approx32(b[name], FORWARD), name
     for kind in (1, 2):
         for name, tensor in theirs[kind].items():
             scale = tensor.abs().max()
@@ -204,7 +205,7 @@ def test_a_run_writes_what_it_did(whole_run):
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     first = metrics[0]
     assert first["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
-    assert first["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert first["kl_penalty"] == approx32(0, FORMULA)
     assert metrics[-1]["kl_penalty"] > 0
     expected = {"reward_mean", "reward_std", "reward_positive_fraction",
                 "response_length_mean", "approx_entropy", "clip_fraction_low",
@@ -255,7 +256,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
     train(files, "replayed", "--replay", files / "recording.jsonl")
     for ours, theirs in zip(comparable(out), comparable(whole_run[1]), strict=True):
         for name in ("reward_mean", "loss", "kl_penalty", "grad_norm", "response_length_mean"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert ours[name] == approx32_after_updates(theirs[name]), name
     too_long = train(files, "longer", "--replay", files / "recording.jsonl", "trainer.max_steps=9", check=False)
     assert too_long.returncode == 2
     assert "lacks step 5, but this run has 9 steps" in too_long.stderr_text

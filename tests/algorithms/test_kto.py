@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from float32 import FORMULA, assert_close32
 from programs import metrics_of, run
 from small_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -156,9 +157,9 @@ def test_the_loss_is_trls(labels):
         "ref_KL_logps": torch.tensor([-1.0, -2.34]),
     }  # fmt: skip
     expected = trainer._compute_loss(itself, lambda **_: outputs, inputs, False)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_close32(loss, expected, FORMULA, scale=1)
     ours, theirs = (torch.autograd.grad(x, logprobs)[0] for x in (loss, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert_close32(ours, theirs, FORMULA)
 
 
 @pytest.mark.long

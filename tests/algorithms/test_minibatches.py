@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from float32 import FORMULA, approx32, approx32_after_updates
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import metrics_of, run
@@ -77,9 +78,9 @@ def test_metrics_contain_mean_and_value_of_each_update(whole):
     for line in metrics_of(whole):
         updates = [line[f"loss/update_{n}"] for n in range(1, 7)]
         assert f"loss/update_{7}" not in line
-        assert line["loss"] == pytest.approx(sum(updates) / 6)
+        assert line["loss"] == approx32(sum(updates) / 6, FORMULA)
         assert len(set(updates)) == 6
-        assert line["grad_norm"] == pytest.approx(sum(line[f"grad_norm/update_{n}"] for n in range(1, 7)) / 6)
+        assert line["grad_norm"] == approx32(sum(line[f"grad_norm/update_{n}"] for n in range(1, 7)) / 6, FORMULA)
     rates = [line["lr"] for line in metrics_of(whole)]
     assert rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
@@ -91,7 +92,7 @@ def test_metrics_of_several_passes_over_the_whole_batch(files):
     for name in ("loss", "grad_norm", "value_loss", "critic_grad_norm"):
         updates = [line[f"{name}/update_{n}"] for n in (1, 2)]
         assert len(set(updates)) == 2 and f"{name}/update_3" not in line
-        assert line[name] == pytest.approx(sum(updates) / 2)
+        assert line[name] == approx32(sum(updates) / 2, FORMULA)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_updates_are_equal_under_every_layout(layout, files, whole):
     for one, other in zip(metrics_of(again), metrics_of(out), strict=True):
         for name in one:
             if name.startswith(("loss/", "grad_norm/")):
-                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (one["step"], name)
+                assert other[name] == approx32_after_updates(one[name]), (one["step"], name)
     shutil.rmtree(files / "again")
 
 

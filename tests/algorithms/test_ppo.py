@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from float32 import approx32_after_updates
 from programs import ROOT, comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
@@ -173,7 +174,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
     train(files, "replayed", "--replay", files / "recording.jsonl")
     for ours, theirs in zip(comparable(files / "replayed"), comparable(whole_run[1]), strict=True):
         for name in ("reward_mean", "value_loss", "explained_variance", "critic_grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert ours[name] == approx32_after_updates(theirs[name]), name
     hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "ppo.temperature=2", check=False)
     assert "recording.jsonl: was sampled with ppo.temperature=1.0, but this run has 2.0" in hotter.stderr_text
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset as Records
+from float32 import FORMULA, FORWARD, approx32
 from layout_cases import make_config
 from policy_loss_cases import CASES, loss_of, make_batch
 from small_models import and_long, make_model
@@ -203,11 +204,11 @@ def test_steps_equal_trls_or_the_formula(names, layout, files, data, expected):
         losses, theirs, *clipped = expected[name]
         found = [m["loss"] for m in metrics]
         print(f"{name}: losses {losses}, off by {max(abs(a - b) for a, b in zip(found, losses, strict=True)):.1e}")
-        assert found == pytest.approx(losses, rel=1e-5, abs=1e-6), name
+        assert found == approx32(losses, FORWARD), name
         assert all(math.isfinite(value) for m in metrics for key, value in m.items() if key != "all_mb_metrics")
         if name == "off-policy mask":  # TRL counts sequences where a ratio is of a sequence, and others not at all
             fractions = [[m[f"clip_fraction_{side}"] for side in ("low", "high")] for m in metrics]
             assert any(low or high for low, high in fractions)
             for ours, of_trl in zip(fractions, clipped[0], strict=True):
-                assert ours == pytest.approx(of_trl, abs=1e-6), name
+                assert ours == approx32(of_trl, FORMULA), name
         check_weights(weights, theirs, initial, name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from float32 import FORWARD, approx32
 from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import make_model, make_tokenizer
@@ -181,7 +182,7 @@ def test_steps_of_dpo_equal_trls(names, layout, files, data):
         )
         found = [m["loss"] for m in metrics]
         print(f"{name}: losses {losses}, off by {max(abs(a - b) for a, b in zip(found, losses, strict=True)):.1e}")
-        assert found == pytest.approx(losses, rel=1e-5, abs=1e-6), name
+        assert found == approx32(losses, FORWARD), name
         for side in ("chosen", "rejected"):
             rewards = [BETA * m[f"rewards_{side}_mean"] for m in metrics]
             assert rewards == pytest.approx([log[f"rewards/{side}"] for log in logs], rel=1e-5, abs=1e-5), name
@@ -243,7 +244,7 @@ def test_run_of_kto_equals_trls(kind, processes, files):
         "beta": BETA, "desirable_weight": 1.3, "loss_type": kind, "per_device_train_batch_size": SIZE,
     }  # fmt: skip
     losses, logs, expected = trained(trl.KTOTrainer, trl.KTOConfig, files, in_order(records), settings, files / "model")
-    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert [m["loss"] for m in metrics] == approx32(losses, FORWARD)
     assert [BETA * m["rewards_desirable_sum"] / m["num_desirable_samples"] for m in metrics] == pytest.approx(
         [log["rewards/chosen"] for log in logs], rel=1e-5, abs=1e-5
     )
@@ -264,7 +265,7 @@ def test_run_of_dft_equals_trls(processes, files):
     metrics, weights = train(files, "sft", f"dft{processes}", processes, ["sft.loss=dft"])
     settings = {"loss_type": "dft", "per_device_train_batch_size": SIZE}
     losses, _, expected = trained(trl.SFTTrainer, trl.SFTConfig, files, in_order(records), settings)
-    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert [m["loss"] for m in metrics] == approx32(losses, FORWARD)
     assert all(m["nll_loss"] > m["loss"] for m in metrics)
     check_weights(weights, expected, load_file(files / "model" / "model.safetensors"), "dft")
 

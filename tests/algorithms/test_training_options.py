@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from float32 import FORMULA, FORWARD, approx32
 from layout_cases import make_config, make_data
 from rich.console import Console
 from small_models import make_model, make_tokenizer
@@ -525,7 +526,7 @@ def test_logged_samples_have_ground_truth_and_advantage(step, tmp_path):
     assert len(samples) == rows.size == NUM_PROMPTS * GROUP
     for sample, advantages, mask in zip(samples, rows["advantages"], rows["token_mask"], strict=True):
         assert sample["ground_truth"] == "four"
-        assert sample["advantage"] == pytest.approx(advantages[mask.bool()].double().mean().item(), abs=1e-6)
+        assert sample["advantage"] == approx32(advantages[mask.bool()].double().mean().item(), FORMULA)
     assert len({sample["advantage"] for sample in samples}) > 1
     step(Worker(lambda prompt: False))
     assert {sample["advantage"] for sample in read_step_log(tmp_path / "samples.jsonl")} == {None}
@@ -602,7 +603,7 @@ def test_deterministic_runs_are_equal_bit_for_bit(layout, family, model_of):
         for c in (config, *(2 * [config.model_copy(update={"deterministic": True})]))
     ]
     assert runs[1] == runs[2]
-    assert runs[1][-1]["loss"] == pytest.approx(runs[0][-1]["loss"], rel=1e-6)
+    assert runs[1][-1]["loss"] == approx32(runs[0][-1]["loss"], FORWARD)
 
 
 def test_an_environment_that_contradicts_is_refused(monkeypatch):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from float32 import FORWARD, approx32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import make_config
@@ -304,7 +305,7 @@ def test_metrics_of_a_source_are_those_of_its_records_alone(layout, model_of):
     config = make_config(model_of("llama"))
     metrics = run_processes(loss_of_sources, layout.apply(config), world_size=layout.world_size)[0]
     (whole,) = run_processes(loss_of_sources, config, world_size=1)
-    assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert metrics == approx32(whole, FORWARD)
     assert (metrics["one/num_valid_samples"], metrics["two/num_valid_samples"]) == (5, 3)
     for name in ("loss", "accuracy", "rewards_chosen_mean"):
         assert 5 * metrics[f"one/{name}"] + 3 * metrics[f"two/{name}"] == pytest.approx(8 * metrics[name], rel=1e-5)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from float32 import FORWARD, approx32
 from layout_cases import make_config, make_data
 from prefix_cases import dpo_config, grpo_config, make_groups, make_pairs
 from small_models import and_long
@@ -319,7 +320,7 @@ def scored_and_trained(config, data, division):
     first, second = (policy.forward(half, loss_fn, global_valid_counts(data)) for half in halves)
     in_parts = (first + second).metrics(loss_fn)
     for name, value in whole.items():
-        assert in_parts[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert in_parts[name] == approx32(value, FORWARD), name
     trained = policy.train(own, loss_fn)
     parts = trained.pop("all_mb_metrics")
     with pytest.raises(ContractError, match="the number of rows of all replicas"):
@@ -335,8 +336,8 @@ def check_own_rows(config, data, layout, division, splits_groups=False):
         width = own_scores.shape[1]
         torch.testing.assert_close(own_scores, whole_scores[indices][:, :width], rtol=1e-5, atol=1e-5)
         for name, value in whole.items():
-            assert evaluated[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-            assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert evaluated[name] == approx32(value, FORWARD), name
+            assert trained[name] == approx32(value, FORWARD), name
         assert sum(parts["num_valid_samples"]) == whole["num_valid_samples"]
         assert flops[1] == pytest.approx(flops[0]) or (splits_groups and flops[1] > flops[0])
     assert all(result[2:] == results[0][2:] for result in results), "the same on all ranks"

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from float32 import assert_as_accurate
 from logprob_cases import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -362,7 +363,7 @@ def test_topk_of_half_precision_states_is_not_rounded(tile, monkeypatch):
     hidden, weight = (x.bfloat16() for x in a_linear_layer())
     expected = (hidden.double() @ weight.double().T).topk(3)
     values, indices = linear_topk(hidden, weight, 3, chunk_size=2)
-    torch.testing.assert_close(values.double(), expected.values, rtol=1e-6, atol=1e-6)
+    assert_as_accurate(values, (hidden.float() @ weight.float().T).topk(3).values, expected.values)
     assert torch.equal(indices, expected.indices)
 
 

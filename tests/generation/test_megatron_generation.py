@@ -4,6 +4,7 @@ layout."""
 import numpy as np
 import pytest
 import torch
+from float32 import FORMULA, assert_close32
 from generation_cases import LIMIT, NEW_TOKENS, PARAMS, ROWS, config_of, generate, make_prompts, run, sequences
 from generation_cases import model_path as model_path
 from hypothesis import given, settings
@@ -360,4 +361,4 @@ def test_vocabulary_shards_give_the_same(params):
         for ours in run_processes(sample_shards, logits, u, params, world_size=size):
             assert torch.equal(ours.tokens, whole.tokens)
             torch.testing.assert_close(ours.logprobs, whole.logprobs)
-            torch.testing.assert_close(ours.likeliest, whole.likeliest, atol=1e-6, rtol=0)
+            assert_close32(ours.likeliest, whole.likeliest, FORMULA)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from float32 import approx32_after_updates
 from generation_cases import drawn_logprobs, make_prompts
 from ports import free_port
 from programs import metrics_of, run
@@ -358,7 +359,7 @@ def train(root, name, *arguments, **options):
 def assert_same_training(ours, theirs, start=0):
     for a, b in zip(metrics_of(ours)[start:], metrics_of(theirs)[start:], strict=True):
         for name in ("step", "reward_mean", "loss", "kl_penalty", "grad_norm", "response_length_mean"):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
+            assert a[name] == approx32_after_updates(b[name]), (a["step"], name)
 
 
 def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, urls):

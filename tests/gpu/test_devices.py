@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from float32 import FORWARD, approx32, assert_close32
 from gpu_process import IMPLEMENTATIONS, built_by, changed, run_on
 from gpu_process import kind as kind
 from layout_cases import STEPS, make_config, make_data, plain_outcome
@@ -218,7 +219,7 @@ def check_losses():
             loss.backward()
             results.append((loss.detach().cpu().double(), leaf.grad.cpu().double(), metrics))
         (loss, gradient, metrics), (wanted_loss, wanted_gradient, wanted_metrics) = results
-        torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=1e-6)
+        assert_close32(loss, wanted_loss, FORWARD, scale=1)
         assert_near(gradient, wanted_gradient, torch.float32, algorithm)
         assert wanted_gradient.norm() > 0 and metrics.keys() == wanted_metrics.keys(), algorithm
 
@@ -399,7 +400,7 @@ def test_a_checkpoint_written_beside_training_resumes(kind, offload, implementat
     path, *went_on = run_on(kind, save_and_go_on, config, tmp_path)
     damages, state, *resumed = run_on(kind, resume, config, path)
     assert (damages, state) == ([], {"step": 2})
-    assert resumed == pytest.approx(went_on, rel=1e-6)
+    assert resumed == approx32(went_on, FORWARD)
 
 
 def test_an_offloaded_optimizer_steps_as_one_at_hand(kind, model_of):
@@ -417,7 +418,7 @@ def test_weights_go_to_an_engine_on_the_same_device(kind, model_of):
     expected, again, received, *_, errors, _ = run_on(kind, share_and_receive, config)
     torch.testing.assert_close(received, expected, **CLOSE)
     for one, other in zip(again, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert_close32(one, other, FORWARD)
     assert len(errors) == 2
 
 

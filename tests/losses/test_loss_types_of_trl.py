@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from float32 import FORMULA, FORWARD, approx32, assert_close32
 from trl_cases import BETA, EPSILON, OPTIONS, batch, of_trainer, ours
 
 from mcore_rl.algorithms.loss_functions import DFTLoss, DPOLossFn, KTOLossFn, WeightedDPOLossFn
@@ -15,7 +16,7 @@ from mcore_rl.losses.options import WITH_F_DIVERGENCE, WITHOUT_REFERENCE
 
 SMOOTH = {"label_smoothing": EPSILON}
 AVERAGE = {"preference_average_log_probs": True}
-FORWARD, JS = {"f_divergence_type": "forward_kl"}, {"f_divergence_type": "js_divergence"}
+FORWARD_KL, JS = {"f_divergence_type": "forward_kl"}, {"f_divergence_type": "js_divergence"}
 ALPHA = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3}
 CASES = [
     ("sigmoid_norm", {}, {}),
@@ -29,11 +30,11 @@ CASES = [
     ("aot_unpaired", SMOOTH, {}),
     ("discopop", {}, {}),
     ("discopop", {"discopop_tau": 0.7}, {}),
-    *(("sigmoid", divergence, {}) for divergence in (FORWARD, JS, ALPHA)),
+    *(("sigmoid", divergence, {}) for divergence in (FORWARD_KL, JS, ALPHA)),
     ("sigmoid", {**ALPHA, "f_alpha_divergence_coef": 1.0}, {}),
     ("sigmoid_norm", JS, {}),
     ("ipo", ALPHA, AVERAGE),
-    ("hinge", FORWARD, {}),
+    ("hinge", FORWARD_KL, {}),
     ("exo_pair", {**SMOOTH, **ALPHA}, {}),
     ("robust", {**SMOOTH, **JS}, {}),
     ("discopop", JS, {}),
@@ -69,12 +70,12 @@ def test_loss_equals_trls(kind, options, own, name):
     loss, gradient, metrics = ours(logprobs, data, preference_loss=kind, **options, **own)
     theirs = {key: value for key, value in options.items() if key != "label_smoothing"}
     expected, their_metrics = of_trainer(logprobs, data, kind, options.get("label_smoothing", 0.0), **theirs)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-6)
+    assert_close32(loss, expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
     if not own:
         for side in ("chosen", "rejected"):
             reward = BETA * float(metrics[f"rewards_{side}_mean"])
-            assert reward == pytest.approx(their_metrics[f"rewards/{side}"][0], rel=1e-5, abs=1e-6)
+            assert reward == approx32(their_metrics[f"rewards/{side}"][0], FORMULA)
 
 
 @pytest.mark.long
@@ -89,13 +90,13 @@ def test_weighted_sum_equals_trls():
     plain, smooth = (
         ours(logprobs, data, preference_loss="sigmoid_norm", ld_alpha=0.4, **more)[:2] for more in ({}, SMOOTH)
     )
-    torch.testing.assert_close(loss, expected + 0.25 * (smooth[0] - plain[0]), rtol=1e-5, atol=1e-6)
+    assert_close32(loss, expected + 0.25 * (smooth[0] - plain[0]), FORMULA, scale=1)
     theirs = torch.autograd.grad(expected, logprobs)[0] + 0.25 * (smooth[1] - plain[1])
-    torch.testing.assert_close(gradient, theirs, rtol=1e-5, atol=1e-6)
+    assert_close32(gradient, theirs, FORWARD, scale=BETA)
     for kind in kinds:
         options = SMOOTH if kind != "bco_pair" else {}
         alone = ours(logprobs, data, preference_loss=kind, ld_alpha=0.4, **options)[0]
-        assert float(metrics[f"preference_loss_{kind}"]) == pytest.approx(alone.item(), rel=1e-6)
+        assert float(metrics[f"preference_loss_{kind}"]) == approx32(alone.item(), FORMULA)
 
 
 # ------------------------------------------------------------------ formulas in float64
@@ -181,7 +182,7 @@ def test_masked_batch_has_no_loss_and_far_margins_no_nan(kind):
     assert not any(float(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("divergence", [FORWARD, JS, ALPHA, {**ALPHA, "f_alpha_divergence_coef": 2.0}])
+@pytest.mark.parametrize("divergence", [FORWARD_KL, JS, ALPHA, {**ALPHA, "f_alpha_divergence_coef": 2.0}])
 def test_f_divergence_is_finite_for_far_responses(divergence):
     logprobs, data = batch()
     for distance in (-300.0, 300.0):
@@ -205,9 +206,9 @@ def test_weights_of_pairs_equal_trls(kind):
     logprobs = scores.gather(2, data["input_ids"][:, 1:, None])[..., 0]
     sum_sq = torch.logsumexp(2 * scores, -1)
     expected, _ = of_trainer(logprobs, data, kind, 0.0, log_sum_sq=sum_sq, use_weighting=True)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_close32(loss, expected, FORMULA, scale=1)
     theirs = torch.autograd.grad(expected, logits, retain_graph=True)[0]
-    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], theirs, rtol=1e-4, atol=1e-6)
+    assert_close32(torch.autograd.grad(loss, logits)[0], theirs, FORWARD, scale=BETA)
     unweighted, _ = DPOLossFn({**OPTIONS, "preference_loss": kind})(logits, data, data["sample_mask"].sum(), None)
     assert abs(unweighted.item() - loss.item()) > 1e-2
 
@@ -284,7 +285,7 @@ def test_apo_zero_unpaired_is_kto_with_reference_point_zero():
     ratio = (logprobs - data["reference_policy_logprobs"][:, :-1]).double() * data["token_mask"][:, 1:]
     value = torch.sigmoid(BETA * ratio.sum(1))
     expected = torch.where(data["desirable"], 1.3 * (1 - value), 0.7 * value).mean()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
+    assert_close32(loss.double(), expected, FORMULA, scale=1)
     assert metrics["kl_reference_point"] == 0
     with pytest.raises(
         ContractError, match="mismatched applies to the reference point, which loss=apo_zero_unpaired does"

@@ -137,7 +137,7 @@ def test_expected_gradients_of_kl_estimates(estimator, gradient, off_policy):
         ("k3", "value"): reverse,
         ("k3", "unbiased"): kl,
     }[estimator, gradient]
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
 
 
 # ------------------------------------------------------------------ masked vocabularies

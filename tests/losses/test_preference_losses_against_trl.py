@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from float32 import FORMULA, FORWARD, approx32, assert_close32
 from programs import metrics_of, run
 from small_models import make_model
 from trl_cases import BETA, EPSILON, GAMMA, OPTIONS, batch, of_trainer, ours
@@ -33,8 +34,8 @@ def test_a_loss_with_a_reference_is_trls(kind, theirs, options):
     logprobs, data = batch()
     loss, gradient, metrics = ours(logprobs, data, preference_loss=kind, **options)
     expected, their_metrics = of_trainer(logprobs, data, theirs, options.get("label_smoothing", 0.0))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-7)
+    assert_close32(loss, expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
     for name in ("chosen", "rejected"):
         assert float(metrics[f"logprobs_{name}_mean"]) == pytest.approx(their_metrics[f"logps/{name}"][0], rel=1e-5)
         if not options.get("preference_average_log_probs"):
@@ -69,12 +70,12 @@ def test_a_weighted_sum_is_trls(kinds, weights, options, sft):
     weights = weights or [1.0] * len(kinds)
     theirs, their_weights = ([*kinds, "sft"], [*weights, sft]) if sft else (kinds, weights)
     expected, _ = of_trainer(logprobs, data, theirs, options.get("label_smoothing", 0.0), their_weights)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-7)
+    assert_close32(loss, expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
     smoothing = {"robust": options}
     parts = {kind: alone(kind, logprobs, data, **smoothing.get(kind, {})) for kind in kinds}
     if len(kinds) > 1:
-        assert {kind: float(metrics[f"preference_loss_{kind}"]) for kind in kinds} == pytest.approx(parts, rel=1e-6)
+        assert {kind: float(metrics[f"preference_loss_{kind}"]) for kind in kinds} == approx32(parts, FORMULA)
     else:
         assert not [name for name in metrics if name.startswith("preference_loss_")]
     whole = sum(weight * parts[kind] for kind, weight in zip(kinds, weights, strict=True))
@@ -94,8 +95,8 @@ def test_a_weighted_sum_without_a_reference():
     odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
     orpo = -BETA * torch.nn.functional.logsigmoid(odds[0] - odds[1]).mean()
     expected = 2 * (0.6 * simpo + 0.4 * orpo) - chosen.mean()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-6)
+    assert_close32(loss.double(), expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
     assert float(metrics["preference_loss_orpo"]) == pytest.approx(float(orpo), rel=1e-5)
 
 
@@ -118,8 +119,8 @@ def test_simpo_is_trls(smoothing):
         accelerator=SimpleNamespace(device="cpu"),
     )  # fmt: skip
     expected = CPOTrainer.cpo_loss(itself, *averages(logprobs, data))[0].mean()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-7)
+    assert_close32(loss, expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
 
 
 @pytest.mark.long
@@ -133,8 +134,8 @@ def test_orpo_is_trls():
     itself = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
     chosen, rejected = averages(logprobs, data)
     expected = (-chosen - ORPOTrainer.odds_ratio_loss(itself, chosen, rejected)[0]).mean()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-6)
+    assert_close32(loss, expected, FORMULA, scale=1)
+    assert_close32(gradient, torch.autograd.grad(expected, logprobs)[0], FORWARD, scale=BETA)
 
 
 @pytest.mark.parametrize("kind", ["hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"])
@@ -225,7 +226,7 @@ def test_a_reference_of_its_own(files):
     stored = train(files, "stored", f"dpo.reference_model={files / 'model'}", "dpo.reference=precompute")
     for key in ("loss", "grad_norm", "rewards_chosen_mean"):
         for metrics in (same, stored):
-            assert [m[key] for m in metrics] == pytest.approx([m[key] for m in swapped], rel=1e-5, abs=1e-6)
+            assert [m[key] for m in metrics] == approx32([m[key] for m in swapped], FORWARD)
     layout = "parallel.pipeline_model_parallel_size=2"
     other = train(files, "other_pp2", f"dpo.reference_model={files / 'other'}", layout, processes=2)
     assert abs(other[0]["rewards_chosen_mean"]) > 0.1

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from float32 import FORWARD, GRADIENT, approx32, assert_updates32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import make_config, run_steps
+from layout_cases import LR, make_config, run_steps
 from small_models import and_long
 
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -83,9 +84,9 @@ def check(family, first, second, model_of, uninterrupted, tmp_path):
     expected, expected_weights = uninterrupted(family)
     for ours, theirs in zip(metrics, expected, strict=True):
         for name in ("loss", "grad_norm", "preference_loss", "lr"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-5 if name == "grad_norm" else 1e-6), name
+            assert ours[name] == approx32(theirs[name], GRADIENT if name == "grad_norm" else FORWARD, scale=0), name
     for name, tensor in expected_weights.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+        assert_updates32(weights[name], tensor, 4 * LR, what=name)
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)

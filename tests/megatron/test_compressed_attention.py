@@ -6,6 +6,7 @@ Whole models are compared with transformers in test_families, test_layout_check,
 import pytest
 import torch
 from attention_cases import layouts, predecessors
+from float32 import FORMULA, FORWARD, assert_close32
 from small_models import and_long, make_config
 
 from mcore_rl.errors import UserError
@@ -105,14 +106,14 @@ def test_outputs_and_gradients_equal_plain_softmax(kind, cp, monkeypatch):
             query, states, *weights = leaves = [x.clone().requires_grad_() for x in leaves]
             part = None if chosen is None else chosen[own]
             out = compressed_attention(query, states, tuple(weights), AttentionPattern(layout, rank), mixer, part)
-            torch.testing.assert_close(out.unflatten(1, (HEADS, DIM)), expected[own], rtol=1e-6, atol=1e-6, msg=name)
+            assert_close32(out.unflatten(1, (HEADS, DIM)), expected[own], FORMULA, what=name)
             places = own, order, *(slice(None) for _ in weights)
             found = torch.autograd.grad(out, leaves, grad[own].flatten(1))
             for total, place, gradient in zip(sums, places, found, strict=True):
                 total[place] += gradient
         for total, gradient in zip(sums, right, strict=True):
             gradient = torch.zeros_like(total) if gradient is None else gradient
-            torch.testing.assert_close(total, gradient, rtol=1e-5, atol=1e-6, msg=name)
+            assert_close32(total, gradient, FORWARD, what=name)
 
 
 @pytest.mark.parametrize(("tokens", "before"), [(5, 0), (60, 0), (30, 11), (1, 30)])

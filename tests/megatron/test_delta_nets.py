@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from float32 import EPSILON, FORMULA, assert_close32
 from layout_cases import make_config, make_data, plain_logprobs, run_steps
 from published_directories import save_in_shards, tensors_of, train_and_export
 from safetensors.torch import load_file
@@ -128,7 +129,7 @@ def test_strong_decays_are_exact_in_float32(kind, strongest):
         weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
         results.append([out, *torch.autograd.grad((out * weights).sum(), inputs)])
     for exact, rough in zip(*results, strict=True):
-        assert (rough - exact).norm() <= 1e-6 * exact.norm()
+        assert (rough - exact).norm() <= FORMULA * EPSILON * exact.norm()
 
 
 def make_tree():
@@ -376,7 +377,7 @@ def test_kernels_of_other_packages_get_the_right_arguments(with_kernels, per_cha
     expected, _ = delta_rule(*inputs, plan)
     found = packed_rule(*inputs, layout, plan)
     # The rows of padding differ: nobody reads them, and they follow the tokens of their sequence. Decays are in fp32.
-    torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-7)
+    assert_close32(found[is_token], expected[is_token], FORMULA)
     x, weight = torch.randn(layout.total, 3, 5, dtype=torch.float64), torch.randn(3, 5, WIDTH, dtype=torch.float64)
     bias = torch.randn(3, 5, dtype=torch.float64) if per_channel else None
     expected = causal_conv(x, weight, plan.before, bias)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from float32 import EPSILON, FORMULA, assert_as_accurate, assert_close32
 from small_models import and_long
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -54,7 +55,8 @@ def test_rotation_is_that_of_megatron(dtype, rotated, way):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         upstream = random(*x.shape, dtype=dtype, seed=1).detach()
         gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (found, expected)]
-        torch.testing.assert_close(*gradients, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
+        growth = FORMULA * torch.finfo(dtype).eps / EPSILON
+        assert_close32(*gradients, growth)
 
 
 def test_rotation_keeps_only_the_angles(way):
@@ -79,6 +81,13 @@ def test_norm_of_heads_keeps_no_more_than_its_heads():
     assert projection.grad[..., 4 * 8 : 5 * 8].count_nonzero() == 5 * 8
 
 
+def activation_by_formula(leaves, with_options):
+    gate, up = leaves[0].chunk(2, dim=-1)
+    if with_options:
+        gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0) + 1.0
+    return torch.nn.functional.silu(gate) * up * (leaves[1] if len(leaves) > 1 else 1.0)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("options", [{}, {"activation_func_clamp_value": 1.0, "glu_linear_offset": 1.0}], ids=str)
 def test_gated_activation_and_its_gradients(weighted, options, way):
@@ -86,17 +95,17 @@ def test_gated_activation_and_its_gradients(weighted, options, way):
     for tokens in (4, 7):
         x, weights = random(tokens, 1, 16), random(tokens, 1, 1, seed=1) if weighted else None
         exact = [leaf.detach().double().requires_grad_() for leaf in (x, weights) if leaf is not None]
-        gate, up = exact[0].chunk(2, dim=-1)
-        if options:
-            gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0) + 1.0
-        expected = torch.nn.functional.silu(gate) * up * (exact[1] if weighted else 1.0)
+        plain = [leaf.float() for leaf in exact]
+        expected, reference = (activation_by_formula(leaves, bool(options)) for leaves in (exact, plain))
         kept.clear()
         with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             found = gated(x, weights)
         assert {leaf.data_ptr() for leaf in kept} <= {leaf.data_ptr() for leaf in (x, weights) if leaf is not None}
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        assert_as_accurate(found, reference, expected)
         upstream = random(*found.shape, seed=2).detach()
         leaves = [leaf for leaf in (x, weights) if leaf is not None]
         gradients = torch.autograd.grad(found, leaves, upstream)
-        for one, other in zip(gradients, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+        of_reference = torch.autograd.grad(reference, plain, upstream)
+        of_expected = torch.autograd.grad(expected, exact, upstream.double())
+        for triple in zip(gradients, of_reference, of_expected, strict=True):
+            assert_as_accurate(*triple)

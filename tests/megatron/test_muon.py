@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from float32 import FORWARD, approx32, assert_updates32
 from layout_cases import make_config
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -128,9 +129,9 @@ def test_every_layout_equals_torchs_muon(family, layout, model_of, monkeypatch, 
     assert described.startswith("Muon for the matrices of hidden layers, AdamW of torch")
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", newton_schulz_in_float32)
     expected, trained = plain_training(config, tmp_path)
-    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses == approx32(expected, FORWARD)
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, trained[name], rtol=0, atol=1e-6, msg=name)
+        assert_updates32(tensor, trained[name], STEPS * MUON["muon_lr"], what=name)
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
@@ -164,9 +165,9 @@ def test_momentum_is_resumed_under_another_layout(model_of, tmp_path):
     run_processes(megatron_training, ParallelLayout(tp=2).apply(config), 2, tmp_path, world_size=2)
     layout = ParallelLayout(dp=2)
     resumed = run_processes(megatron_training, layout.apply(config), 2, None, tmp_path, world_size=2)[0]
-    assert resumed[0] == pytest.approx(whole[0][2:], rel=1e-5)
+    assert resumed[0] == approx32(whole[0][2:], FORWARD)
     for name, tensor in resumed[1].items():
-        torch.testing.assert_close(tensor, whole[1][name], rtol=0, atol=1e-6, msg=name)
+        assert_updates32(tensor, whole[1][name], 4 * MUON["muon_lr"], what=name)
 
 
 # ------------------------------------------------------------------ moments in bfloat16

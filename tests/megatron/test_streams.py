@@ -71,7 +71,8 @@ def test_sinkhorn_matrices_have_rows_and_columns_that_sum_to_1():
     logits = torch.randn(50, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     matrix = sinkhorn(logits, 200, 1e-12)
     for dimension in (1, 2):
-        torch.testing.assert_close(matrix.sum(dimension), torch.ones(50, 4, dtype=torch.float64), rtol=0, atol=1e-6)
+        sums = matrix.sum(dimension)
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6)  # float64: has nearly converged
 
 
 def test_streams_are_kept_in_their_own_precision_only():

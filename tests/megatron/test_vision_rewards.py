@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vision_cases
+from float32 import FORWARD, approx32, assert_close32
 from layout_cases import STEPS, make_config
 from small_models import and_long
 from transformers import AutoModelForSequenceClassification
@@ -166,7 +167,7 @@ def test_a_judging_reward_model_sees_the_images_of_conversations(processes, own,
             "images": [row.images],
         }
         with torch.no_grad():
-            assert reward == pytest.approx(plain_rewards(classifier, one, model).item(), abs=2e-6)
+            assert reward == approx32(plain_rewards(classifier, one, model).item(), FORWARD)
     assert len({round(reward, 5) for reward in found.values()}) == len(logs)
 
 
@@ -202,4 +203,4 @@ def test_a_critic_values_tokens_after_images(expected):
         with torch.no_grad():
             hidden = classifier.model(**model_arguments(ids, images, model)).last_hidden_state
             outputs = classifier.score(hidden)[0, :, 0]
-        torch.testing.assert_close(values[row, 1:length], outputs[:-1], rtol=1e-5, atol=2e-6)
+        assert_close32(values[row, 1:length], outputs[:-1], FORWARD, scale=1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from layout_cases import make_config, make_data
+from float32 import FORWARD, approx32, assert_close32, assert_updates32
+from layout_cases import LR, make_config, make_data
 from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long
@@ -84,10 +85,10 @@ def test_a_reward_model_equals_plain_pytorch(layout, plain, model_of):
     )[0]
     for ours, theirs in zip(metrics, plain[0], strict=True):
         for name in theirs:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+            assert ours[name] == approx32(theirs[name], FORWARD), name
     torch.testing.assert_close(rewards, plain[1], rtol=1e-4, atol=1e-5)
     for name, tensor in plain[2].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-6, msg=name)
+        assert_updates32(weights[name], tensor, STEPS * LR, what=name)
 
 
 def topk(config):
@@ -216,7 +217,7 @@ def test_counted_tokens_alone_are_scored_and_credited(layout, model_of):
     for data, found, positions, flops in ranks:
         mask = F.pad(data["token_mask"][:, 1:] * data["sample_mask"][:, None], (1, 0))
         for whole, counted in zip(found[:4], found[4:], strict=True):
-            torch.testing.assert_close(counted, whole * mask, rtol=1e-5, atol=1e-6)
+            assert_close32(counted, whole * mask, FORWARD)
             assert (counted * mask).abs().sum() > 0
         per_rank = mask.sum().item() / layout.cp
         if layout.pp == 1 and layout.cp == 1:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from float32 import FORMULA, FORWARD, approx32, approx32_after_updates
 from layout_cases import make_config
 from programs import comparable, run
 from pydantic import ValidationError
@@ -256,10 +257,10 @@ def check_with_transformers(config, data, metrics, weights):
     first, expected, trained = plain_training(config, data)
     torch.testing.assert_close(scored[:, 1:].double(), first, rtol=0, atol=1e-5)
     assert metrics[0]["probs_ratio"] == pytest.approx(1, abs=1e-5)
-    assert metrics[0]["kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert metrics[0]["kl_penalty"] == approx32(0, FORMULA)
     for ours, theirs in zip(metrics, expected, strict=True):
         for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=2e-6), name
+            assert ours[name] == approx32(value, FORWARD), name
     for name, tensor in trained.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -345,7 +346,7 @@ def test_a_run_keeps_the_mask_records_it_and_replays_it(tmp_path, monkeypatch):
     replayed = train("replayed", "--replay", recording)
     for ours, theirs in zip(replayed, whole, strict=True):
         for name in ("reward_mean", "loss", "kl_penalty", "grad_norm", "kept_tokens_mean"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert ours[name] == approx32_after_updates(theirs[name]), name
     unmasked = run(
         "train_grpo.py", tmp_path / "grpo.yaml", f"output_dir={tmp_path / 'no'}", "--replay", recording,
         "grpo.keep_sampling_mask=false", check=False,

@@ -16,7 +16,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.testing.layout_check import LayoutResult, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
-STEPS = 3
+STEPS, LR = 3, 1e-3
 
 
 def make_data() -> BatchedDataDict:
@@ -49,7 +49,7 @@ def make_config(path, **optimizer) -> DPOConfig:
             "data": {"train": "unused", "max_sequence_length": 60},
             "batch": {"global_batch_size": 6, "tokens_per_pack": 256},
             # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.
-            "optimizer": {"lr": 1e-3, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4, **optimizer},
+            "optimizer": {"lr": LR, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4, **optimizer},
             "trainer": {"max_steps": STEPS},
             "dpo": {"reference_policy_kl_penalty": 0.05, "sft_loss_weight": 0.5, "sft_average_log_probs": True},
         }

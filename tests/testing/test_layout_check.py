@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers.models.auto.modeling_auto as modeling_auto
+from float32 import FORWARD, GRADIENT, approx32, assert_close32
 from layout_cases import STEPS, make_config, make_data, make_sft_config, plain_outcome
 from layout_cases import outcomes as outcomes
 from safetensors.torch import load_file
@@ -177,8 +178,8 @@ def test_steps_table_shows_every_step_beside_plain_pytorch(outcomes):
     lines = [line.split() for line in steps_table(ParallelLayout(), compare(one, plain))]
     assert [words[:2] for words in lines if words[0] == "step"] == [["step", str(1 + i)] for i in range(STEPS)] * 2
     losses = [(float(words[2]), float(words[3])) for words in lines[1 : 1 + STEPS]]
-    assert [loss for loss, _ in losses] == pytest.approx([step["loss"] for step in plain.steps], abs=1e-6)
-    assert [loss for _, loss in losses] == pytest.approx([step["loss"] for step in one.steps], abs=1e-6)
+    for printed, result in zip(zip(*losses, strict=True), (plain, one), strict=True):
+        assert list(printed) == pytest.approx([step["loss"] for step in result.steps], abs=1e-6)  # printed: 6 digits
     assert len({loss for loss, _ in losses}) == STEPS > 1
     assert all(abs(a - b) < 1e-5 for a, b in losses)
 
@@ -418,9 +419,9 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
         run_processes(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
         for loss_fn in (NLLOfLogits(), NLLLoss())
     )
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    assert ours[0] == approx32(theirs[0], FORWARD)
     for name, gradient in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        assert_close32(ours[1][name], gradient, GRADIENT, what=name)
 
 
 @pytest.mark.parametrize(
