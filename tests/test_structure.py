@@ -199,7 +199,7 @@ COMPARING = ("approx", "allclose", "assert_close", "isclose")
 
 
 def small_limits_of(tree):
-    """Yield line and value of each constant that looks like an absolute limit in float32, but for relative ones."""
+    """Yield line and value of each small constant that is an absolute limit of a comparison."""
 
     def constants(node):
         if isinstance(node, ast.keyword) and node.arg in ("rel", "rtol", "rel_tol"):
@@ -223,10 +223,9 @@ def small_limits_of(tree):
 
 
 def test_small_limits_are_derived_from_the_rounding_of_float32():
-    """A limit of a few roundings holds on one processor and not on another. tests/support/float32.py derives limits.
+    """A limit of a few roundings holds on one processor and fails on another; tests/support/float32.py derives limits.
 
-    A comparison in float64, or with digits that were printed, says so in a comment in its line: "# float64" or
-    "# printed".
+    The comment "# float64" or "# printed" marks a line that compares in float64 or with printed digits.
     """
     tests, wrong = Path(__file__).parent, []
     for path in sorted(tests.rglob("*.py")):

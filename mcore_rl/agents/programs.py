@@ -27,8 +27,8 @@ GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
 
 BEGIN_WHEN_TOLD = "import os, sys\nif os.read(0, 1):\n    os.execvp(sys.argv[1], sys.argv[1:])"
-"""Program that becomes a command when its standard input has a first byte, and ends if that has none. A command that
-began before the keeper of process groups knows it would outlive a trainer that is killed."""
+"""Code that runs a command once its standard input has a first byte, and ends without one. A command that starts before
+the keeper of process groups knows its group would outlive a killed trainer."""
 
 
 class ProgramError(Exception):

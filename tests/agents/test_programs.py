@@ -182,7 +182,7 @@ def arguments_of(process):
 
 
 def test_a_command_does_not_begin_before_it_would_end_with_the_trainer(tmp_path):
-    """The trainer is killed after it has started the command, before the keeper of its process group knows it."""
+    """The trainer is killed between starting the command and telling the keeper of process groups."""
     command = ["sh", "-c", "echo begun > $0/begun", str(tmp_path)]
     arguments = [sys.executable, "-c", KILLED_AT_ONCE + TRAINER, str(tmp_path / "file"), *command]
     assert subprocess.run(arguments, timeout=120).returncode == -signal.SIGKILL

@@ -1,7 +1,7 @@
-"""Limits for comparisons in float32, derived from its rounding and not from what one processor gives.
+"""Limits for comparisons in float32, derived from its rounding.
 
 Processors add in different orders, with and without fused multiply-adds. Two correct results therefore differ by
-rounding, and a limit that holds on one processor says nothing about another. Here the limit of a difference is
+rounding, and a limit that one processor meets may fail on another. Here the limit of a difference is
 
     growth · EPSILON · scale
 
@@ -65,7 +65,7 @@ def assert_close32(found, expected, growth, scale=0.0, what=None):
 
 
 def assert_updates32(found, expected, moved, what=None):
-    """Check that weights are within UPDATE · EPSILON · `moved` of those expected, beside their own rounding.
+    """Check that weights differ by at most UPDATE · EPSILON · `moved` and their own rounding.
 
     Args:
         moved: how far the updates can have moved a weight: the learning rate times their number.

@@ -1,4 +1,4 @@
-"""Tests of the limits of tests/support/float32.py: what they let pass, and what not."""
+"""Tests of tests/support/float32.py: differences below a limit pass, larger ones fail."""
 
 import pytest
 import torch

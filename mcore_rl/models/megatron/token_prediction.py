@@ -105,9 +105,10 @@ class PredictionLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> Any:
-        """The transformer layer, under the name by which the schedules of Megatron-Core 0.19 look for it.
+        """The transformer layer.
 
-        Those of 0.16 look for `transformer_layer`, which is also its name in checkpoints.
+        The schedules of Megatron-Core 0.19 read it under this name, those of 0.16 as `transformer_layer`, which is also
+        its name in checkpoints.
         """
         return self.transformer_layer
 
