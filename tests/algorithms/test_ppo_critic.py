@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from float32 import approx32_after_updates
-from layout_cases import make_config
+from float32 import AFTER_UPDATES, approx32_after_updates, assert_close32, assert_updates32
+from layout_cases import LR, make_config
 from small_models import and_long, make_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -185,12 +185,10 @@ def assert_same(ours, theirs):
         for name in b:
             assert a[name] == approx32_after_updates(b[name]), name
     assert theirs[2][-1]["value_clip_fraction"] > 0.1, "nothing was clipped: the clip is not tested"
-    for kind in (3, 4):
-        for name, tensor in theirs[kind].items():
-            scale = tensor.abs().max()
-            torch.testing.assert_close(
-                ours[kind][name].double() / scale, tensor / scale, rtol=1e-4, atol=5e-5, msg=name
-            )
+    for name, gradient in theirs[3].items():
+        assert_close32(ours[3][name].double(), gradient, AFTER_UPDATES, what=name)
+    for name, weight in theirs[4].items():
+        assert_updates32(ours[4][name].double(), weight, STEPS * LR, what=name)
 
 
 # ------------------------------------------------------------------ the estimator

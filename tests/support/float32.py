@@ -29,6 +29,9 @@ FORWARD = 4 * FORMULA
 GRADIENT = 4 * FORWARD
 """Gradients and their norm: products of the results of a forward pass, added up over tokens and layers."""
 
+AFTER_UPDATES = 4 * GRADIENT
+"""Metrics and gradients that are computed with updated weights, which differ by the errors of earlier gradients."""
+
 UPDATE = 32 * GRADIENT
 """Updates of weights. AdamW and Muon divide gradients by their own size, so that an error of GRADIENT relative to the
 largest gradient is many times as large relative to a small one."""
@@ -47,9 +50,9 @@ def approx32(expected, growth, scale=1.0):
 def approx32_after_updates(expected):
     """Return `pytest.approx(expected)` for metrics that are computed with updated weights.
 
-    The weights differ by the errors of gradients already, so the relative limit is a multiple of GRADIENT.
+    Metrics near 0 are compared as before the updates.
     """
-    return pytest.approx(expected, rel=4 * GRADIENT * EPSILON, abs=FORWARD * EPSILON)
+    return pytest.approx(expected, rel=AFTER_UPDATES * EPSILON, abs=FORWARD * EPSILON)
 
 
 def assert_close32(found, expected, growth, scale=0.0, what=None):
