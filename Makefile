@@ -158,6 +158,7 @@ test-long: .venv/installed-compat .venv/installed-smollm
 
 test-exhaustive: .venv/installed-compat .venv/installed-smollm test-megatron
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
+	$(WITH_STAND_IN) -m exhaustive tests/te --suite '$@ (layers)'
 
 # What processors with shorter vectors compute: a tenth of the tests of `make test` with SSE4.1, another tenth with AVX2.
 # WHOLE=1 runs all of them.
@@ -204,10 +205,12 @@ test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-com
 
 # Layers of Transformer Engine's modules, with a stand-in for the package on the CPU. Megatron looks for the package
 # when it is imported, so these tests have a run of their own.
+WITH_STAND_IN = PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL)
+
 test-te: install
-	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
-	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" -k transformer_engine \
-		tests/gpu/test_devices.py tests/gpu/test_layouts.py --suite '$@ (devices)'
+	$(WITH_STAND_IN) -m "(long or not long) and not exhaustive" tests/te
+	$(WITH_STAND_IN) -m "long or not long" -k transformer_engine tests/gpu/test_devices.py tests/gpu/test_layouts.py \
+		--suite '$@ (devices)'
 	$(BIN)/python tests/support/check_te_signatures.py
 
 # Kernels for GPUs, by Triton's interpreter. Triton comes with a torch for CUDA. Here it takes 1 GB, and other tests run
