@@ -27,8 +27,8 @@ GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
 
 BEGIN_WHEN_TOLD = "import os, sys\nif os.read(0, 1):\n    os.execvp(sys.argv[1], sys.argv[1:])"
-"""Code that runs a command once its standard input has a first byte, and ends without one. A command that starts before
-the keeper of process groups knows its group would outlive a killed trainer."""
+"""Code that waits for a byte on its standard input and then runs a command; if the input is empty, it ends. Otherwise a
+trainer that is killed before it tells the keeper of process groups would leave the command running."""
 
 
 class ProgramError(Exception):

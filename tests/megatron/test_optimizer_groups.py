@@ -103,4 +103,5 @@ def test_sum_of_squares_of_a_large_tensor_is_accurate():
     tensors = [torch.randn(5000, 1000, generator=torch.Generator().manual_seed(0)), torch.ones(3)]
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
     assert float(sum_of_squares(tensors)) == approx32(expected, FORMULA, scale=0)
+    assert float(tensors[0].norm()) ** 2 + 3 != approx32(expected, FORMULA, scale=0), "torch's own norm"
     assert float(sum_of_squares([])) == 0

@@ -272,6 +272,7 @@ def test_a_ported_controller(layout, model_of):
     for name in ("loss", "grad_norm", "accuracy", "rewards_chosen_mean"):
         expected = sum(step[name] for step in one_by_one) / 2
         assert two[name] == approx32(expected, FORWARD), name
+    assert two["lr"] == pytest.approx(sum(step["lr"] for step in one_by_one) / 2, rel=1e-9)
 
 
 def answers(config):

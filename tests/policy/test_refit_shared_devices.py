@@ -73,7 +73,6 @@ def test_every_device_has_a_block_of_its_own(layout, devices, model_of):
 
 SENDER = """
 import multiprocessing, os, signal, sys, torch
-from pathlib import Path
 from mcore_rl import platform
 from mcore_rl.models.policy.refit import RefitReceiver, SharedBucket
 
