@@ -7,9 +7,8 @@ export OMP_NUM_THREADS := 1
 unexport PIP_CONSTRAINT
 
 .PHONY: install install-vllm demo demo-grpo demo-ppo demo-images demo-smollm demo-agent test test-long test-agents \
-	test-exhaustive \
-	test-processors test-te test-megatron test-megatron-default test-triton test-vllm test-browser test-slurm gpu faults \
-	layouts bench lint docs clean
+	test-exhaustive test-processors test-te test-megatron test-megatron-default test-triton test-vllm test-browser \
+	test-slurm gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -197,11 +196,9 @@ test-megatron-default: $(LAID_OVER)/installed .venv-triton/installed
 	$(WITH_MEGATRON)
 	$(WITH_BOTH) --suite '$@ (layers)'
 
-test-megatron: $(LAID_OVER)/installed .venv-triton/installed .venv/installed-compat
-	$(WITH_MEGATRON) $(IN_ONE) -m megatron tests/megatron --suite '$@ (both versions)'
-	$(WITH_MEGATRON)
+test-megatron: test-megatron-default .venv/installed-compat
 	$(WITH_MEGATRON) -m "long and not exhaustive" $(ROOMS) --suite '$@ (long)'
-	$(WITH_BOTH) -m "long or not long" --suite '$@ (layers)'
+	$(WITH_BOTH) -m "long or exhaustive" --suite '$@ (long layers)'
 
 # Layers of Transformer Engine's modules, with a stand-in for the package on the CPU. Megatron looks for the package
 # when it is imported, so these tests have a run of their own.
