@@ -251,7 +251,7 @@ gpu: install
 	$(BIN)/python scripts/check_gpu.py $(GPU)
 
 faults: install
-	$(BIN)/pytest -m "long or not long" --kills 50 -rP tests/end_to_end/test_faults.py tests/megatron/test_checkpoint_save.py
+	$(BIN)/pytest -m "long or not long" --kills 50 -rP tests/end_to_end/test_faults.py tests/megatron/checkpoint/test_checkpoint_save.py
 
 layouts: outputs/demo/model/config.json
 	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \

@@ -59,9 +59,9 @@ def serve(config: GRPOConfig) -> None:
     initialize_platform()
     config = resolve(config)
     from mcore_rl.config.rl import SERVER_LOGS
-    from mcore_rl.models.generation.vllm_client import VLLMServer
-    from mcore_rl.models.generation.vllm_generation import wait_until_ready
-    from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
+    from mcore_rl.models.generation.vllm.client import VLLMServer
+    from mcore_rl.models.generation.vllm.generation import wait_until_ready
+    from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.monotonic() + config.generation.vllm.start_seconds

@@ -23,10 +23,7 @@ if __name__ == "__main__":  # only the processes of the layouts use GPUs
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.cli.train import PROGRAMS, load_for
-from mcore_rl.config import (
-    KTOConfig,
-    ParallelConfig,
-)
+from mcore_rl.config import KTOConfig, ParallelConfig
 from mcore_rl.config.algorithms import own_layouts
 from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
@@ -78,7 +75,7 @@ def verify(arguments, config, layouts):
     from mcore_rl.data.token_cache import default_directory
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of, load_hf_config
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits, hf_config_of, load_hf_config
     from mcore_rl.testing.layout_check import (
         TABLE_HEADER,
         check_layouts,
@@ -110,7 +107,7 @@ def verify(arguments, config, layouts):
         print(f"{data.size} sequences of {', '.join(config.data.train_sources)}, relative differences from {reference}")
         try:
             family = family_of(load_hf_config(small, model.trust_remote_code, model.head))
-            own = own_split(config, family.num_layers)
+            own = own_split(config.parallel, family.num_layers)
             if own and own.world_size > arguments.max_processes:
                 raise UserError(f"needs {own.world_size} processes, more than --max-processes")
             layouts += [own] if own else []

@@ -22,10 +22,7 @@ FLOORS = {  # the order of imports, from the ground up
     "data": 6,
     "models.megatron": 7,
     "models.generation": 8,
-    "models.policy.refit": 8,  # imported by engines too, with the next three
-    "models.policy.refit_block": 8,
-    "models.policy.refit_copy": 8,
-    "models.policy.refit_delta": 8,
+    "models.refit": 8,
     "models.policy": 9,
     "environments": 10,
     "run": 10,
@@ -54,6 +51,21 @@ def floor_of(module):
     parts = module.split(".")[1:] or ["__init__"]
     prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next(FLOORS[prefix] for prefix in prefixes if prefix in FLOORS)
+
+
+def own_imports():
+    """The modules of this package that each module imports, also for annotations only."""
+    found = {}
+    for name, tree in modules().items():
+        others = {*imported(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules().keys()
+                others |= inner
+                if len(inner) == len(node.names):  # only modules: the package itself is not used
+                    others.discard(node.module)
+        found[name] = (others & modules().keys()) - {name}
+    return found
 
 
 def imported(tree):
@@ -117,6 +129,41 @@ def test_torch_cuda_is_used_in_the_platform_only():
     assert not found
 
 
+INSIDE_MEGATRON = (  # layers of models/megatron from the lowest; its own files are below them
+    "kernels",
+    "layers",
+    "attention",
+    "recurrent",
+    "families",
+    "moe",
+    "model",
+    "weights",
+    "training",
+    "checkpoint",
+)
+
+
+def test_imports_inside_megatron_follow_the_order():
+    level = {name: number for number, name in enumerate(INSIDE_MEGATRON, 1)}
+    prefix = "mcore_rl.models.megatron."
+    found = {
+        (name, other)
+        for name, others in own_imports().items()
+        for other in others
+        if name.startswith(prefix) and other.startswith(prefix)
+        if level.get(other.split(".")[3], 0) > level.get(name.split(".")[3], 0)
+    }
+    assert not found, "these modules import from a layer above theirs"
+    assert {name.split(".")[3] for name in modules() if name.count(".") == 4 and name.startswith(prefix)} == {*level}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = own_imports()
+    while free := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in free}
+    assert not left, "these modules are in a circle, or import one that is"
+
+
 LONG_FUNCTIONS = {"train_step": 80}  # a training step is written out in one function
 
 
@@ -142,7 +189,7 @@ NEED_NO_DEVICE = (
     "distributed.batched_data_dict",
     "testing.layout_check",
     "models.policy.interfaces",
-    "models.policy.refit",
+    "models.refit.transfer",
 )
 
 

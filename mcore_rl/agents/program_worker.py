@@ -20,35 +20,16 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
+from mcore_rl.agents.agent_session import AgentSession
 from mcore_rl.agents.verifiers_program import PREFIX, VerifiersProgram
 from mcore_rl.utils.parent_process import take_pipes
 
 Program = Callable[["AgentSession"], Awaitable[Any]]
 STREAM_LIMIT = 2**28
 """Largest number of bytes of a line of JSON, in both directions."""
-
-
-@dataclass(frozen=True)
-class AgentSession:
-    """A session, for its program: the address of the policy, and the record.
-
-    base_url: base URL of OpenAI's clients.
-    anthropic_base_url: base URL of Anthropic's clients.
-    api_key: key of this session.
-    record: the fields of the record, without the prompt.
-    messages: the prompt as messages; a plain text is one message of the user.
-    """
-
-    id: str
-    base_url: str
-    anthropic_base_url: str
-    api_key: str
-    record: dict[str, Any]
-    messages: list[dict[str, Any]]
 
 
 def load_program(name: str) -> Program:

@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from mcore_rl.agents.program_worker import STREAM_LIMIT, AgentSession
+from mcore_rl.agents.agent_session import AgentSession
+from mcore_rl.agents.program_worker import STREAM_LIMIT
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.judge_processes import judge_variables
 from mcore_rl.errors import UserError

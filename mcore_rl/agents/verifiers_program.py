@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_rl.agents.program_worker import AgentSession
+    from mcore_rl.agents.agent_session import AgentSession
 
 PREFIX = "verifiers:"
 """Begins the names of these programs; the id of a taskset follows."""

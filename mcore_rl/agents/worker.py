@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
+from mcore_rl.agents.agent_session import AgentSession
 from mcore_rl.agents.messages import BadRequest
-from mcore_rl.agents.program_worker import AgentSession
 from mcore_rl.agents.programs import GRACE_SECONDS, ProgramError, programs_of
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
 from mcore_rl.config import RLConfig
@@ -18,8 +18,8 @@ from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgeProcesses
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.interfaces import GenerationInterface, RequestEngine, StreamingGeneration
-from mcore_rl.models.generation.megatron_generation import MegatronGeneration
-from mcore_rl.models.generation.served_generation import ServedGeneration
+from mcore_rl.models.generation.megatron.generation import MegatronGeneration
+from mcore_rl.models.generation.megatron.served_generation import ServedGeneration
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.rollouts.worker import Conversation, PromptRequests, RolloutWorker
 from mcore_rl.run.directory import AGENT_LOG, JUDGE_LOG

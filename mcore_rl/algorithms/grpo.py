@@ -32,10 +32,10 @@ from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
 from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
-from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
-from mcore_rl.models.generation.vllm_client import BIASED_IDS
-from mcore_rl.models.generation.vllm_generation import VLLMGeneration
-from mcore_rl.models.generation.vllm_server import describe_fp8_sampling
+from mcore_rl.models.generation.megatron.generation import megatron_generation_of, sampling_params_of
+from mcore_rl.models.generation.vllm.client import BIASED_IDS
+from mcore_rl.models.generation.vllm.generation import VLLMGeneration
+from mcore_rl.models.generation.vllm.server import describe_fp8_sampling
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -75,7 +75,7 @@ from mcore_rl.utils.console import PrintLine, rank_zero_printer, silent
 from mcore_rl.utils.files import digest_of_file
 
 if TYPE_CHECKING:
-    from mcore_rl.algorithms.ppo import Critic
+    from mcore_rl.algorithms.critic import Critic
     from mcore_rl.config import GRPOAlgorithmConfig
 
 PROBED_RECORDS = 4

@@ -238,7 +238,7 @@ def _megatron_problem() -> str | None:
     quiet_libraries()
     initialize_platform()
     try:
-        import_module("mcore_rl.models.megatron.build")
+        import_module("mcore_rl.models.megatron.model.build")
     except UserError as error:
         return str(error)
     return None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error, show
 from mcore_rl.cli.train import PROGRAMS
-from mcore_rl.config.foreign import Foreign, read_foreign
-from mcore_rl.config.port import Ported, as_yaml, port
+from mcore_rl.config.porting.foreign import Foreign, read_foreign
+from mcore_rl.config.porting.port import Ported, as_yaml, port
 from mcore_rl.errors import UserError
 
 

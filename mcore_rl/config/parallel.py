@@ -6,15 +6,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import model_validator
 
 from mcore_rl.config.base import Name, PositiveInt, Section
 from mcore_rl.errors import UserError
 
-if TYPE_CHECKING:
-    from mcore_rl.config.sections import TrainingConfig
+Config = TypeVar("Config", bound=Section)
 
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
@@ -443,7 +442,7 @@ class ParallelLayout:
             "expert_tensor_parallel_size": self.etp or None,
         }
 
-    def apply(self, config: TrainingConfig) -> TrainingConfig:
+    def apply(self, config: Config) -> Config:
         """Return `config` with this layout."""
         values = config.model_dump()
         values["parallel"].update(self.parallel_values)
@@ -490,13 +489,12 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
     )
 
 
-def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
+def own_split(parallel: ParallelConfig, layers: int) -> ParallelLayout | None:
     """Return the configured pipeline split of a model with `layers` layers, as a layout; None if the split is even.
 
     Raises:
         UserError: the configured split is not for `layers` layers.
     """
-    parallel = config.parallel
     if not parallel.is_uneven:
         return None
     stages = "|".join("t" * count for count in parallel.layers_of_chunks(layers))

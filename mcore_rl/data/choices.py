@@ -15,7 +15,7 @@ ROUTED_EXPERTS = "routed_experts"
 """Name of a batch entry [B, S, layers with experts, topk] int16: the experts of each input token; −1 if unknown."""
 CHOSEN_KEYS = "chosen_keys"
 """Name of a batch entry [B, S, layers with an indexer, size] int32: what each layer's indexer chose for each input
-token, as positions or other numbers in the token's own row (`sparse_attention`). −1 fills the rest; if all are −1, the
+token, as positions or other numbers in the token's own row (`attention.sparse`). −1 fills the rest; if all are −1, the
 choice is unknown."""
 
 

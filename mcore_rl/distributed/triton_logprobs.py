@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_rl.distributed.logprobs import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
+from mcore_rl.distributed.vocab_tiles import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
 
 BLOCK, WARPS = 2048, 8
 """Number of columns that a program reads at a time, and number of its warps: each of 256 threads reads 8 columns."""

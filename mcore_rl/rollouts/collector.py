@@ -17,7 +17,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.collectives import gather_from_replicas, gather_items_on_rank_zero
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.models.megatron.weights import own_weights
+from mcore_rl.models.megatron.weights.conversion import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RolloutSummary, are_judged, has_signal

@@ -29,10 +29,10 @@ from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of
-from mcore_rl.models.megatron.lora import PEFTDirectory
-from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.models.megatron.model.hf_config import check_model_fits, hf_config_of
+from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory
+from mcore_rl.models.megatron.model.lora import PEFTDirectory
+from mcore_rl.models.megatron.weights.conversion import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity, flattened, identity_of, model_directories

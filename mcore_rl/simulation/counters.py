@@ -674,7 +674,7 @@ class Parts:
     def of_lm_head(self) -> Iterator[None]:
         """Context in which computations with the LM head are tracked as the part `LM_HEAD`."""
         from mcore_rl.distributed import divergences
-        from mcore_rl.models.megatron import forward_step
+        from mcore_rl.models.megatron.training import forward_step
 
         places: list[tuple[Any, str]] = [
             (forward_step, "linear_logprobs"),

@@ -28,7 +28,7 @@ from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, cou
 from mcore_rl.utils.console import quiet_libraries
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.attention_kernels import AttentionPattern, Kernel
+    from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern, Kernel
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -236,7 +236,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
     Args:
         flops: counter that receives the operations of a flash kernel.
     """
-    from mcore_rl.models.megatron.attention_kernels import Kernel
+    from mcore_rl.models.megatron.kernels.packed_attention import Kernel
 
     attention = flash_attention(flops)
 
@@ -355,7 +355,7 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
 
 def compressed_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
     """Return a replacement of `compressed_attention`, as `selected_stand_in`: it counts all products of each block."""
-    from mcore_rl.models.megatron.sparse_attention import blocks_of
+    from mcore_rl.models.megatron.kernels.selected_attention import blocks_of
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -467,17 +467,15 @@ def simulated_process(
 
     import torch
 
-    from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import (
-        attention,
-        attention_kernels,
-        compressed_attention,
-        moe,
-        sparse_attention,
-        vision,
-        weights,
-    )
+    from mcore_rl.distributed import batched_data_dict, logprobs, vocab_tiles
+    from mcore_rl.models.megatron.attention import attention
+    from mcore_rl.models.megatron.attention import compressed as compressed_attention
     from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.kernels import packed_attention as attention_kernels
+    from mcore_rl.models.megatron.kernels import selected_attention as selected
+    from mcore_rl.models.megatron.layers import vision
+    from mcore_rl.models.megatron.moe import layer as moe_layer
+    from mcore_rl.models.megatron.weights import conversion as weights
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
 
@@ -491,9 +489,9 @@ def simulated_process(
             "distillation.topk=null: cannot be simulated together with distillation.teacher_parallel; leave out "
             "one of the two"
         )
-    logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
+    vocab_tiles.TILE_SHAPE["meta"] = vocab_tiles.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
-    sparse_attention.SCORES_OF_A_BLOCK["meta"] = sparse_attention.SCORES_OF_A_BLOCK[tiles_of]
+    selected.SCORES_OF_A_BLOCK["meta"] = selected.SCORES_OF_A_BLOCK[tiles_of]
     attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
@@ -503,7 +501,7 @@ def simulated_process(
         replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
         replaced(batched_data_dict.LocalBatch, "all_rows", rows_of_all),
         replaced(scoring, "fetch_rows", rows_from_others),
-        replaced(moe.BalancedDispatcher, "imbalance", imbalance),
+        replaced(moe_layer.BalancedDispatcher, "imbalance", imbalance),
         replaced(vision, "run_module", tower_stand_in(seen.attention)),
         replaced(vision.KeptFeatures, "put", keep_untouched),
         replaced(attention, "selected_attention", selected_stand_in(seen.attention)),

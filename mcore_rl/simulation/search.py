@@ -25,14 +25,7 @@ from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.rank import PHASES, prepare_process
 from mcore_rl.simulation.sequences import Sequences
-from mcore_rl.simulation.step import (
-    LOCAL,
-    Implementation,
-    LoadingReport,
-    RankReport,
-    simulate_loading,
-    simulate_rank,
-)
+from mcore_rl.simulation.step import LOCAL, Implementation, LoadingReport, RankReport, simulate_loading, simulate_rank
 from mcore_rl.utils.console import SECONDS_BETWEEN_LINES, PrintLine, silent
 from mcore_rl.utils.parent_process import signal_at_end_of
 
@@ -271,7 +264,7 @@ def experts_of(config: TrainingConfig) -> int:
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.families.mixtures import Mixture
-    from mcore_rl.models.megatron.hf_config import hf_config_of
+    from mcore_rl.models.megatron.model.hf_config import hf_config_of
 
     family = family_of(hf_config_of(config.model))
     return family.experts.count if isinstance(family, Mixture) else 1

@@ -53,8 +53,8 @@ from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.megatron.build import ModelShard
     from mcore_rl.models.megatron.checkpoint.state import Region
+    from mcore_rl.models.megatron.model.gpt_model import ModelShard
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
@@ -127,11 +127,11 @@ class Watch:
 
         On a GPU, Triton kernels compute these functions.
         """
-        from mcore_rl.distributed import logprobs
-        from mcore_rl.models.megatron import layers
+        from mcore_rl.distributed import logprobs, vocab_tiles
+        from mcore_rl.models.megatron.layers import transformer_layer as layers
 
         fused, steps = self.kernels.fused, logprobs.TORCH_STEPS
-        tiles = logprobs.TileSteps(fused(steps.add), fused(steps.gradient), add_overwrites=False)
+        tiles = vocab_tiles.TileSteps(fused(steps.add), fused(steps.gradient), add_overwrites=False)
         with ExitStack() as stack:
             for function in (layers._Normed, layers._Gated, layers._Rotated):
                 for name in ("forward", "backward"):
@@ -176,7 +176,7 @@ class Watch:
         return clip
 
     def _update(self, update_weights: Any) -> Any:
-        from mcore_rl.models.megatron.optimizer import optimizer_tensors
+        from mcore_rl.models.megatron.training.optimizer import optimizer_tensors
 
         # Live memory does not show this: a thread of gloo frees its copies of gradients some time after the reduction.
         def update(optimizer: Any) -> Any:
@@ -532,7 +532,7 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
 
 def optimizer_bytes(model: MegatronPolicy) -> int:
     """Return the number of bytes that a model's optimizer keeps in addition to the weights."""
-    from mcore_rl.models.megatron.optimizer import optimizer_tensors
+    from mcore_rl.models.megatron.training.optimizer import optimizer_tensors
 
     return bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
 

@@ -106,7 +106,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     """Return a teacher whose weights are the policy's initial weights times 1.25; None if the loss runs no teacher."""
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import hf_config_of
+    from mcore_rl.models.megatron.model.hf_config import hf_config_of
     from mcore_rl.models.policy.scoring import TeacherModel
 
     if config.distillation.topk is not None:
@@ -128,7 +128,7 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
     Every rank calls this function; rank 0 returns the result, and the other ranks return None. Every rank scores the
     whole batch, but trains only on the rows of its replica, as in a run.
     """
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     pairs = isinstance(config, DPOConfig | RMConfig)
@@ -157,9 +157,9 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
 
 def whole_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
     """Return the current gradients of all parameters, or of all adapters, by their Hugging Face names. Collective."""
-    from mcore_rl.models.megatron.lora_layers import export_adapters
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.adapters import export_adapters
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 
     gather_gradients(policy.chunks)
     export = export_adapters if policy.model.lora else export_hf_weights
@@ -334,7 +334,7 @@ def shrink_model(
     import transformers
 
     from mcore_rl.models.megatron.families import family_of, has_reward_head
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
     from mcore_rl.utils.model_directory import copy_companions
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
@@ -364,8 +364,8 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     would not be seen.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import hf_config_of
-    from mcore_rl.models.megatron.lora import PEFTDirectory, lora_of, shapes_of, write_peft_directory
+    from mcore_rl.models.megatron.model.hf_config import hf_config_of
+    from mcore_rl.models.megatron.model.lora import PEFTDirectory, lora_of, shapes_of, write_peft_directory
 
     assert model.lora is not None, "there is nothing to invent"
     config, family = model.lora, family_of(hf_config_of(model))
@@ -383,7 +383,7 @@ def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
     """Return the layouts that fit the configured model, and those that do not fit, each with its error."""
-    from mcore_rl.models.megatron.hf_config import check_model_fits, hf_config_of
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits, hf_config_of
 
     fits, refused = [], []
     hf = hf_config_of(config.model)
@@ -413,7 +413,7 @@ def check_layouts(
         start: device of the processes, and how they communicate.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import hf_config_of
+    from mcore_rl.models.megatron.model.hf_config import hf_config_of
 
     def result(layout: ParallelLayout, config: TrainingConfig = config) -> LayoutResult:
         arguments = layout.apply(config), data, steps

@@ -258,7 +258,7 @@ def sampled(directory: Path, seed: int, layout: dict[str, Any], replays: bool) -
     from transformers import AutoTokenizer
 
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

@@ -25,8 +25,8 @@ from bench_results import Row, finish
 from torch import Tensor
 
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.delta_net import DeltaWeights, GatedDeltaNet, recomputed
-from mcore_rl.models.megatron.delta_rule import causal_conv, delta_rule, plan_of
+from mcore_rl.models.megatron.kernels.delta_rule import causal_conv, delta_rule, plan_of
+from mcore_rl.models.megatron.recurrent.gated_delta_net import DeltaWeights, GatedDeltaNet, recomputed
 
 NET = GatedDeltaNet(hidden=1, heads=4, repeats=2, key_dim=128, value_dim=128, width=4)
 BOUNDS = {2048: 3.0, 8192: 1.0}

@@ -97,7 +97,7 @@ def make_prompts(arguments, lengths, group):
 
 
 def make_both(directory, arguments):
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

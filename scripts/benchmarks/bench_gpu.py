@@ -78,18 +78,18 @@ def end(part: str, title: str, rows: list[Row], arguments: argparse.Namespace) -
 
 def logprobs(rehearses: bool) -> list[Row]:
     """Return the time of forward and backward with the LM head, relative to the three unavoidable products."""
-    from mcore_rl.distributed import logprobs
+    from mcore_rl.distributed import logprobs, vocab_tiles
     from mcore_rl.simulation.counters import replaced
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
     head, kind = Head(*size), "cuda" if platform.has_gpu() else "cpu"
-    chosen = logprobs.TILE_SHAPE[kind]
+    chosen = vocab_tiles.TILE_SHAPE[kind]
 
     def tiled(shape: tuple[int, int]) -> Callable[[], None]:
         def run() -> None:
-            logprobs.TILE_SHAPE[kind] = shape
+            vocab_tiles.TILE_SHAPE[kind] = shape
             head.fused()
-            logprobs.TILE_SHAPE[kind] = chosen
+            vocab_tiles.TILE_SHAPE[kind] = chosen
 
         return run
 
@@ -285,7 +285,7 @@ def generation(rehearses: bool) -> list[Row]:
     """Return the tokens per second by number of sequences, and the difference of log-probabilities from the
     trainer's."""
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

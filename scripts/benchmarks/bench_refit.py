@@ -28,16 +28,9 @@ from mcore_rl.platform import initialize_platform
 initialize_platform()
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.models.policy.refit import (
-    BucketSender,
-    RefitGroup,
-    RefitGroups,
-    RefitInfo,
-    RefitReceiver,
-    RefitStore,
-)
-from mcore_rl.models.policy.refit_copy import HostCopy
-from mcore_rl.models.policy.refit_delta import DeltaEncoder
+from mcore_rl.models.refit.delta import DeltaEncoder
+from mcore_rl.models.refit.host_copy import HostCopy
+from mcore_rl.models.refit.transfer import BucketSender, RefitGroup, RefitGroups, RefitInfo, RefitReceiver, RefitStore
 from mcore_rl.testing.processes import run_processes
 
 MODEL = Path("outputs/smollm/model")
@@ -100,7 +93,7 @@ def take_part(rate: float, ports: list[int], order: Path) -> dict[str, Any]:
 def train_and_send(rate: float, ports: list[int], order: Path) -> dict[str, Any]:
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.megatron.weight_senders import gather_shipments, plan_shipments
+    from mcore_rl.models.megatron.weights.senders import gather_shipments, plan_shipments
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     config = SFTConfig.model_validate({
@@ -147,7 +140,7 @@ def train_and_send(rate: float, ports: list[int], order: Path) -> dict[str, Any]
 
 def receive(ports: list[int], order: Path) -> dict[str, Any]:
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
 
     shapes = family_of(load_hf_config(MODEL)).shapes()
     info: RefitInfo = {name: (shape, torch.bfloat16) for name, shape in shapes.items()}

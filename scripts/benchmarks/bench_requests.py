@@ -29,7 +29,7 @@ from mcore_rl.platform import initialize_platform
 initialize_platform()
 
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.generation.vllm_client import (
+from mcore_rl.models.generation.vllm.client import (
     KEPT_SECONDS,
     OTHER_FILES,
     Request,

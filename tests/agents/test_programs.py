@@ -11,7 +11,7 @@ import psutil
 import pytest
 from ended import has_ended, wait_for_end
 
-from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.agents.agent_session import AgentSession
 from mcore_rl.agents.programs import ProgramError, programs_of
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.errors import UserError
@@ -131,7 +131,7 @@ def test_what_ended_at_the_start_is_told(make_programs, tmp_path):
 
 TRAINER = """
 import asyncio, sys
-from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.agents.agent_session import AgentSession
 from mcore_rl.agents.programs import programs_of
 from mcore_rl.config import EnvironmentConfig
 

@@ -12,7 +12,7 @@ from agent_runs import PYTHON, train
 from agent_runs import files as files
 from programs import ROOT
 
-from mcore_rl.agents.program_worker import AgentSession
+from mcore_rl.agents.agent_session import AgentSession
 from mcore_rl.agents.programs import ProgramError, programs_of
 from mcore_rl.config import EnvironmentConfig
 

@@ -113,8 +113,8 @@ def mixture(p, q):
 def distilled(config, kind, topk, teachers_layout=None):
     """Metrics of a step, and every gradient of the student in its Hugging Face shape."""
     from mcore_rl.algorithms.build_loss import build_loss
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import TeacherModel
     from mcore_rl.testing.layout_check import _main_grad
@@ -283,7 +283,7 @@ def test_a_student_learns_on_its_own_answers(files):
 def topk_gradients(config, data, indices):
     """Gradients of the LM head and of logits, both of a loss over the teacher's k tokens alone."""
     from mcore_rl.losses.distillation import DistillationLossFn
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=1)

@@ -28,8 +28,8 @@ TEMPERATURE, KL_PENALTY, STEPS = 2.9, 0.05, 2
 
 
 def megatron_update(config, options):
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.testing.layout_check import _main_grad
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algorithms.advantages import gae_advantages, token_rewards_with_penalty, whiten
+from mcore_rl.algorithms.critic import value_metrics
 from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.ppo import value_metrics
 from mcore_rl.errors import ContractError
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens, to_batch
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -52,8 +52,8 @@ def make_batch():
 
 
 def megatron_critic(config):
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.testing.layout_check import _main_grad
 

@@ -67,7 +67,7 @@ def data(files):
 def steps_of_policy(config, options, data):
     from mcore_rl.algorithms.grpo import add_columns_of_loss
     from mcore_rl.losses.policy_gradient import build_policy_loss
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=STEPS)

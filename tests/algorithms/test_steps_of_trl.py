@@ -130,7 +130,7 @@ def test_ranks_of_pairs_differ_under_policy_and_reference(files, data):
 
 def steps_of_policy(config, data):
     """Return metrics of three steps on a batch, and the weights after them."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, loss_fn = MegatronPolicy(config, total_steps=STEPS, rows_per_unit=2), build_loss(config)

@@ -39,9 +39,9 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgeProcesses
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation import megatron_generation
+from mcore_rl.models.generation.megatron import generation as megatron_generation
 from mcore_rl.models.megatron.checkpoint.load import Restored
-from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.model.hf_config import load_hf_config
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.run import checkpoints as checkpointing
 from mcore_rl.run import metrics, watchdog

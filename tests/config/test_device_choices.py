@@ -65,7 +65,7 @@ def test_experts_are_grouped_on_gpus_in_bfloat16():
 def test_experts_are_grouped_where_their_sizes_fit(family, changes, is_grouped):
     """A dense model and experts of another width are not refused, but computed one after the other."""
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, uses_grouped_gemm
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits, uses_grouped_gemm
 
     given = {"dtype": "bfloat16", "moe_grouped_gemm": "if_possible", "transformer_impl": "local"}
     config, hf = config_of(given), make_config(family, **changes)
@@ -307,7 +307,7 @@ def test_hardware_that_lacks_a_recipe(capability, cuda, fp8, problem, monkeypatc
 
 
 def fits(family, fp8, parallel=None, **sizes):
-    from mcore_rl.models.megatron.hf_config import check_model_fits
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits
 
     config = config_of({"dtype": "bfloat16", "transformer_impl": "local", "fp8": fp8}, parallel)
     check_model_fits(make_config(family, **sizes), config.parallel, 64, config.model)
@@ -404,7 +404,7 @@ def test_sampling_in_fp8_is_refused_without_its_conditions(arguments, loss, mess
 
 
 def test_mismatch_of_sampler_and_trainer_is_told():
-    from mcore_rl.models.generation.vllm_server import describe_fp8_sampling
+    from mcore_rl.models.generation.vllm.server import describe_fp8_sampling
 
     def told(arguments, loss=None, **fp8):
         model = {"fp8": fp8} if fp8 else {}

@@ -12,7 +12,7 @@ from mcore_rl.cli.plan import layout_picture
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.config.parallel import layers_of_layout
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.hf_config import check_model_fits
+from mcore_rl.models.megatron.model.hf_config import check_model_fits
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from programs import ROOT
 from mcore_rl.cli.port import ported_text
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, load_config
-from mcore_rl.config.foreign import Foreign, read_foreign
-from mcore_rl.config.port import RULES_OF, nested, port
-from mcore_rl.config.port_trl import DEFAULTS
+from mcore_rl.config.porting.foreign import Foreign, read_foreign
+from mcore_rl.config.porting.port import RULES_OF, nested, port
+from mcore_rl.config.porting.trl import DEFAULTS
 from mcore_rl.errors import UserError
 
 OURS = {"DPOConfig": "dpo", "SFTConfig": "sft", "RewardConfig": "rm", "KTOConfig": "kto", "GRPOConfig": "grpo"}

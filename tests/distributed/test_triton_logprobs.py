@@ -13,6 +13,7 @@ from float32 import EPSILON, FORWARD, assert_close32
 from gpu_process import run_on
 
 from mcore_rl.distributed import logprobs as module
+from mcore_rl.distributed import vocab_tiles
 from mcore_rl.distributed.divergences import HiddenAndHead, linear_divergences
 from mcore_rl.distributed.logprobs import linear_logprobs
 from mcore_rl.testing.processes import run_processes
@@ -31,7 +32,7 @@ def use(kernels, tile=(16, 160), block=64):
     """Choose kernels or torch operations, with tiles and blocks that end inside rows and columns of the cases."""
     from mcore_rl.distributed import triton_logprobs
 
-    module.TILE_SHAPE["cpu"], triton_logprobs.BLOCK = tile, block
+    vocab_tiles.TILE_SHAPE["cpu"], triton_logprobs.BLOCK = tile, block
     module.tile_steps = lambda *_: triton_logprobs.STEPS if kernels else module.TORCH_STEPS
 
 
@@ -164,8 +165,8 @@ def rows_of_nan():
         assert torch.equal(one[keep], other[keep])
     # The row's share of the head's gradient is 0 times NaN all the same, so a caller leaves such rows out.
     x = torch.full((1, 200), torch.nan)
-    tiles = module.Tiles(h, w, 200, 1.0)
-    tokens = module.TokenGradients(
+    tiles = vocab_tiles.Tiles(h, w, 200, 1.0)
+    tokens = vocab_tiles.TokenGradients(
         torch.zeros(1), torch.zeros(1), targets[2:3], torch.zeros(1, 1), torch.zeros(1), torch.zeros(1)
     )
     assert (module.tile_steps("cpu", torch.float32).gradient(x, tokens, 0, tiles) == 0).all()
@@ -190,9 +191,9 @@ def factors_in_half_precision():
     """Gradients leave the kernel in the factors' precision, as on a GPU."""
     inputs = make_inputs(18, 40, 350, 333, 1)
     halves = [x.half() for x in inputs[:2]]
-    init = module.Tiles.__init__
-    module.Tiles.__init__ = lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
-    module.Tiles.multiply = lambda tiles, a, b: a.float() @ b.float()
+    init = vocab_tiles.Tiles.__init__
+    vocab_tiles.Tiles.__init__ = lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
+    vocab_tiles.Tiles.multiply = lambda tiles, a, b: a.float() @ b.float()
     got = ours(*halves, *inputs[2:], vocab_size=333)
     for one, other, bound in zip(got, exact(*halves, *inputs[2:], 333), (3e-6, 3e-6, 1e-3, 1e-3), strict=True):
         assert distance(one, other) < bound

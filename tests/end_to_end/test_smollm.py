@@ -200,7 +200,7 @@ def test_grpo_does_not_depend_on_layout(layout, root, grpo):
 
 def generated(path, prompts):
     """Return what Megatron generates, with the log-probabilities of the sampler and of the trainer."""
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     config = SFTConfig.model_validate(

@@ -19,7 +19,7 @@ from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.models.generation.decoder import Blocks, Decoder, SequenceCache
+from mcore_rl.models.generation.megatron.decoder import Blocks, Decoder, SequenceCache
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.processes import run_processes
 
@@ -34,7 +34,8 @@ def model_path(tmp_path_factory):
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import decoder, layer_caches, megatron_generation
+    from mcore_rl.models.generation.megatron import decoder, layer_caches
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
 
     layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = BLOCK
     megatron_generation.LOOK_AHEAD = BLOCK // 2
@@ -95,7 +96,7 @@ class RecordedGraph:
 def in_recorded_graphs(config, params, slots, prompts, most=64):
     """Return what steps of fixed sizes generate, the distance to the trainer, how many of them were replayed, how many
     caches are left, and how many graphs each pool had."""
-    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
 
     use_small_blocks(lag=1)
     caches = []
@@ -207,7 +208,7 @@ def test_a_late_look_at_stop_strings_changes_nothing(model_path):
 
 def tokens_held(config, prompts, limits, slots):
     """Tokens that the cache had room for at most, and that sequences had at most; blocks that are left in use."""
-    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
 
     use_small_blocks()
     caches, held, needed = [], [], []
@@ -285,7 +286,7 @@ def generate_beside_training(path, offload):
     """Return responses before and after a step, the step's metrics, and the device's memory during generation."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import NLLLoss
-    from mcore_rl.models.megatron.optimizer import gradient_buffers, optimizer_tensors
+    from mcore_rl.models.megatron.training.optimizer import gradient_buffers, optimizer_tensors
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     values = {

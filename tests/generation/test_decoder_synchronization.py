@@ -22,7 +22,7 @@ def waits_of_decoding(path, new_tokens):
         policy = MegatronPolicy(config)
     reads = seen.reads
     from mcore_rl import platform
-    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
     from mcore_rl.models.generation.sampling import SamplingParams
 
     passes, begun, late = [], {}, []

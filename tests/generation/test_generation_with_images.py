@@ -72,7 +72,7 @@ def config_of(path, layout):
 
 def generate(config, prompts, images, params, greedy):
     """Return the output, the largest difference from the trainer's log-probabilities, and the images computed here."""
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10)
@@ -133,7 +133,7 @@ def test_samples_do_not_depend_on_the_layout(layout, cases):
 @pytest.mark.parametrize("multiple", [2, 8, 256])
 def test_features_are_placed_where_the_decoder_divides_the_padded_tokens(multiple):
     """Under sequence parallelism, ranks have equal parts of the padded tokens; FP8 pads to large multiples."""
-    from mcore_rl.models.megatron.vision import VisionTower, prompt_images
+    from mcore_rl.models.megatron.layers.vision import VisionTower, prompt_images
 
     images = [PlacedImage(2, (1, 1, 3), "a", ""), PlacedImage(1, (1, 2, 2), "b", "")]
     found = []

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import WorkerError
-from mcore_rl.models.generation.megatron_generation import coarse_size
+from mcore_rl.models.generation.megatron.generation import coarse_size
 from mcore_rl.models.generation.sampling import (
     SamplingParams,
     _filtered,
@@ -193,7 +193,7 @@ def test_ranks_that_share_a_key_value_head(model_path, one_process):
 
 def generate_groups(config, slots, repeats, most_apart=1e-5):
     """Groups of equal prompts; sequences, and how many prompts went through the model."""
-    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
 
     ran = []
 

@@ -22,8 +22,8 @@ FILTERED = SamplingParams(30, temperature=0.7, top_k=4, seed=5)
 
 def serve(config, params):
     """Return the responses to the prompts, on the first rank."""
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
-    from mcore_rl.models.generation.served_generation import ServedGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.served_generation import ServedGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config)

@@ -167,8 +167,8 @@ def test_the_servers_have_the_trainers_weights_after_every_step(run_, root, urls
 
 def refuse_once(config):
     """Call `follow`; before the second update, change the trainer's copy so that it differs from the server's."""
-    from mcore_rl.models.generation import vllm_weights
-    from mcore_rl.models.policy.refit_delta import DeltaEncoder
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+    from mcore_rl.models.refit.delta import DeltaEncoder
 
     vllm_weights.BUCKET_BYTES = 50_000  # some buckets are loaded before one is refused
     encode, buckets = DeltaEncoder.encode, itertools.count()
@@ -584,8 +584,8 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "import os, signal\n"
         "from mcore_rl.platform import initialize_platform\n"
         "initialize_platform()\n"
-        "from mcore_rl.models.policy import refit\n"
-        "from mcore_rl.models.generation import vllm_weights\n"
+        "from mcore_rl.models.refit import transfer as refit\n"
+        "from mcore_rl.models.generation.vllm import weights as vllm_weights\n"
         "vllm_weights.BUCKET_BYTES = 50_000\n"
         "send, count = refit.RefitGroups.begin_broadcast, []\n"
         "def broadcast(self, tensor):\n"
@@ -645,10 +645,10 @@ def live_dangerously(config):
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.policy_options import ClippedPGOptions
-    from mcore_rl.models.generation import vllm_weights
-    from mcore_rl.models.generation.vllm_client import VLLMServer
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+    from mcore_rl.models.generation.vllm.client import VLLMServer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.models.policy.refit import RefitGroups
+    from mcore_rl.models.refit.transfer import RefitGroups
 
     vllm_weights.BUCKET_BYTES = 50_000
     policy, said = MegatronPolicy(config, total_steps=3), []

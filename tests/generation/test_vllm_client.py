@@ -21,7 +21,7 @@ from small_models import and_long, make_model
 from vllm_cases import GROUPS, PARAMS, Stub, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.vllm_client import (
+from mcore_rl.models.generation.vllm.client import (
     Request,
     RequestQueue,
     ServerError,
@@ -29,8 +29,8 @@ from mcore_rl.models.generation.vllm_client import (
     _Task,
     sampling_params,
 )
-from mcore_rl.models.generation.vllm_generation import wait_until_ready
-from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
+from mcore_rl.models.generation.vllm.generation import wait_until_ready
+from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
 
 
 def ask_all(pool):
@@ -259,7 +259,7 @@ import time
 from mcore_rl.platform import initialize_platform
 initialize_platform()
 from vllm_cases import GROUPS, PARAMS
-from mcore_rl.models.generation.vllm_client import ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm.client import ServerPool, VLLMServer
 pool = ServerPool([VLLMServer("http://127.0.0.1:9", 1)], lambda url, reason: time.sleep(100), 5)
 pool.submit(GROUPS[0][0], PARAMS)
 time.sleep(1)
@@ -311,7 +311,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's back
 from types import SimpleNamespace
 from pathlib import Path
 from mcore_rl.config import VLLMConfig
-from mcore_rl.models.generation import vllm_server
+from mcore_rl.models.generation.vllm import server as vllm_server
 sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
 vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]

@@ -97,7 +97,7 @@ def follow(config, root, steps):
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.policy_options import ClippedPGOptions
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, said, results = MegatronPolicy(config, total_steps=steps), [], []

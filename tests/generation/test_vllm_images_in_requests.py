@@ -19,9 +19,9 @@ from vllm_cases import PARAMS, Stub, config_of, pool_of, well
 
 from mcore_rl.data.images import ImageReader, PlacedImage
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.vllm_client import Request
-from mcore_rl.models.generation.vllm_images import ImageEncoder, check_prompt
-from mcore_rl.models.generation.vllm_server import server_command
+from mcore_rl.models.generation.vllm.client import Request
+from mcore_rl.models.generation.vllm.images import ImageEncoder, check_prompt
+from mcore_rl.models.generation.vllm.server import server_command
 
 # ------------------------------------------------------------------ pictures
 

@@ -12,7 +12,7 @@ from vllm_cases import root as root  # a fixture
 
 from mcore_rl.data.choices import RecordedChoice
 from mcore_rl.models.generation.interfaces import RequestError
-from mcore_rl.models.policy.refit import RefitGroups
+from mcore_rl.models.refit.transfer import RefitGroups
 from mcore_rl.rollouts.samples import Rollout, to_batch
 
 

@@ -12,8 +12,8 @@ from vllm_cases import GROUPS, PARAMS, config_of, pool_of
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import Response, output_of
-from mcore_rl.models.generation.vllm_client import decode_routed_experts
-from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
+from mcore_rl.models.generation.vllm.client import decode_routed_experts
+from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
 from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.rollouts.samples import Rollout, to_batch
 from mcore_rl.rollouts.worker import Conversation

@@ -14,10 +14,10 @@ from vllm_cases import PARAMS, config_of
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.vllm_client import VLLMServer
-from mcore_rl.models.generation.vllm_generation import VLLMGeneration, check_server
-from mcore_rl.models.generation.vllm_server import server_command
-from mcore_rl.models.policy.refit import RefitGroup, RefitReceiver, RefitStore, send_weights
+from mcore_rl.models.generation.vllm.client import VLLMServer
+from mcore_rl.models.generation.vllm.generation import VLLMGeneration, check_server
+from mcore_rl.models.generation.vllm.server import server_command
+from mcore_rl.models.refit.transfer import RefitGroup, RefitReceiver, RefitStore, send_weights
 
 
 class Policy:

@@ -21,7 +21,7 @@ UPDATES = 12
 
 def change(policy, step):
     """Change no, few or all elements of each weight that is trained, equally on all ranks that have it."""
-    from mcore_rl.models.megatron.weights import named_mappings
+    from mcore_rl.models.megatron.weights.conversion import named_mappings
 
     with torch.no_grad():
         for mapping, tensor in named_mappings(policy.model):
@@ -39,10 +39,10 @@ def follow(config, updates, waits=False):
     Args:
         waits: wait before each update until all servers answer, also those that have died and start again.
     """
-    from mcore_rl.models.generation import vllm_weights
     from mcore_rl.models.generation.sampling import SamplingParams
-    from mcore_rl.models.generation.vllm_generation import VLLMGeneration
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+    from mcore_rl.models.generation.vllm.generation import VLLMGeneration
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     vllm_weights.BUCKET_BYTES = 20_000  # less than some weights have, which cannot be divided

@@ -80,10 +80,10 @@ def test_without_a_gpu_there_is_a_reason():
 def check_logprobs(dtype, by_torch):
     """Both ways, whose tiles end inside the vocabulary, with targets in several columns, against float64."""
     from mcore_rl import platform
-    from mcore_rl.distributed import logprobs
+    from mcore_rl.distributed import logprobs, vocab_tiles
 
     device = platform.device()
-    logprobs.TILE_SHAPE[device.type] = (256, 1024)
+    vocab_tiles.TILE_SHAPE[device.type] = (256, 1024)
     logprobs.CHUNK_BYTES[device.type] = 10**6
     if by_torch:
         logprobs.tile_steps = lambda *_: logprobs.TORCH_STEPS
@@ -153,7 +153,7 @@ def check_attention(dtype):
     from attention_cases import HEADS, LONG, expected, in_one_process, layouts
 
     from mcore_rl import platform
-    from mcore_rl.models.megatron.attention_kernels import kernel_of
+    from mcore_rl.models.megatron.kernels.packed_attention import kernel_of
 
     attention_cases.DIM = 64  # flash kernels take multiples of 8
     device = platform.device()
@@ -338,7 +338,8 @@ def sample_in_small_blocks(config, replays, deterministic):
     from generation_cases import NEW_TOKENS, generate, make_prompts
 
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import decoder, layer_caches, megatron_generation
+    from mcore_rl.models.generation.megatron import decoder, layer_caches
+    from mcore_rl.models.generation.megatron import generation as megatron_generation
 
     layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = 4
     megatron_generation.LOOK_AHEAD = 2

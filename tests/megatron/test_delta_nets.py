@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mcore_rl.config import ParallelConfig
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.delta_rule import (
+from mcore_rl.models.megatron.kernels.delta_rule import (
     causal_conv,
     convolve_last,
     delta_rule,
@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.delta_rule import (
     packed_rule,
     plan_of,
 )
-from mcore_rl.models.megatron.state_space import Mamba2, state_rule
+from mcore_rl.models.megatron.recurrent.mamba2 import Mamba2, state_rule
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -212,14 +212,14 @@ def test_operations_of_mamba_are_those_of_its_products():
 )
 @pytest.mark.parametrize(("family", "heads"), [("qwen3_5", "key heads"), ("nemotron_h", "groups of Mamba-2")])
 def test_more_ranks_than_key_heads_are_refused(family, heads, sizes, message):
-    from mcore_rl.models.megatron.hf_config import check_model_fits
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits
 
     with pytest.raises(UserError, match=message.replace("key heads", heads)):
         check_model_fits(make_hf_config(family), ParallelConfig(**sizes), 64)
 
 
 def test_what_the_families_do_not_compute():
-    from mcore_rl.models.megatron.hf_config import check_model_fits
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits
 
     with pytest.raises(UserError, match="attn_output_gate=false"):
         check_model_fits(make_hf_config("qwen3_5", attn_output_gate=False), ParallelConfig(), 64)
@@ -364,7 +364,7 @@ def with_kernels(monkeypatch):
             calls.append(kernel.__name__)
             return kernel(*args, **kwargs)
 
-        monkeypatch.setattr(f"mcore_rl.models.megatron.delta_rule.{name}", lambda counted=counted: counted)
+        monkeypatch.setattr(f"mcore_rl.models.megatron.kernels.delta_rule.{name}", lambda counted=counted: counted)
     return calls
 
 

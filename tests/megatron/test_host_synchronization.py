@@ -22,8 +22,8 @@ GRPO = {
 
 def generate(policy, data, loss_fn):
     """Generate responses to as many prompts as `data` has rows, with one more sampled token for each prompt."""
-    from mcore_rl.models.generation.decoder import Decoder
-    from mcore_rl.models.generation.megatron_generation import ContinuousBatch, RunningSequence, StopStrings
+    from mcore_rl.models.generation.megatron.decoder import Decoder
+    from mcore_rl.models.generation.megatron.generation import ContinuousBatch, RunningSequence, StopStrings
 
     count, decoder = data.size, Decoder(policy.model)
     params = SamplingParams(max_new_tokens=4 + count, stop_token_ids=(3,))
@@ -166,7 +166,7 @@ def test_transfers_count_an_index_of_the_host(model_of):
 def waits_of_export(config):
     """Bytes gathered by a rank that writes a model, and where the host waits for the device on the way."""
     with simulated_process(config, 0, 4) as seen:
-        from mcore_rl.models.megatron.weights import export_hf_weights
+        from mcore_rl.models.megatron.weights.conversion import export_hf_weights
         from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
         policy = MegatronPolicy(config, 2)

@@ -92,8 +92,8 @@ def printed_and_gradients_of(config, loss_fn):
 
 
 def gradients_of(config, loss_fn, rows=12, calls=1):
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 
     policy = policy_of(config)
     for _ in range(calls):
@@ -219,7 +219,7 @@ def test_metrics_of_any_loss(layout, model_of):
 
 def ported_controller(config):
     """eval_mode, gbs, mbs, micro_batch_size, all_mb_metrics: as the reference's loops use them."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 
     policy, data, loss_fn = policy_of(config, keep_reference=True), make_data(), DPOLossFn(DPO)
     policy.prepare_for_lp_inference()
@@ -278,7 +278,7 @@ def test_a_ported_controller(layout, model_of):
 def answers(config):
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
 
     policy = policy_of(config)
     prompts = BatchedDataDict(input_ids=torch.tensor([[7, 8, 9], [11, 12, 0]]), input_lengths=torch.tensor([3, 2]))
@@ -339,7 +339,7 @@ def lives_of_inputs():
     import weakref
     from types import SimpleNamespace
 
-    from mcore_rl.models.megatron import forward_step
+    from mcore_rl.models.megatron.training import forward_step
 
     class Inputs(dict):
         """A dict that can be referred to weakly."""

@@ -93,7 +93,7 @@ class Engine:
     def __init__(self, path, info):
         from refit_cases import engine_of
 
-        from mcore_rl.models.policy.refit import RefitReceiver
+        from mcore_rl.models.refit.transfer import RefitReceiver
 
         self.model, load = engine_of(path)
         self.receiver = RefitReceiver(load, info)

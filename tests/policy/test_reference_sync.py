@@ -27,7 +27,7 @@ ALPHAS = (0.6, 0.25)
 
 def move_and_save(config, directory):
     """A step before each move; weights at the beginning and at each move, the reference's scores after the last."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_judged
-from mcore_rl.models.megatron.forward_step import RewardOfSequences
+from mcore_rl.models.megatron.training.forward_step import RewardOfSequences
 from mcore_rl.testing.processes import run_processes
 
 PLACES = {

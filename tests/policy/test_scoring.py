@@ -35,7 +35,7 @@ def reward_config(path, layout):
 
 
 def megatron_rewards(config):
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
@@ -182,7 +182,7 @@ def test_the_script(model_of, tmp_path):
 
 def scores_of_counted_tokens(config):
     """Return the scores of all tokens and of the counted ones, the positions of both, and a step's operations."""
-    from mcore_rl.models.megatron import forward_step
+    from mcore_rl.models.megatron.training import forward_step
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, positions = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True), []

@@ -24,7 +24,7 @@ from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.errors import UserError
 from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
-from mcore_rl.models.generation.vllm_client import decode_sampling_mask
+from mcore_rl.models.generation.vllm.client import decode_sampling_mask
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -166,8 +166,8 @@ def sample_score_and_train(config, params=FILTERED, num_ids=None, steps=2):
     """
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.interfaces import prompts_to_answer
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, keep_reference=True)

@@ -9,7 +9,7 @@ import torch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
 from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.lora import PEFTDirectory, write_peft_directory
+from mcore_rl.models.megatron.model.lora import PEFTDirectory, write_peft_directory
 from mcore_rl.rollouts.recordings import check_record
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity

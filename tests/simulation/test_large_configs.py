@@ -4,7 +4,7 @@ import pytest
 from recipes import LARGE, RECIPES, read_recipe
 from small_models import and_long
 
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.model.hf_config import check_model_fits, load_hf_config
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.sequences import Sequences
 

@@ -89,7 +89,7 @@ def test_the_towers_operations_are_those_that_torch_counts(family, tmp_path):
     from transformers import AutoConfig
 
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.vision import build_tower
+    from mcore_rl.models.megatron.layers.vision import build_tower
 
     found = family_of(AutoConfig.from_pretrained(make_model(family, tmp_path)))
     tower = build_tower(found.vision_config, torch.float32)

@@ -22,14 +22,7 @@ from simulated_cases import (
 )
 from small_models import and_long, make_config, make_model
 
-from mcore_rl.config import (
-    DistillationConfig,
-    DPOConfig,
-    GRPOConfig,
-    KTOConfig,
-    PPOConfig,
-    SFTConfig,
-)
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, PPOConfig, SFTConfig
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import Transfer
@@ -495,7 +488,7 @@ def simulate_in_buckets(*arguments):
     plain = step.measure_step
 
     def measure(*given):
-        from mcore_rl.models.megatron import optimizer  # not before this process is a simulated one
+        from mcore_rl.models.megatron.training import optimizer  # not before this process is a simulated one
 
         optimizer.BUCKET_SIZE = 5_000
         return plain(*given)

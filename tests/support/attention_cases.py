@@ -3,7 +3,7 @@
 import torch
 
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, slice_context_parallel
-from mcore_rl.models.megatron.attention_kernels import AttentionPattern
+from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 
 DIM, LONG = 6, 24
 TREE = PrefixTree((9, 4, 1, 7, 12, 3, 3), (-1, 0, 1, 1, 0, -1, 5), (2, 3, 4, 6))

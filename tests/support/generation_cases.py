@@ -36,7 +36,7 @@ def config_of(path, layout=ParallelLayout()):  # noqa: B008 (frozen)
 
 def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
     """Return the output, and the largest difference from the trainer's log-probabilities."""
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, prompts = MegatronPolicy(config), prompts or make_prompts()

@@ -226,7 +226,7 @@ def outcomes(model_of):
 
 def run_steps(config, directory, load, steps):
     """Return metrics and whole weights after `steps` more steps, then write a checkpoint."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)

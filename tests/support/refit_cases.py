@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.models.policy.refit import RefitReceiver
+from mcore_rl.models.refit.transfer import RefitReceiver
 
 REFITS, ENGINES, BEST = 3, 2, 8
 CLOSE = {"rtol": 0, "atol": 1e-5}

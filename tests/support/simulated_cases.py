@@ -95,7 +95,7 @@ def real_rank(config, rank, world_size, port, sequences) -> RankReport:
 def memory_of_offloaded_critic(config, sequences):
     """Return the memory that a real critic releases on the device, and the part of it that is zero afterwards."""
     from mcore_rl.algorithms.loss_functions import ValueLossFn
-    from mcore_rl.models.megatron.optimizer import gradient_buffers
+    from mcore_rl.models.megatron.training.optimizer import gradient_buffers
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     critic = MegatronPolicy(critic_config(config), 2)

@@ -27,9 +27,9 @@ from ports import free_port
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
-from mcore_rl.models.policy.refit_copy import HostCopy
-from mcore_rl.models.policy.refit_delta import RefusedUpdate
+from mcore_rl.models.refit.delta import RefusedUpdate
+from mcore_rl.models.refit.host_copy import HostCopy
+from mcore_rl.models.refit.transfer import RefitReceiver, decode_refit_info
 
 
 def told_logprobs(token, scores, count):

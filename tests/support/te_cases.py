@@ -48,7 +48,7 @@ def counted_result(config, data):
 
 def result_with_index(config, data):
     """Return `counted_result` with a local attention that does not read keys in place, as on a GPU."""
-    from mcore_rl.models.megatron import attention_kernels
+    from mcore_rl.models.megatron.kernels import packed_attention as attention_kernels
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention_kernels.KERNELS, "cpu", attention_kernels.Kernel(attention_kernels.sdpa_by_segment))

@@ -211,7 +211,7 @@ def sample_tree(config, path):
     """
     from small_models import make_tokenizer
 
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.megatron.families.mixtures import Mixture
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

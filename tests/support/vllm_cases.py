@@ -15,7 +15,7 @@ from small_models import make_model
 
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.generation.vllm_client import Request, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm.client import Request, ServerPool, VLLMServer
 
 
 @pytest.fixture(scope="module")

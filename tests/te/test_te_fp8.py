@@ -168,8 +168,8 @@ def test_padding_changes_no_number(family, layout, wide_model):
 def scores_and_weights(config, data):
     """Return the results of the test below, after two updates."""
     from mcore_rl.data.batching import global_valid_counts
-    from mcore_rl.models.megatron.fp8 import release_fp8_copies
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.layers.fp8 import release_fp8_copies
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=100, rows_per_unit=2, keep_reference=True)
@@ -241,7 +241,7 @@ def test_checkpoints_run_no_code(family, wide_model):
 
 def continued(config, directory, load, steps):
     """Return the losses of `steps` updates, the weights after them, the checkpoint, and the scores at the start."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 
     policy, _ = trained_policy(config, 0)
     done = policy.load_checkpoint(load).state["step"] if load else 0
@@ -340,7 +340,7 @@ def test_recomputation_of_shared_experts_is_in_fp8(results):
 def sampled_after_update(config):
     """Sample, update the weights, and sample again; return the largest difference of a token's log-probability from
     the trainer's in the second sample."""
-    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
 
     policy, _ = trained_policy(config, 1)

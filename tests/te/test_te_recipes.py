@@ -7,7 +7,7 @@ from small_models import make_model
 
 from mcore_rl.config import RLConfig
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.model.hf_config import check_model_fits, load_hf_config
 from mcore_rl.testing.layout_check import compare, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
@@ -21,7 +21,7 @@ def on(config, implementation, **model):
 
 def number_of_parameters(config):
     """Build the whole model on the meta device."""
-    from mcore_rl.models.megatron.build import build_model
+    from mcore_rl.models.megatron.model.build import build_model
     from mcore_rl.models.megatron.parallel_state import initialize_parallel
 
     topology = initialize_parallel(config.parallel)

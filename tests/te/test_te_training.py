@@ -350,8 +350,8 @@ def test_updates_other_than_those_of_fused_adam_resume(optimizer, model_of, tmp_
 
 def attention_for_gpus(_):
     """Return which attention would compute for tensors on a GPU, by dtype and size of heads; neither runs here."""
-    from mcore_rl.models.megatron.attention import PackedCausalAttention
-    from mcore_rl.models.megatron.te_layers import TEPackedCausalAttention
+    from mcore_rl.models.megatron.attention.attention import PackedCausalAttention
+    from mcore_rl.models.megatron.model.te_layers import TEPackedCausalAttention
 
     attention = TEPackedCausalAttention.__new__(TEPackedCausalAttention)
     torch.nn.Module.__init__(attention)

@@ -76,7 +76,7 @@ def test_plan_is_read_as_it_was_written(tmp_path):
 
 @pytest.mark.long
 def test_prepared_models_and_configurations_can_be_loaded(tmp_path, monkeypatch):
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.model.hf_config import check_model_fits, load_hf_config
 
     plan = plan_of(tmp_path, 8)
     prepare(plan)

@@ -376,8 +376,8 @@ def policy_gradient_loss(changes):
 
 
 def gradients_of(config, loss_fn):
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.training.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.testing.layout_check import _main_grad
 
@@ -466,9 +466,9 @@ def test_compare_rejects_scaled_gradient(outcomes):
 def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_path):
     """`verify_layouts` runs on a small model of the same architecture, sized for the largest layout."""
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-    from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.models.megatron.weights import check_hf_tensors
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
+    from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory
+    from mcore_rl.models.megatron.weights.conversion import check_hf_tensors
 
     config = make_config(model_of(family))
     layouts = [
@@ -509,7 +509,7 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
 )
 def test_shrink_model_keeps_experts_of_mixture(family, changes, tmp_path):
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
 
     make_model(family, tmp_path / "large", num_hidden_layers=8, **changes)
     shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [ParallelLayout(dp=2, ep=2)])
@@ -528,7 +528,7 @@ def test_parse_layouts_accepts_uneven_pipelines(model_of):
     with pytest.raises(UserError, match=r"--layouts 'stages=E\|x': pipeline_model_parallel_layout: cannot be read"):
         parse_layouts(["pp=2", "stages=E|x"])
     config = make_config(model_of("llama"))
-    assert own_split(config, 4) is None
-    assert own_split(ParallelLayout(pp=2, last=1).apply(config), 4) == ParallelLayout(pp=2, stages="Ettt|tL")
+    assert own_split(config.parallel, 4) is None
+    assert own_split(ParallelLayout(pp=2, last=1).apply(config).parallel, 4) == ParallelLayout(pp=2, stages="Ettt|tL")
     with pytest.raises(UserError, match="has 3 layers; the model has 4"):
-        own_split(ParallelLayout(pp=2, stages="Et|ttL").apply(config), 4)
+        own_split(ParallelLayout(pp=2, stages="Et|ttL").apply(config).parallel, 4)

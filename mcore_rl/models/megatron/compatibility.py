@@ -13,8 +13,6 @@ import types
 import warnings
 from typing import Any
 
-from torch import Tensor
-
 NEED_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
 """Modules without which Megatron 0.18 and 0.19 cannot be imported, and which cannot be imported without Triton.
 
@@ -77,10 +75,3 @@ class _Without(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.beginning)
-
-
-def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Return this rank's gradients that count for the gradient norm, of one of Megatron's inner optimizers."""
-    renamed = getattr(optimizer, "get_grads_for_grad_norm", None)  # since Megatron 0.19
-    gradients: list[Tensor] = (renamed or optimizer.get_main_grads_for_grad_norm)()
-    return gradients

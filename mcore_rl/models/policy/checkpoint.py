@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,23 +15,40 @@ from mcore_rl.distributed.collectives import all_ranks_true
 from mcore_rl.models.megatron.checkpoint import load
 from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
 from mcore_rl.models.megatron.checkpoint.state import ModelState, TrainingState
-from mcore_rl.models.megatron.lora_layers import adapters_in
-from mcore_rl.models.megatron.optimizer import main_parameters
 from mcore_rl.models.megatron.parallel_state import process_groups
-from mcore_rl.models.policy.reference import AdaptersDisabled, ReferenceWeights, initial_reference
+from mcore_rl.models.megatron.training.optimizer import TrainingMemory, main_parameters
+from mcore_rl.models.megatron.weights.adapters import adapters_in
+from mcore_rl.models.policy.reference import AdaptersDisabled, Reference, ReferenceWeights, initial_reference
+from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.platform import bytes_for
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
-if TYPE_CHECKING:
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+class TrainedModel(ScoringModel):
+    """What `PolicyCheckpoint` reads of a model that is trained."""
+
+    optimizer: Any
+    scheduler: Any
+    memory: TrainingMemory
+    reference: Reference | None
+    checkpoint: PolicyCheckpoint
+
+    @property
+    def updates_made(self) -> tuple[int, ...]:
+        """Steps made by each learning-rate schedule: this model's, then the second trained model's, if any."""
+        raise NotImplementedError
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which all tensors of the model are on the device."""
+        raise NotImplementedError
 
 
 class PolicyCheckpoint:
     """Writes and reads a policy's checkpoints; they can include a second trained model (`include`). Collective."""
 
-    def __init__(self, policy: MegatronPolicy) -> None:
+    def __init__(self, policy: TrainedModel) -> None:
         self.policy = policy
-        self.second: MegatronPolicy | None = None
+        self.second: TrainedModel | None = None
         self.second_name = ""
         self.started_from: Path | None = None
         """The checkpoint that this run's weights or reference come from; None if both come from the model directory."""
@@ -41,7 +58,7 @@ class PolicyCheckpoint:
     def _staging(self) -> HostStaging:
         return HostStaging()
 
-    def include(self, name: str, second: MegatronPolicy) -> None:
+    def include(self, name: str, second: TrainedModel) -> None:
         """Include the model `second` in later checkpoints, under `name`. It may be offloaded when `save` is called."""
         self.second, self.second_name = second, name
 

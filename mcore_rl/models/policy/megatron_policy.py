@@ -6,7 +6,7 @@ Every rank makes the same calls, with the whole global batch or only with the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,105 +26,43 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.common import LossFunction, locate_nonfinite, over_steps, reduce_metrics, reductions_of
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
+from mcore_rl.models.generation.megatron.generation import MegatronGeneration, megatron_generation_of
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.forward_step import LossHead
-from mcore_rl.models.megatron.fp8 import release_fp8_copies
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, in_precision, write_hf_directory
-from mcore_rl.models.megatron.lora import write_peft_directory
-from mcore_rl.models.megatron.lora_layers import export_adapters
-from mcore_rl.models.megatron.moe import StepRouterStatistics, reset_router_statistics
-from mcore_rl.models.megatron.muon import Muon, mark_matrices
-from mcore_rl.models.megatron.optimizer import (
+from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory, in_precision, write_hf_directory
+from mcore_rl.models.megatron.model.lora import write_peft_directory
+from mcore_rl.models.megatron.model.step_statistics import (
+    StepRouterStatistics,
+    begin_prediction,
+    prediction_metrics,
+    reset_router_statistics,
+)
+from mcore_rl.models.megatron.parallel_state import seed_everything
+from mcore_rl.models.megatron.training.forward_step import LossHead
+from mcore_rl.models.megatron.training.muon import Muon, mark_matrices
+from mcore_rl.models.megatron.training.optimizer import (
     AdamWInBfloat16,
-    Offload,
     ParameterGather,
+    TrainingMemory,
     build_optimizer,
     build_scheduler,
     clip_gradients,
-    gradient_buffers,
-    optimizer_tensors,
     optimizers_with_parameters,
     update_weights,
     wrap_for_training,
 )
-from mcore_rl.models.megatron.parallel_state import seed_everything
-from mcore_rl.models.megatron.token_prediction import begin_prediction, prediction_metrics
-from mcore_rl.models.megatron.weights import export_hf_weights
-from mcore_rl.models.policy.checkpoint import PolicyCheckpoint
+from mcore_rl.models.megatron.weights.adapters import export_adapters
+from mcore_rl.models.megatron.weights.conversion import export_hf_weights
+from mcore_rl.models.policy.checkpoint import PolicyCheckpoint, TrainedModel
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.reference import Reference, ReferenceWeights, initial_reference
-from mcore_rl.models.policy.refit import RefitInfo
-from mcore_rl.models.policy.refit_sender import BUCKET_BYTES, WeightSender
-from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.models.refit.sender import BUCKET_BYTES, WeightSender
+from mcore_rl.models.refit.transfer import RefitInfo
 from mcore_rl.utils.console import console
 
 
-class TrainingMemory:
-    """Releases and restores device memory of a policy: weights, gradient buffers and optimizer state.
-
-    Args:
-        weights: offloads the policy's weights.
-        parameters: function that returns the weights.
-        chunks: this rank's chunks of the model.
-        optimizer: the policy's optimizer; None if the policy is not trained.
-        offloads_optimizer: whether the optimizer's state is always on the host, except inside `optimizer_on_device`.
-    """
-
-    def __init__(
-        self,
-        weights: Offload,
-        parameters: Callable[[], Iterable[Tensor]],
-        chunks: Sequence[Any],
-        optimizer: Any,
-        offloads_optimizer: bool = False,
-    ) -> None:
-        self.weights, self.parameters, self.chunks, self.trained_by = weights, parameters, chunks, optimizer
-        self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
-        # A simulated storage cannot be emptied; the simulation computes the saving afterwards.
-        self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
-        self.between_steps = Offload(keep=True)
-        with self.optimizer_on_device():
-            pass  # the state is offloaded before the first step too
-
-    @contextmanager
-    def optimizer_on_device(self) -> Iterator[None]:
-        """Inside the context, keep the optimizer's state on the device even if `offloads_optimizer` is set.
-
-        Exception: if `offload_training_state` has moved the state to the host, it stays there.
-        """
-        self.between_steps.restore()
-        try:
-            yield
-        finally:
-            if self.offloads_optimizer:
-                self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
-
-    def restore(self) -> None:
-        """Move weights and optimizer state back to the device, and restore the gradient buffers."""
-        for offload in (self.weights, self.optimizer, self.gradients):
-            offload.restore()
-
-    def offload_training_state(self) -> int:
-        """Move the optimizer's state to the host and drop the gradient buffers.
-
-        Returns:
-            The number of bytes freed on the device.
-        """
-        if self.trained_by is None:
-            return 0
-        freed = self.gradients.offload(gradient_buffers(self.chunks))
-        return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
-
-    def offload_all(self) -> int:
-        """Offload the training state and move the weights to the host; return the number of bytes freed."""
-        release_fp8_copies(self.chunks)
-        return self.offload_training_state() + self.weights.offload(self.parameters())
-
-
-class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterface):
+class MegatronPolicy(TrainedModel, ColocatablePolicyInterface, GenerationInterface):
     """A model that is trained. It also scores, generates, writes checkpoints and sends weights to inference engines.
 
     Its attributes do parts of this work: `reference` (the reference model), `memory` (offloading), `checkpoint`,

@@ -19,11 +19,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from mcore_rl.models.policy.interfaces import (
-    ColocatablePolicyInterface,
-    LogprobOutputSpec,
-    ReferenceLogprobOutputSpec,
-)
+from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
 from mcore_rl.platform import initialize_platform
 from mcore_rl.utils.console import quiet_libraries
 

@@ -25,14 +25,14 @@ from mcore_rl.distributed.batched_data_dict import LocalBatch
 from mcore_rl.distributed.collectives import broadcast_object, gather_items_on_rank_zero
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint.save import SaveError, run_on_rank_zero
-from mcore_rl.models.megatron.lora_layers import adapters_in
-from mcore_rl.models.megatron.weights import adapters_of
+from mcore_rl.models.megatron.weights.adapters import adapters_in
+from mcore_rl.models.megatron.weights.conversion import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.utils.console import PrintLine, Progress, size_text
 from mcore_rl.utils.model_directory import digest_of_weights
 
 if TYPE_CHECKING:
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.interfaces import PolicyInterface
 
 
 class Reference(Protocol):
@@ -174,7 +174,7 @@ class SwappedReference:
     During the computation, the model has the reference's weights.
     """
 
-    def __init__(self, policy: MegatronPolicy) -> None:
+    def __init__(self, policy: PolicyInterface) -> None:
         self.policy = policy
 
     def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:

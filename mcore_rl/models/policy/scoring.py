@@ -23,9 +23,21 @@ from mcore_rl.distributed.collectives import all_gather, all_reduce, broadcast_f
 from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError
 from mcore_rl.losses.common import token_mask_of
-from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.families.vision_language import VisionLanguage
-from mcore_rl.models.megatron.forward_step import (
+from mcore_rl.models.megatron.layers.fp8 import describe_fp8
+from mcore_rl.models.megatron.layers.vision import distinct_images
+from mcore_rl.models.megatron.model.build import build_model
+from mcore_rl.models.megatron.model.hf_config import has_separate_head, hf_config_of
+from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory
+from mcore_rl.models.megatron.model.lora import lora_of
+from mcore_rl.models.megatron.parallel_state import (
+    destroy_parallel,
+    groups_of,
+    initialize_parallel,
+    is_run_layout,
+    run_topology,
+)
+from mcore_rl.models.megatron.training.forward_step import (
     LogprobHead,
     RewardOfSequences,
     TopKHead,
@@ -35,22 +47,10 @@ from mcore_rl.models.megatron.forward_step import (
     hidden_of_rows,
     run_microbatches,
 )
-from mcore_rl.models.megatron.fp8 import describe_fp8
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import has_separate_head, hf_config_of
-from mcore_rl.models.megatron.lora import lora_of
-from mcore_rl.models.megatron.lora_layers import add_adapters
-from mcore_rl.models.megatron.optimizer import Offload
-from mcore_rl.models.megatron.parallel_state import (
-    destroy_parallel,
-    groups_of,
-    initialize_parallel,
-    is_run_layout,
-    run_topology,
-)
-from mcore_rl.models.megatron.vision import distinct_images
+from mcore_rl.models.megatron.training.optimizer import Offload
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
-from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
+from mcore_rl.models.megatron.weights.adapters import add_adapters
+from mcore_rl.models.megatron.weights.conversion import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec
 from mcore_rl.utils.console import size_text
 

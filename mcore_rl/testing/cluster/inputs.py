@@ -8,14 +8,7 @@ from typing import Any
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, ModelConfig, resolved_yaml
 from mcore_rl.simulation.sequences import Sequences, sequences_of
-from mcore_rl.testing.cluster.plan import (
-    MIXTURE,
-    Plan,
-    dpo_config,
-    grpo_config,
-    resume_configs,
-    small_model,
-)
+from mcore_rl.testing.cluster.plan import MIXTURE, Plan, dpo_config, grpo_config, resume_configs, small_model
 from mcore_rl.testing.demo_data import make_model, shuffled_pairs, shuffled_words, write_jsonl
 
 SEED_MODEL, LARGE = "seed", "large"

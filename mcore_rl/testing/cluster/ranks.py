@@ -154,7 +154,7 @@ def _compared(config: TrainingConfig, outcome: Any, exact: Any, rounded: Any | N
         rounded: result of one process in bfloat16; None if the layout's result is in float32.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import hf_config_of
+    from mcore_rl.models.megatron.model.hf_config import hf_config_of
     from mcore_rl.testing.layout_check import compare, compare_in_bfloat16
 
     model = config.model
@@ -188,10 +188,10 @@ def refit(plan: Plan, processes: Processes) -> dict[str, Any]:
 
 
 def _send(plan: Plan, processes: Processes, trainers: int) -> dict[str, Any]:
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.models.policy.refit import encode_refit_info, local_address
-    from mcore_rl.models.policy.refit_block import nbytes_of
+    from mcore_rl.models.refit.host_copy import nbytes_of
+    from mcore_rl.models.refit.transfer import encode_refit_info, local_address
 
     config, engines = platform.resolve(refit_config(plan, trainers)), processes.size - trainers
     policy = MegatronPolicy(config)
@@ -232,7 +232,7 @@ def _send(plan: Plan, processes: Processes, trainers: int) -> dict[str, Any]:
 
 
 def _receive(processes: Processes, trainers: int) -> None:
-    from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info, local_address
+    from mcore_rl.models.refit.transfer import RefitReceiver, decode_refit_info, local_address
 
     # The address by which the trainers' node reaches this one is also the one by which it is reached.
     if processes.rank == trainers:

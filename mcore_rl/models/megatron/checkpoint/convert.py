@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.build import ModelShard, build_model
 from mcore_rl.models.megatron.checkpoint.load import (
     RegionReader,
     absent_from,
@@ -30,18 +29,20 @@ from mcore_rl.models.megatron.checkpoint.load import (
 from mcore_rl.models.megatron.checkpoint.save import PlannedShards, write_common
 from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of
 from mcore_rl.models.megatron.families import Family, family_of
-from mcore_rl.models.megatron.hf_checkpoint import (
+from mcore_rl.models.megatron.model.build import build_model
+from mcore_rl.models.megatron.model.gpt_model import ModelShard
+from mcore_rl.models.megatron.model.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.model.hf_directory import (
     MAX_SHARD_BYTES,
     SafetensorsDirectory,
     in_precision,
     write_hf_directory,
 )
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
-from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
+from mcore_rl.models.megatron.model.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Vocabulary, assemble
-from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, read_shard
+from mcore_rl.models.megatron.weights.adapters import add_adapters, export_adapters
+from mcore_rl.models.megatron.weights.conversion import check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.utils.files import digests_of
 from mcore_rl.utils.model_directory import architecture_changes, architecture_of

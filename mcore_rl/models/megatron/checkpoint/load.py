@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_rl.config import read_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.checkpoint import state
 from mcore_rl.models.megatron.checkpoint.state import (
     ModelState,
@@ -37,10 +36,11 @@ from mcore_rl.models.megatron.checkpoint.state import (
     set_objects,
     tensor_regions,
 )
+from mcore_rl.models.megatron.layers.vision import VISION_TOWER
+from mcore_rl.models.megatron.model.gpt_model import ModelShard
 from mcore_rl.models.megatron.parallel_state import seed_everything, set_random_states
-from mcore_rl.models.megatron.vision import VISION_TOWER
 from mcore_rl.models.megatron.weight_mapping import Shape
-from mcore_rl.models.megatron.weights import ADAPTER
+from mcore_rl.models.megatron.weights.conversion import ADAPTER
 from mcore_rl.utils.checkpoint_store import digest_problems, stored_identity
 
 from megatron.core import dist_checkpointing

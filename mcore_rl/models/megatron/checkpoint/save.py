@@ -37,11 +37,8 @@ from mcore_rl.distributed.collectives import (
     gather_objects_on_rank_zero,
 )
 from mcore_rl.models.megatron.checkpoint import state
-from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
-from mcore_rl.models.megatron.checkpoint.state import (
-    METADATA,
-    TrainingState,
-)
+from mcore_rl.models.megatron.checkpoint.state import METADATA, TrainingState
+from mcore_rl.models.megatron.internals import shards_by_key
 from mcore_rl.models.megatron.parallel_state import process_groups, random_states
 from mcore_rl.platform import bytes_for, offsets_of, views_of
 from mcore_rl.utils import shard_process

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.models.megatron.build import ModelShard
-from mcore_rl.models.megatron.checkpoint.internals import owned_parts
-from mcore_rl.models.megatron.lora_layers import adapter_state
-from mcore_rl.models.megatron.optimizer import TORCH_ADAM, optimizers_with_parameters
+from mcore_rl.models.megatron.internals import owned_parts
+from mcore_rl.models.megatron.model.gpt_model import ModelShard
+from mcore_rl.models.megatron.training.optimizer import TORCH_ADAM, optimizers_with_parameters
 from mcore_rl.models.megatron.weight_mapping import Shape
+from mcore_rl.models.megatron.weights.adapters import adapter_state
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -41,13 +41,7 @@ from mcore_rl.models.megatron.families.mixtures import (
 )
 from mcore_rl.models.megatron.families.nemotron_h import NemotronH
 from mcore_rl.models.megatron.families.qwen4 import Qwen4, Qwen4Text
-from mcore_rl.models.megatron.families.qwen_next import (
-    Qwen3Next,
-    Qwen35,
-    Qwen35MoE,
-    Qwen35MoEText,
-    Qwen35Text,
-)
+from mcore_rl.models.megatron.families.qwen_next import Qwen3Next, Qwen35, Qwen35MoE, Qwen35MoEText, Qwen35Text
 from mcore_rl.models.megatron.families.vision_language import Qwen3VL, Qwen3VLMoE
 
 DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Gemma4, Glm4, SeedOss, SmolLM3, Ministral3)

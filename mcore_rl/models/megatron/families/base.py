@@ -21,11 +21,11 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig
 from mcore_rl.data.choices import CHOSEN_KEYS, RecordedChoice, replayed_choices
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import GroupedQueryAttention, TokenMixer
-from mcore_rl.models.megatron.layers import PackLayer, rope_frequencies, rope_parameters
-from mcore_rl.models.megatron.ngram_embedding import NGramEmbedding
-from mcore_rl.models.megatron.per_layer_inputs import PerLayerInputs
-from mcore_rl.models.megatron.streams import ResidualStreams, StreamLayer
+from mcore_rl.models.megatron.attention.attention import GroupedQueryAttention, TokenMixer
+from mcore_rl.models.megatron.layers.hyper_connections import ResidualStreams, StreamLayer
+from mcore_rl.models.megatron.layers.ngram_embedding import NGramEmbedding
+from mcore_rl.models.megatron.layers.per_layer_inputs import PerLayerInputs
+from mcore_rl.models.megatron.layers.transformer_layer import PackLayer, rope_frequencies, rope_parameters
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
@@ -250,7 +250,8 @@ class Family:
         """Return the class of a layer's module, and those of its arguments that are its own."""
         if self.streams is None:
             return PackLayer, {}
-        return StreamLayer, {"streams": self.streams, "ngrams": self.ngrams(layer)}
+        ngrams = self.ngrams(layer)
+        return StreamLayer, {"streams": self.streams, "ngrams": None if ngrams is None else ngrams.module}
 
     @property
     def padding_token(self) -> int | None:

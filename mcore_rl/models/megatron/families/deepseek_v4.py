@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.compressed_attention import CompressedAttention, Compression, EntryIndexer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.compressed import CompressedAttention, Compression, EntryIndexer
 from mcore_rl.models.megatron.families.dense import RopeByKind
 from mcore_rl.models.megatron.families.hyper_connected import HyperConnected
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.streams import Streams
+from mcore_rl.models.megatron.layers.hyper_connections import Streams
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 WINDOWS, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import FusedQKVAttention, TokenMixer
+from mcore_rl.models.megatron.attention.attention import FusedQKVAttention, TokenMixer
 from mcore_rl.models.megatron.families.base import Family
-from mcore_rl.models.megatron.layers import SUPPORTED_ROPE_TYPES, plain_frequencies, scaled_frequencies
+from mcore_rl.models.megatron.layers.transformer_layer import (
+    SUPPORTED_ROPE_TYPES,
+    plain_frequencies,
+    scaled_frequencies,
+)
 from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part
 
 

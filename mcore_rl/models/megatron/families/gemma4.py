@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.shared_key import SharedKeyAttention
 from mcore_rl.models.megatron.families.base import Family, gated_mlp, norm
 from mcore_rl.models.megatron.families.dense import FULL, SLIDING, Gemma3, RopeByKind
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import PackLayer, plain_frequencies, scaled_frequencies
-from mcore_rl.models.megatron.per_layer_inputs import PerLayerInputs, ScaledLayer
-from mcore_rl.models.megatron.shared_key_attention import SharedKeyAttention
+from mcore_rl.models.megatron.layers.per_layer_inputs import PerLayerInputs, ScaledLayer
+from mcore_rl.models.megatron.layers.transformer_layer import PackLayer, plain_frequencies, scaled_frequencies
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated, Vocabulary
 
 NORMS_BESIDE_EXPERTS = {

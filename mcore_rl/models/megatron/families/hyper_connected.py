@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.latent import LatentAttention
 from mcore_rl.models.megatron.families.base import Family, PredictionNames
 from mcore_rl.models.megatron.families.kimi_linear import KimiDelta
 from mcore_rl.models.megatron.families.mixtures import Experts, GlmMoEDsa
-from mcore_rl.models.megatron.kimi_delta import BoundedDeltaNet
-from mcore_rl.models.megatron.latent_attention import LatentAttention
-from mcore_rl.models.megatron.streams import Streams
+from mcore_rl.models.megatron.layers.hyper_connections import Streams
+from mcore_rl.models.megatron.recurrent.kimi_delta_attention import BoundedDeltaNet
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 

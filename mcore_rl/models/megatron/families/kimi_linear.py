@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Unrotated
 from mcore_rl.models.megatron.families.mixtures import Glm4MoELite
-from mcore_rl.models.megatron.kimi_delta import KimiDeltaNet
+from mcore_rl.models.megatron.recurrent.kimi_delta_attention import KimiDeltaNet
 
 
 class KimiDelta(Unrotated):

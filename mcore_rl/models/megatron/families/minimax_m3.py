@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.block_sparse_attention import BlockIndexer, BlockSparseAttention
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.block_sparse import BlockIndexer, BlockSparseAttention
 from mcore_rl.models.megatron.families.dense import PackedMLP, packed_mlp
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, ScaledSwish
 from mcore_rl.models.megatron.weight_mapping import Mapping

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mcore_rl.data.choices import ROUTED_EXPERTS, RecordedChoice
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.latent import LatentAttention
+from mcore_rl.models.megatron.attention.small_value import SmallValueAttention
+from mcore_rl.models.megatron.attention.sparse import Indexer
 from mcore_rl.models.megatron.families.base import Family, PredictionNames, gated_mlp
 from mcore_rl.models.megatron.families.dense import SLIDING, PositionScale, RopeByKind
-from mcore_rl.models.megatron.latent_attention import LatentAttention
-from mcore_rl.models.megatron.layers import rope_parameters
-from mcore_rl.models.megatron.small_value_attention import SmallValueAttention
-from mcore_rl.models.megatron.sparse_attention import Indexer
+from mcore_rl.models.megatron.layers.transformer_layer import rope_parameters
 from mcore_rl.models.megatron.weight_mapping import (
     FirstRow,
     InterleavedGateUp,

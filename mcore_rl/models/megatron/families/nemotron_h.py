@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
+from mcore_rl.models.megatron.attention.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family, Unrotated
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import squared_relu
-from mcore_rl.models.megatron.state_space import Mamba2
+from mcore_rl.models.megatron.layers.transformer_layer import squared_relu
+from mcore_rl.models.megatron.recurrent.mamba2 import Mamba2
 
 MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 """Kinds of layers, as transformers calls them in `layers_block_type`."""

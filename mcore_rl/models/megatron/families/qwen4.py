@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.delta_net import GatedDeltaNet
+from mcore_rl.models.megatron.attention.attention import TokenMixer
+from mcore_rl.models.megatron.attention.pooled import MeanIndexer, PooledSparseAttention
 from mcore_rl.models.megatron.families.base import PredictionNames
 from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.models.megatron.families.qwen_next import Qwen35MoEText
-from mcore_rl.models.megatron.gated_streams import GatedStreams
-from mcore_rl.models.megatron.ngram_embedding import NGramEmbedding, hash_multipliers, primes_from
-from mcore_rl.models.megatron.pooled_attention import MeanIndexer, PooledSparseAttention
+from mcore_rl.models.megatron.layers.gated_streams import GatedStreams
+from mcore_rl.models.megatron.layers.ngram_embedding import NGramEmbedding, hash_multipliers, primes_from
+from mcore_rl.models.megatron.recurrent.gated_delta_net import GatedDeltaNet
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Table, replicated_mappings
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}

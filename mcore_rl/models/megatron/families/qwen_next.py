@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.attention import TokenMixer
-from mcore_rl.models.megatron.delta_net import GatedDeltaNet, InterleavedDeltaNet
+from mcore_rl.models.megatron.attention.attention import TokenMixer
 from mcore_rl.models.megatron.families.base import Family, PredictionNames
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3MoE
 from mcore_rl.models.megatron.families.vision_language import VisionLanguage
+from mcore_rl.models.megatron.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet
 
 
 class Hybrid(Family):

@@ -19,7 +19,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.families.dense import Qwen3
 from mcore_rl.models.megatron.families.mixtures import Experts, Qwen3MoE
-from mcore_rl.models.megatron.vision import VISION_TOWER, tower_shapes
+from mcore_rl.models.megatron.layers.vision import VISION_TOWER, tower_shapes
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated, Shape
 
 HF_TOWER = "model.visual."

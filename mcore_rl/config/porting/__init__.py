@@ -1,0 +1,1 @@
+"""Conversion of configurations of TRL, verl and NeMo RL."""

@@ -1,0 +1,137 @@
+"""Parts of the rules by which values of TRL, verl and NeMo RL become values here (port_trl.py, port_verl.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.porting.foreign import Foreign
+from mcore_rl.errors import UserError
+
+
+class Given:
+    """The values of another program's configuration, with its defaults below them."""
+
+    def __init__(self, foreign: Foreign, defaults: Mapping[str, Any]) -> None:
+        self.algorithm = foreign.algorithm
+        self.processes = foreign.processes or 1
+        self.defaults = defaults
+        self.values = foreign.values
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return self.defaults.get(key, default) if value is None else value
+
+    def number(self, key: str, default: float = 0) -> float:
+        """Return the value of a key that must be a number.
+
+        Raises:
+            UserError: it is not a number.
+        """
+        return number(self(key, default), key)
+
+
+Outcome = Mapping[str, Any] | str
+"""The values here that another program's value becomes, or why it becomes nothing."""
+Rule = Callable[[Any, Given], Outcome]
+
+
+def number(value: Any, key: str) -> float:
+    """Return `value` as a number; texts such as 1e-6, which YAML does not read as a number, are accepted."""
+    try:
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else float(str(value))
+    except ValueError:
+        raise UserError(f"{key}: must be a number, got {value!r}") from None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rule that gives each value its values here."""
+
+    outcomes: Mapping[Any, Outcome]
+
+    def __call__(self, value: Any, given: Given) -> Outcome:
+        key = value if isinstance(value, str | int | float | bool) else str(value)
+        return self.outcomes.get(
+            key, f"{value} does not exist here; it may be one of {', '.join(map(str, self.outcomes))}"
+        )
+
+
+def said(reason: str) -> Rule:
+    """Return a rule for a key that has no counterpart or is read with another key."""
+    return lambda value, given: reason
+
+
+def to(key: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Return a rule that sets `key` to the converted value."""
+    return lambda value, given: {key: convert(value)}
+
+
+def positive(key: str, reason: str) -> Rule:
+    """Return a rule for numbers of which those of at most 0 switch something off."""
+    return lambda value, given: {key: value} if number(value, key) > 0 else reason
+
+
+def only_if(key: str, accepted: Callable[[Any], Any], reason: str, rule: Rule) -> Rule:
+    """Return `rule` for configurations whose `key` is accepted; otherwise the value is left out for this reason."""
+    return lambda value, given: rule(value, given) if accepted(given(key)) else reason
+
+
+def true_for(rule: Rule, reason: str = "false is the default here") -> Rule:
+    """Return `rule` for the value true; other values are left out."""
+    return lambda value, given: rule(value, given) if value in (True, "true", "True") else reason
+
+
+def whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def trackers(value: Any, given: Given) -> Outcome:
+    names = value if isinstance(value, list | tuple) else [value]
+    project = str(given("project", given("trainer.project_name", "huggingface")))
+    keys = {"wandb": ("logging.wandb", project), "tensorboard": ("logging.tensorboard", True)}
+    keys |= {"mlflow": ("logging.mlflow", project)}
+    return dict(keys[name] for name in names if name in keys) or f"{value} is not a tracker here"
+
+
+def targets(value: Any, given: Given) -> Outcome:
+    names = value if isinstance(value, list | tuple) else [value]
+    return "all-linear is the default here" if "all-linear" in names else {"model.lora.target_modules": list(names)}
+
+
+def optimizer(value: Any, given: Given) -> Outcome:
+    name = str(value).lower().rpartition(".")[2]
+    if re.search(r"8bit|4bit|paged|bnb", name) or not re.match(r"adamw?(_|$)|(dist_)?muon", name):
+        return f"{value} does not exist here; it is adamw or muon"
+    return {"optimizer.name": "muon" if "muon" in name else "adamw"}
+
+
+def servers(value: Any, given: Given) -> Outcome:
+    """Return the sizes of vLLM's servers that run on all processes' GPUs: `value` processes for each server."""
+    each = int(number(value, "tensor_parallel_size"))
+    return {
+        "generation.vllm.tensor_parallel_size": each,
+        "generation.vllm.num_servers": max(given.processes // each, 1),
+    }
+
+
+SCHEDULE = Choice({
+    "constant": {"optimizer.schedule": "constant"},
+    "constant_with_warmup": {"optimizer.schedule": "constant"},
+    "linear": {"optimizer.schedule": "linear"},
+    "cosine": {"optimizer.schedule": "cosine"},
+    "inverse_sqrt": {"optimizer.schedule": "inverse_square_root"},
+    "inverse_square_root": {"optimizer.schedule": "inverse_square_root"},
+    "inverse-square-root": {"optimizer.schedule": "inverse_square_root"},
+})  # fmt: skip
+DTYPE = Choice(
+    {name: {"model.dtype": "bfloat16"} for name in ("bfloat16", "bf16", "torch.bfloat16")}
+    | {name: {"model.dtype": "float32"} for name in ("float32", "fp32", "torch.float32")}
+    | {"auto": {"model.dtype": "auto"}}
+)
+FP8_RECIPE = Choice(
+    {name: {"model.fp8.recipe": name} for name in ("blockwise", "tensorwise", "mxfp8")}
+    | {"delayed": "delayed scaling does not exist here; choose a model.fp8.recipe"}
+)

@@ -1,0 +1,1 @@
+"""Generation by the training model itself."""

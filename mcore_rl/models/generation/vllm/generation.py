@@ -1,0 +1,419 @@
+"""Generation by vLLM's servers. The servers receive the policy's weights.
+
+The first rank of each data-parallel replica sends requests in the background. `vllm_weights` updates the servers'
+weights. A server that fails is dropped, and the run continues with the remaining servers. If a server of
+`generation.vllm.urls` answers again later, it is used again from the next update of the weights on.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from mcore_rl import platform
+from mcore_rl.config import RLConfig
+from mcore_rl.config.rl import SERVER_LOGS
+from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
+from mcore_rl.distributed.collectives import broadcast_result, settle
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.generation.interfaces import (
+    NO_OPTIONS,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    RequestError,
+    RequestOptions,
+    Response,
+    StreamingGeneration,
+    output_of,
+    prompts_of,
+    share_responses,
+)
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
+from mcore_rl.models.generation.vllm.client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm.images import ImageEncoder
+from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
+from mcore_rl.models.generation.vllm.weights import CONTROL_SECONDS, VLLMWeights, WeightSource
+from mcore_rl.models.megatron.families.base import recorded_choices
+from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
+from mcore_rl.utils.console import PrintLine
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+RETURN_SECONDS = 3.0
+"""Time limit in seconds for a dropped server to answer, before each update of the weights."""
+
+
+class Sender(WeightSource, Protocol):
+    """Interface of the policy whose weights `VLLMGeneration` sends to the servers."""
+
+    topology: Topology
+
+    def offload_before_refit(self) -> int: ...
+
+    def offload_after_refit(self) -> int: ...
+
+    def prepare_for_lp_inference(self) -> None: ...
+
+    def prepare_for_training(self) -> None: ...
+
+
+class VLLMGeneration(StreamingGeneration):
+    """Generates with vLLM's servers. It starts them, or connects to the URLs in the configuration.
+
+    All methods except `submit` and `close` are collective.
+
+    Args:
+        policy: the policy whose weights the servers get.
+        params: sampling parameters.
+        say: prints a message for the user, for example about a dropped server.
+    """
+
+    def __init__(
+        self, config: RLConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: PrintLine
+    ) -> None:
+        self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
+        self.max_sequence_length = config.data.max_sequence_length
+        self.weight_version: int | None = None
+        self._launch = ""
+        self._beside = ThreadPoolExecutor(1, "generation")
+        self._encoder = ImageEncoder(ImageReader(config.model.path))
+        self._service: VLLMServerProcesses | None = None
+        self._pool: ServerPool | None = None
+        self._weights: VLLMWeights | None = None
+        self._is_connected, self._sleeps = False, config.generation.offload
+        # Other ranks wait equally long in a collective, whose time limit must be longer.
+        self._refit_seconds = config.parallel.timeout_seconds / 2
+
+    @property
+    def servers(self) -> list[str]:
+        """URLs of the remaining servers; only on the first rank."""
+        return list(self._pool.servers) if self._pool else []
+
+    # ------------------------------------------------------------ generation
+
+    def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
+        """Prepare the servers: start or connect them, and send them the policy's weights.
+
+        The weights are not sent if the servers already have the version `weight_version`. With `generation.offload` the
+        servers are woken first, and at the end the policy's memory on the device is released.
+
+        Raises:
+            UserError: a server does not start, does not answer, or does not suit this run.
+            TrainingError: no server is left.
+        """
+        if self._sleeps:
+            self._make_room()
+        if not self._is_connected:
+            self._connect()
+        if weight_version is None:
+            weight_version = 0 if self.weight_version is None else self.weight_version + 1
+        if self._sleeps:
+            self._on_first_rank(self._wake)
+        if weight_version != self.weight_version:
+            if self._sleeps:
+                self.policy.prepare_for_lp_inference()  # restores only the weights
+            self._refit(weight_version)
+        if self._sleeps:
+            self.policy.offload_after_refit()
+        return True
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sample_id: int,
+        group: tuple[int, ...],
+        greedy: bool = False,
+        options: RequestOptions = NO_OPTIONS,
+        images: Sequence[PlacedImage] = (),
+    ) -> Future[Response]:
+        """Start a request for one response and return the future response.
+
+        The response's random numbers depend on seed, sample id and prompt length. The future raises TrainingError if no
+        server is left, RequestError if this request fails, and UserError if an image cannot be read.
+        """
+        assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
+        params = replace(self.params, temperature=0.0) if greedy else self.params
+        if options.stop_strings:
+            params = replace(params, stop_strings=(*params.stop_strings, *options.stop_strings))
+        asked = options.max_new_tokens or params.max_new_tokens
+        longest = min(asked, params.max_new_tokens, self.max_sequence_length - len(prompt))
+        states = random_states(params.seed, torch.tensor([sample_id]))
+        seed = int(uniforms(states, torch.tensor([len(prompt)])).item() * 2**53)
+        request = Request(prompt, longest, seed, sample_id, group, options.num_likeliest, tuple(images))
+        return self._pool.submit(request, params)
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Return a response to the prompt in each row of `data`; each is requested as in `submit`.
+
+        Raises:
+            UserError: a prompt is empty, or leaves no room for a response; or an image cannot be read.
+            TrainingError: no server is left.
+        """
+        if not self._is_connected:
+            self.prepare_for_generation()
+        rows = prompts_of(data, self.max_sequence_length)
+        images = data.get(IMAGES) or [()] * len(rows)
+
+        def ask() -> list[Response]:
+            asked = [
+                self.submit(prompt, sample_id, prompt, greedy, images=of_prompt or ())
+                for (sample_id, prompt), of_prompt in zip(rows, images, strict=True)
+            ]
+            return [self._result(future, prompt) for future, (_, prompt) in zip(asked, rows, strict=True)]
+
+        if isinstance(data, LocalBatch):
+            topology = self.policy.topology
+            begun = self._beside.submit(ask) if topology.leads_replica else None
+            led = settle(begun, self.config.parallel.meeting_seconds) or []
+            recorded = recorded_choices(self.policy.model.family, self.config.model)
+            responses = share_responses(led, [prompt for _, prompt in rows], topology, recorded)
+        else:
+            responses = self._on_first_rank(ask)
+        return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
+
+    def _result(self, asked: Future[Response], prompt: Sequence[int]) -> Response:
+        """Wait for a request and return its response, or an empty response if the request has failed.
+
+        Args:
+            asked: the future response.
+            prompt: tokens of the request's prompt.
+        """
+        try:
+            return asked.result()
+        except RequestError as error:
+            self.say(f"a sample has no response, and counts as failed: {error}")
+            recorded = recorded_choices(self.policy.model.family, self.config.model)
+            return Response([], [], False, choices={choice.name: choice.unknown(len(prompt)) for choice in recorded})
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """End generation. With `generation.offload`, put the servers to sleep and move the policy back to the device.
+
+        Raises:
+            TrainingError: no server is left.
+        """
+        if self._sleeps and self._is_connected:
+            self._on_first_rank(self._put_to_sleep)
+            self.policy.prepare_for_training()
+        return True
+
+    def close(self) -> None:
+        """End the servers that this object started; do not wait for pending requests."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        if self._weights is not None:
+            self._weights.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._service is not None:
+            self._service.close()
+
+    def _version(self) -> str:
+        return f"{self._launch}.{self.weight_version}"
+
+    def _on_first_rank(self, work: Callable[[], T]) -> T:
+        begun = self._beside.submit(work) if self.policy.is_writer else None
+        return broadcast_result(begun, self.config.parallel.meeting_seconds)
+
+    # ------------------------------------------------------------ servers
+
+    def _connect(self) -> None:
+        """Start the servers or connect to them, and prepare each replica's first rank to send them requests."""
+        # The launch id distinguishes versions of other runs, and of a restarted server.
+        self._launch, (urls, have_masks) = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
+        if not have_masks:
+            self.params = replace(self.params, max_kept_tokens=None)
+        if self.policy.topology.leads_replica:
+            drop = self._drop if self.policy.is_writer else _drop_in_silence
+            self._pool = ServerPool(map(self._server, urls), drop, self.config.generation.vllm.request_seconds)
+        pool = self._pool if self.policy.is_writer else None
+        self._weights = VLLMWeights(
+            self.config, self.policy, pool, self._on_first_rank, self._refit_seconds, on_host=self._sleeps
+        )
+        self._weights.connect(urls)
+        self._is_connected = True
+
+    def _server(self, url: str) -> VLLMServer:
+        connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
+        return VLLMServer(url, connections, self._experts(), self._encoder)
+
+    def _experts(self) -> Experts | None:
+        """Return the family's `experts` if servers must report the experts of each token; otherwise None."""
+        family = self.policy.model.family
+        if not self.config.model.moe_router_replay:
+            return None
+        assert isinstance(family, Mixture), "checked as the model was built"
+        return family.experts
+
+    def _find(self) -> tuple[list[str], bool]:
+        """Find or start the servers, and wait until they are ready.
+
+        Returns:
+            The servers' URLs, and a bool: False if the run needs sampling masks and a server does not return them.
+        """
+        vllm = self.config.generation.vllm
+        if not vllm.urls:
+            self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
+        urls = vllm.urls or self._service.urls  # type: ignore[union-attr]
+        deadline = time.monotonic() + vllm.start_seconds
+        for url in urls:
+            server = VLLMServer(url, connections=1)
+            wait_until_ready(server, self._service, deadline)
+            check_server(server, self.config)
+        return list(urls), not self.params.keeps_mask or self._have_masks(urls)
+
+    def _have_masks(self, urls: Sequence[str]) -> bool:
+        """Return whether all servers return sampling masks; if one does not, print a line.
+
+        Raises:
+            UserError: a server returns no masks, but the configuration requires them.
+        """
+        lacking = [url for url in urls if not _option(VLLMServer(url, connections=1), "return_sampling_mask", False)]
+        if not lacking:
+            return True
+        lack = f"{lacking[0]} does not run with --return-sampling-mask"
+        if self.config.rollouts.keep_sampling_mask:
+            raise UserError(
+                f"generation.vllm.urls: {lack}, but {self.config.algorithm}.keep_sampling_mask=true needs this option; "
+                "start the server with scripts/serve_vllm.py and this configuration"
+            )
+        self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
+        return False
+
+    def _drop(self, url: str, reason: str) -> None:
+        if self._weights is not None:
+            self._weights.leave_out(url)
+        died = self._service.why_ended(url, seconds=1.0) if self._service else None
+        if self._service is not None:
+            self._service.end(url)
+        self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
+
+    # ------------------------------------------------------------ sleep
+
+    def _make_room(self) -> None:
+        """Release device memory of the policy, so that vLLM can use it.
+
+        Before the servers start, the weights are released too, because vLLM takes a share of the free memory at its
+        start. Later only the training state is released.
+        """
+        if self._is_connected:
+            self.policy.offload_before_refit()
+        else:
+            self.policy.offload_after_refit()
+
+    def _wake(self) -> None:
+        """Wake all servers; an earlier run may have left them asleep. A server that is awake does nothing."""
+        assert self._pool is not None
+        self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
+
+    def _put_to_sleep(self) -> None:
+        assert self._pool is not None
+        self._pool.each(lambda server: server.post("/sleep?level=1", {}, self._refit_seconds))
+
+    # ------------------------------------------------------------ weights
+
+    def _refit(self, version: int) -> None:
+        """Send the weights to the servers as version `version`."""
+        self.weight_version = version
+        if self._pool is not None:
+            self._pool.announce(self._version(), version)
+        torch.distributed.barrier()  # all ranks must have the version before the first response with it arrives
+        assert self._weights is not None, "connected before"
+        if returned := self._on_first_rank(self._find_returned):
+            self._weights.connect(returned)
+        servers = self._weights.send(version, self._version())
+        if self._pool is not None:
+            for url in set(returned) & set(servers):
+                self._pool.add(self._server(url))
+            self._pool.settle(servers)
+
+    def _find_returned(self) -> list[str]:
+        """Return the URLs of dropped servers that answer again, for example because they were started again.
+
+        They get no requests before they have the weights. Servers that this run started were ended when dropped.
+        """
+        assert self._pool is not None
+        dropped = [url for url in self.config.generation.vllm.urls if url not in self._pool.servers]
+        with ThreadPoolExecutor(max(1, len(dropped))) as threads:
+            returned = [
+                url for url, is_ready in zip(dropped, threads.map(self._is_ready, dropped), strict=True) if is_ready
+            ]
+        for url in returned:
+            self.say(f"a vLLM server answers again: {url}")
+            self._pool.add(VLLMServer(url, connections=0))
+        return returned
+
+    def _is_ready(self, url: str) -> bool:
+        """Return whether the server answers, and suits this run."""
+        server = VLLMServer(url, connections=0)
+        try:
+            server.get("/health", RETURN_SECONDS)
+            check_server(server, self.config)
+        except (ServerError, TrainingError, UserError):
+            return False
+        return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
+
+
+def _drop_in_silence(url: str, reason: str) -> None:
+    """Do nothing when a server is dropped: the first rank prints the message."""
+
+
+def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, deadline: float) -> None:
+    """Wait until a server answers.
+
+    Args:
+        service: the object that has started the server; None if this run has not started it.
+        deadline: latest time, as a value of `time.monotonic`.
+
+    Raises:
+        UserError: the server has ended, or does not answer before `deadline`.
+    """
+    while True:
+        try:
+            server.get("/health", CONTROL_SECONDS)
+            return
+        except ServerError as error:
+            ended = service.why_ended(server.url) if service else None
+            if ended is not None:
+                raise UserError(f"generation.vllm: the server {server.url} did not start: {ended}") from None
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"generation.vllm: the server was not ready within generation.vllm.start_seconds: {error}"
+                ) from None
+        time.sleep(POLL_SECONDS)
+
+
+def check_server(server: VLLMServer, config: RLConfig) -> None:
+    """Raise UserError if a server allows too few tokens for this run, or lacks the sleep mode that the run needs."""
+    (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
+    wanted = config.data.max_sequence_length
+    if model["max_model_len"] < wanted:
+        raise UserError(
+            f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, but "
+            f"data.max_sequence_length is {wanted}; start the server with scripts/serve_vllm.py and this "
+            "configuration"
+        )
+    if config.generation.offload and platform.has_gpu() and not _option(server, "enable_sleep_mode", unknown=True):
+        raise UserError(
+            f"generation.offload: {server.url} runs without --enable-sleep-mode; start the server with "
+            "scripts/serve_vllm.py and this configuration"
+        )
+
+
+def _option(server: VLLMServer, name: str, unknown: bool) -> bool:
+    """Return the option `name` of the server's model configuration, or `unknown` if the server does not report it."""
+    try:
+        told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
+        return bool(told["vllm_config"]["model_config"][name])
+    except (ServerError, TrainingError, KeyError, TypeError):
+        return unknown

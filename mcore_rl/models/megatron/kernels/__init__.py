@@ -1,0 +1,1 @@
+"""Functions of tensors with hand-written backward passes: attention over packs, the gated delta rule."""

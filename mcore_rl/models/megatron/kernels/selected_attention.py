@@ -1,0 +1,175 @@
+"""Attention to chosen keys: each query sees the keys, or blocks of keys, whose positions it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Int32
+from torch import Tensor
+
+from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
+
+SCORES_OF_A_BLOCK = {"cpu": 2**22, "cuda": 2**28}
+"""Largest number of scores (heads × queries × keys) that exist at a time, by device type."""
+
+
+class QueryBlock(NamedTuple):
+    """Consecutive queries of one chunk of a pack.
+
+    queries: their row numbers among this rank's queries.
+    keys: row numbers of the keys that the last of them sees, in the order of the row.
+    seen: number of keys that the first of them sees. Each later query sees one key more.
+    """
+
+    queries: slice
+    keys: slice | Tensor
+    seen: int
+
+
+def blocks_of(
+    visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device
+) -> Iterator[QueryBlock]:
+    """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores."""
+    order, limit = visible.key_rows(device), SCORES_OF_A_BLOCK[device.type] // heads
+    query = key = 0
+    for queries, keys in zip(visible.query_lengths, visible.key_lengths, strict=True):
+        before, size = keys - queries - query, max(1, limit // max(keys, 1))
+        for start in range(max(query, first), min(query + queries, end), size):
+            stop = min(start + size, query + queries, end)
+            rows = slice(key, key + before + stop)
+            yield QueryBlock(slice(start, stop), rows if order is None else order[rows], before + start + 1)
+        query, key = query + queries, key + keys
+
+
+def selected_attention(
+    query: Float[Tensor, "queries heads dim"],
+    key: Float[Tensor, "keys groups dim"],
+    value: Float[Tensor, "keys groups dim"],
+    visible: AttentionPattern,
+    chosen: Int32[Tensor, "queries *groups_and_topk"],
+    scale: float,
+    sinks: Float[Tensor, " heads"] | None = None,
+    block_size: int = 1,
+) -> Float[Tensor, "queries heads dim"]:
+    """Compute attention over the chosen keys and, if there are any, the heads' sinks.
+
+    All pairs of a query and an earlier key are computed, in blocks, and keys that are not chosen are masked. With keys
+    and values expanded to all heads, this is faster than reading `topk` keys for each query, unless rows are many times
+    longer than `topk`. Queries, keys, values and the choice are kept for the backward pass, which computes each block
+    again.
+
+    Args:
+        key, value: of all context-parallel ranks, in rank order. They may have fewer heads, for groups of query heads.
+        chosen: positions; with a `block_size` above 1 numbers of blocks of keys, [queries, groups, topk].
+    """
+    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale, sinks, block_size)
+    return out
+
+
+class _SelectedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        chosen: Tensor,
+        visible: AttentionPattern,
+        scale: float,
+        sinks: Tensor | None,
+        block_size: int,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, chosen, sinks)
+        ctx.visible, ctx.scale, ctx.block_size = visible, scale, block_size
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for queries, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
+            k, v = key[rows], value[rows]
+            mask = _mask_of(chosen[queries], len(k), seen, block_size)
+            out[queries] = _attend(query[queries], k, v, mask, scale, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen, sinks = ctx.saved_tensors
+        of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        # Several blocks add to a key's gradient, so the sum is in at least fp32.
+        wide = torch.promote_types(key.dtype, torch.float32)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
+        of_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
+        for queries, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
+            parts = (query[queries], key[rows], value[rows], *(() if sinks is None else (sinks,)))
+            q, k, v, *rest = leaves = [x.detach().requires_grad_() for x in parts]
+            mask = _mask_of(chosen[queries], len(k), seen, ctx.block_size)
+            with torch.enable_grad():
+                out = _attend(q, k, v, mask, ctx.scale, *rest)
+            of_query[queries], *of_keys = torch.autograd.grad(out, leaves, grad[queries])
+            if of_sinks is not None:
+                of_sinks += of_keys.pop()
+            for total, part in zip(sums, of_keys, strict=True):
+                if isinstance(rows, slice):
+                    total[rows] += part
+                else:
+                    total.index_add_(0, rows, part.to(wide))
+        of_sinks = None if of_sinks is None else of_sinks.to(sinks.dtype)
+        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, of_sinks, None
+
+
+def _mask_of(chosen: Tensor, keys: int, seen: int, block_size: int) -> Tensor:
+    """Return the mask of a block of queries, [queries, keys], or [groups, queries, keys] if blocks are chosen."""
+    if block_size == 1:
+        return chosen_mask(chosen, keys)
+    ends = torch.arange(seen, seen + len(chosen), device=chosen.device)
+    return block_mask(chosen, keys, ends, block_size).transpose(0, 1)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Return attention of queries [q, heads, d] over keys [k, groups, d]; `mask` is [q, k] or [groups, q, k]."""
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if mask.ndim == 3:  # the fused kernel of the CPU takes masks of two or four dimensions
+        mask = mask.repeat_interleave(repeats, dim=0)[None]
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    width = query.shape[-1]
+    if sinks is not None:
+        query, key, value, mask = _with_sink(query, key, value, mask, sinks / scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out[0, ..., :width].transpose(0, 1)
+
+
+def _with_sink(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+    """Add a key, whose product with each query of a head is the head's number in `scores` and whose value is 0.
+
+    The heads are extended by an element that is 1 in the queries and 0 in the other keys, and by zeros up to a multiple
+    of 8. If the mask had the sinks, as in `with_sink_key`, PyTorch would compute its gradient without a fused kernel.
+    """
+    width = query.shape[-1]
+    more = 8 - width % 8
+    sink = F.pad(scores.to(key.dtype)[None, :, None, None], (width, more - 1))
+    query = F.pad(torch.cat((query, torch.ones_like(query[..., :1])), -1), (0, more - 1))
+    key, value = torch.cat((F.pad(key, (0, more)), sink), 2), F.pad(value, (0, more, 0, 1))
+    return query, key, value, F.pad(mask, (0, 1), value=True)
+
+
+def chosen_mask(chosen: Tensor, keys: int) -> Tensor:
+    """Convert a choice [… topk], of positions or of other numbers below `keys`, to a mask [… keys]: True if chosen."""
+    mask = torch.zeros(*chosen.shape[:-1], keys + 1, dtype=torch.bool, device=chosen.device)
+    mask.scatter_(-1, torch.where(chosen < 0, keys, chosen).long(), True)  # the last column takes the −1
+    return mask[..., :keys]
+
+
+def block_mask(
+    chosen: Int32[Tensor, "queries groups topk"], keys: int, ends: Int[Tensor, " queries"], size: int
+) -> Bool[Tensor, "queries groups keys"]:
+    """Convert numbers of chosen blocks to a mask: True for their keys among the query's first `ends` keys.
+
+    Args:
+        size: number of keys in a block.
+    """
+    mask = chosen_mask(chosen, -(-keys // size))
+    seen = torch.arange(keys, device=chosen.device) < ends[:, None]
+    return mask.repeat_interleave(size, dim=-1)[..., :keys] & seen[:, None]

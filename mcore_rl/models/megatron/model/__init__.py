@@ -1,0 +1,1 @@
+"""From a Hugging Face directory to the modules of this rank."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, experts, and the layer with its dispatcher."""

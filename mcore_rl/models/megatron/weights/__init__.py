@@ -1,0 +1,1 @@
+"""The weights of a whole model: read, gathered, exported, sent, and their adapters."""

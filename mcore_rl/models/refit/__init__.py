@@ -1,0 +1,1 @@
+"""Transfer of weights to inference engines. Imported inside the engines too."""

@@ -1,0 +1,156 @@
+"""Tests of a policy and an engine on the same devices: a block of weights on each, and memory that is released."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from layout_cases import make_config, make_data
+from small_models import and_long
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from mcore_rl import platform
+from mcore_rl.algorithms.build_loss import build_loss
+from mcore_rl.models.refit import transfer as refit
+from mcore_rl.models.refit.host_copy import path_of_shared
+from mcore_rl.models.refit.transfer import RefitReceiver
+from mcore_rl.testing.layout_check import ParallelLayout
+from mcore_rl.testing.processes import run_processes
+
+BUCKET_BYTES = 20_000
+
+
+def take_on(config, devices):
+    """Each process is an engine's too, on the device of this name: what its receiver gets, and what an export gives."""
+    from mcore_rl.distributed.collectives import broadcast_object
+    from mcore_rl.models.megatron.weights.conversion import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    platform.device_id = lambda of=None: devices[torch.distributed.get_rank()]
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.train(make_data(), build_loss(config))
+    taken, own, blocks = {}, [], []
+    receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
+    for keys in policy.prepare_weights_for_ipc(BUCKET_BYTES):
+        handles = policy.get_weights_ipc_handles(keys)
+        own.append(sorted(handles))
+        handles = broadcast_object(handles)
+        blocks.append(len({handle["shared_memory"] for handle in handles.values()}))
+        receiver.update_weights_from_ipc_handles(handles)
+        torch.distributed.barrier()
+    try:
+        receiver.update_weights_from_ipc_handles({})
+    except ValueError as error:
+        told = str(error)
+    policy.sender.release()
+    exported = dict(export_hf_weights(policy.model))
+    policy.shutdown()
+    return taken, exported, own, blocks, told
+
+
+DEVICES = and_long(
+    [(ParallelLayout(tp=2, sp=True), "AB")],
+    [(ParallelLayout(tp=2, pp=2), "AABC"), (ParallelLayout(pp=2, dp=2), "ABCD"), (ParallelLayout(), "A")],
+)
+
+
+@pytest.mark.parametrize(("layout", "devices"), DEVICES, ids=str)
+def test_every_device_has_a_block_of_its_own(layout, devices, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    results = run_processes(take_on, config, devices, world_size=layout.world_size)
+    for rank, (taken, exported, own, blocks, told) in enumerate(results):
+        assert taken.keys() == exported.keys()
+        assert all(torch.equal(taken[name], tensor) for name, tensor in exported.items())
+        holds = [devices[rank]] if devices.index(devices[rank]) == rank else []
+        assert own == [holds if rank else sorted(set(devices))] * len(own) and len(own) > 2
+        assert blocks == [len(set(devices))] * len(blocks)
+        assert told == (
+            f"update_weights_from_ipc_handles: no handle is for this process's device {devices[rank]}; "
+            "pass the handles of the first rank"
+        )
+
+
+SENDER = """
+import multiprocessing, os, signal, sys, torch
+from mcore_rl import platform
+from mcore_rl.models.refit.transfer import RefitReceiver, SharedBucket
+
+platform.initialize_platform()
+tensor = torch.arange(1000) / 7
+bucket = SharedBucket({"weight": (tuple(tensor.shape), tensor.dtype)})
+bucket.write("weight", tensor)
+handles = {platform.device_id(): bucket.handle()}
+
+def take():
+    taken = {}
+    receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
+    receiver.update_weights_from_ipc_handles(handles)
+    os._exit(0 if torch.equal(taken["weight"], tensor) else 1)
+
+processes = [multiprocessing.get_context("fork").Process(target=take) for _ in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join(60)
+assert [process.exitcode for process in processes] == [0, 0]
+print(bucket.handle()["shared_memory"], flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+bucket.release()
+"""
+
+
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_block_belongs_to_its_creator_alone(end):
+    """Receivers share the sender's tracker of such blocks: it must neither write errors, nor leave the block behind."""
+    sender = subprocess.run([sys.executable, "-c", SENDER, end], capture_output=True, text=True, timeout=120)
+    name = sender.stdout.strip()
+    assert name and not path_of_shared(name).exists()
+    assert "KeyError" not in sender.stderr
+    if end == "released":
+        assert (sender.returncode, sender.stderr) == (0, "")
+
+
+def test_a_block_is_opened_under_the_number_that_the_device_has_here():
+    parameters = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    sent = tuple(f"their {name}" for name in parameters)
+
+    def rebuild(*arguments):
+        return dict(zip(parameters, arguments, strict=True))
+
+    rebuild.__signature__ = inspect.signature(rebuild_cuda_tensor)
+    opened = refit._open_on(torch.device("cuda", 3), rebuild, sent)
+    assert opened.pop("storage_device") == 3
+    assert all(value == f"their {name}" for name, value in opened.items())
+
+
+def count_what_is_given_back(config):
+    """At each call: bytes of the weights', the optimizer's and the gradients' storages."""
+    from mcore_rl.models.megatron.training.optimizer import gradient_buffers, optimizer_tensors
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, held = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
+    policy.train(make_data(), build_loss(config))
+    weights, gradients = list(policy.parameters()), gradient_buffers(policy.chunks)
+    kinds = (weights, optimizer_tensors(policy.optimizer, weights), gradients)
+
+    def empty_cache():
+        held.append([sum(tensor.untyped_storage().nbytes() for tensor in kind) > 0 for kind in kinds])
+
+    torch.cuda.empty_cache = empty_cache
+    counts = []
+    for call in (policy.offload_before_refit, policy.offload_after_refit, policy.offload_after_refit):
+        call()
+        counts.append((len(held), held[-1]))
+    policy.prepare_for_training()
+    policy.shutdown()
+    return counts
+
+
+def test_memory_goes_back_to_the_device_once_it_is_free(model_of):
+    """After storages are emptied, not before; and not again when nothing was freed."""
+    ((first, second, third),) = run_processes(count_what_is_given_back, make_config(model_of("llama")), world_size=1)
+    assert first[1] == [True, False, False] and first[0] >= 1
+    assert second[1] == [False] * 3 and second[0] > first[0]
+    assert third[0] == second[0]
