@@ -170,7 +170,7 @@ def invent_rollouts(config, tokenizer):
     from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of
     from mcore_rl.algorithms.grpo import add_columns_of_loss
     from mcore_rl.data.datasets import load_prompt_dataset
-    from mcore_rl.data.images import images_column
+    from mcore_rl.data.token_store import images_column
     from mcore_rl.rollouts.samples import Rollout, to_batch
 
     dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)

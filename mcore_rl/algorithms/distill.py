@@ -16,7 +16,7 @@ from mcore_rl.config.algorithms import TEACHER, teacher_configs
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.datasets import DistillationDataset
-from mcore_rl.data.images import images_column
+from mcore_rl.data.token_store import images_column
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams

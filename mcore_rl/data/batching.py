@@ -14,9 +14,9 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.choices import CHOICES
-from mcore_rl.data.images import IMAGES, images_column
+from mcore_rl.data.images import IMAGES
 from mcore_rl.data.prefix_plan import PrefixForest, pieces_of, token_identities
-from mcore_rl.data.token_store import SequenceGroup, TokenStore
+from mcore_rl.data.token_store import SequenceGroup, TokenStore, images_column
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
 from mcore_rl.distributed.collectives import all_gather

@@ -16,7 +16,7 @@ import numpy as np
 
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages, has_images, image_sources, is_prefill, with_sources
-from mcore_rl.data.images import IMAGES, PlacedImage, images_column, images_of, moved
+from mcore_rl.data.images import IMAGES, PlacedImage, images_of, moved
 from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
@@ -27,6 +27,7 @@ from mcore_rl.data.token_store import (
     TokenSequence,
     TokenStore,
     collect,
+    images_column,
     plain_name,
 )
 from mcore_rl.data.tokenize import (

@@ -76,11 +76,6 @@ class PlacedImage:
         return max(self.grid[1:]) - self.count
 
 
-def images_column(of_rows: Sequence[Sequence[PlacedImage]]) -> dict[str, list[Sequence[PlacedImage]]]:
-    """Return the batch entry `images` of rows, under its name; {} if no row has images."""
-    return {IMAGES: list(of_rows)} if any(of_rows) else {}
-
-
 def encode_images(images: Sequence[PlacedImage]) -> bytes:
     """Return the images of a sequence as JSON; empty if there are none."""
     values = [[image.start, image.grid, image.digest, image.path] for image in images]

@@ -23,7 +23,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
-from mcore_rl.data.images import PlacedImage, decode_images, encode_images, moved
+from mcore_rl.data.images import IMAGES, PlacedImage, decode_images, encode_images, moved
 from mcore_rl.errors import UserError
 
 ROUNDS = 8
@@ -156,6 +156,11 @@ class TokenSequence:
     def is_trainable(self) -> bool:
         """Whether a token other than the first carries loss. The first token is never predicted."""
         return any(self.token_mask[1:])
+
+
+def images_column(of_rows: Sequence[Sequence[PlacedImage]]) -> dict[str, list[Sequence[PlacedImage]]]:
+    """Return the batch entry `images` of rows, under its name; {} if no row has images."""
+    return {IMAGES: list(of_rows)} if any(of_rows) else {}
 
 
 SequenceGroup = tuple[TokenSequence, ...]
@@ -323,7 +328,8 @@ class TokenStore(Sequence[SequenceGroup]):
         place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
         ids, mask = self._arrays["ids"][place], self._arrays["mask"][place]
         ends = self._arrays["image_ends"]
-        images = decode_images(self._arrays["images"][ends[index - 1] if index else 0 : ends[index]].tobytes())
+        place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+        images = decode_images(self._arrays["images"][place].tobytes()) if place.start < place.stop else ()
         return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()), images=images)
 
     def __iter__(self) -> Iterator[SequenceGroup]:

@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from mcore_rl.distributed.collectives import all_reduce, group_rank
 from mcore_rl.distributed.logprobs import (
     HeadGradients,
+    Tiles,
     combine_over_vocabulary,
     linear_logprobs,
     shard_statistics,
     valid_columns,
 )
 from mcore_rl.distributed.packs import LossPositions
-from mcore_rl.distributed.vocab_tiles import Tiles
 from mcore_rl.errors import ContractError
 
 

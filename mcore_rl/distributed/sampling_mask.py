@@ -14,7 +14,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.vocab_tiles import Tile
+from mcore_rl.distributed.logprobs import Tile
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.collectives import all_gather, group_rank, group_size
-from mcore_rl.distributed.logprobs import CHUNK_BYTES, valid_columns
-from mcore_rl.distributed.vocab_tiles import Tiles, accumulation_dtype, slices
+from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, accumulation_dtype, slices, valid_columns
 from mcore_rl.errors import ContractError
 
 

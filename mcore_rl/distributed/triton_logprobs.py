@@ -14,20 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_rl.distributed.vocab_tiles import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
-
 BLOCK, WARPS = 2048, 8
 """Number of columns that a program reads at a time, and number of its warps: each of 256 threads reads 8 columns."""
-
-_LOWEST = tl.constexpr(LOWEST_LOGPROB)
 
 
 @triton.jit
 def add_kernel(
     products, local, peaks, totals, moments, picked, columns, first_column, K, inverse_temperature,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of a tile to its running sums (see `SoftmaxSums`)."""
+    """Add one row of a tile to its running sums (see `logprobs.SoftmaxSums`)."""
     row = tl.program_id(0).to(tl.int64)
     of_row = products + row * columns
     peak, total, moment = tl.load(peaks + row), tl.load(totals + row), tl.load(moments + row)
@@ -42,8 +38,8 @@ def add_kernel(
         log_z = x - finite
         z = tl.exp(log_z)
         if ENTROPY:  # 0 times the logarithm of 0 is 0
-            moment = (moment + total * tl.maximum(log_before, _LOWEST)) * before
-            moment += tl.sum(z * tl.maximum(log_z, _LOWEST), axis=0)
+            moment = (moment + total * tl.maximum(log_before, LOWEST)) * before
+            moment += tl.sum(z * tl.maximum(log_z, LOWEST), axis=0)
         total = total * before + tl.sum(z, axis=0)
         peak = higher
     tl.store(peaks + row, peak)
@@ -58,9 +54,9 @@ def add_kernel(
 @triton.jit
 def gradient_kernel(
     products, out, local, of_targets, of_lse, of_entropy, lses, entropies, columns, first_column, K,
-    inverse_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    inverse_temperature, LOWEST: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a part of a row's gradient (see `logprob_gradient`) to `out`, which may be `products`.
+    """Write a part of a row's gradient (see `logprobs.logprob_gradient`) to `out`, which may be `products`.
 
     The gradient is exactly 0 if the loss does not use the row.
     """
@@ -74,7 +70,7 @@ def gradient_kernel(
     if ENTROPY:
         h = tl.load(of_entropy + row)
         used = used | (h != 0.0)
-        weight -= h * (tl.maximum(logp, _LOWEST) + tl.load(entropies + row))
+        weight -= h * (tl.maximum(logp, LOWEST) + tl.load(entropies + row))
     gradient = tl.exp(logp) * weight
     for k in range(K):
         of_target = tl.load(of_targets + row * K + k)
@@ -84,28 +80,30 @@ def gradient_kernel(
     tl.store(out + row * columns + at, gradient.to(out.dtype.element_ty), mask=at < columns)
 
 
-def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
-    """Add a tile to the running sums `sums`, by `add_kernel`; `x` are its logits before division by the temperature."""
+def add_tile(
+    lowest: float, x: Tensor, peak: Tensor, total: Tensor, moment: Tensor, picked: Tensor, targets: Tensor,
+    first_column: int, temperature: float, with_entropy: bool,
+) -> None:  # fmt: skip
+    """Add a tile to running sums (see `TileSteps`), by `add_kernel`; `x` is not yet divided by the temperature.
+
+    Args:
+        lowest: the logarithm of 0, in nats, in products with 0.
+    """
     add_kernel[(len(x),)](
-        x, local, *sums, x.shape[1], first_column, local.shape[1], 1 / tiles.temperature,
-        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+        x, targets, peak, total, moment, picked, x.shape[1], first_column, targets.shape[1], 1 / temperature,
+        LOWEST=lowest, ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
-def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
-    """Return the gradient with respect to a tile's products `x`, in `Tiles.factor_dtype`, by `gradient_kernel`.
-
-    With a soft cap it is in the precision of `x`, because the caller multiplies it by a slope.
-    """
-    in_place = tiles.factor_dtype == x.dtype or tiles.softcap is not None
-    out = x if in_place else torch.empty_like(x, dtype=tiles.factor_dtype)
-    with_entropy = tokens.of_entropy is not None
+def tile_gradient(
+    lowest: float, x: Tensor, lse: Tensor, entropy: Tensor, local: Tensor, of_targets: Tensor, of_lse: Tensor,
+    of_entropy: Tensor | None, first_column: int, temperature: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the gradient with respect to a tile's products `x` (see `TileSteps`), by `gradient_kernel`."""
+    out = x if dtype == x.dtype else torch.empty_like(x, dtype=dtype)
     gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](
-        x, out, tokens.local, tokens.of_targets, tokens.of_lse, tokens.of_entropy if with_entropy else tokens.of_lse,
-        tokens.lse, tokens.entropy, x.shape[1], first_column, tokens.local.shape[1], 1 / tiles.temperature,
-        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+        x, out, local, of_targets, of_lse, of_lse if of_entropy is None else of_entropy, lse, entropy,
+        x.shape[1], first_column, local.shape[1], 1 / temperature,
+        LOWEST=lowest, ENTROPY=of_entropy is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-STEPS = TileSteps(add_tile, tile_gradient, add_overwrites=False)

@@ -13,9 +13,9 @@ from mcore_rl.config import RLConfig
 from mcore_rl.config.algorithms import judge_config
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import check_tools
-from mcore_rl.data.images import image_directory, images_column
+from mcore_rl.data.images import image_directory
 from mcore_rl.data.token_cache import default_directory
-from mcore_rl.data.token_store import TokenSequence
+from mcore_rl.data.token_store import TokenSequence, images_column
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
 from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.topology import ParallelDimension

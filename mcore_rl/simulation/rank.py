@@ -467,7 +467,7 @@ def simulated_process(
 
     import torch
 
-    from mcore_rl.distributed import batched_data_dict, logprobs, vocab_tiles
+    from mcore_rl.distributed import batched_data_dict, logprobs
     from mcore_rl.models.megatron.attention import attention
     from mcore_rl.models.megatron.attention import compressed as compressed_attention
     from mcore_rl.models.megatron.families import family_of
@@ -489,7 +489,7 @@ def simulated_process(
             "distillation.topk=null: cannot be simulated together with distillation.teacher_parallel; leave out "
             "one of the two"
         )
-    vocab_tiles.TILE_SHAPE["meta"] = vocab_tiles.TILE_SHAPE[tiles_of]
+    logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
     selected.SCORES_OF_A_BLOCK["meta"] = selected.SCORES_OF_A_BLOCK[tiles_of]
     attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.data.images import PlacedImage, images_column
+from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.token_store import images_column
 from mcore_rl.errors import UserError
 from mcore_rl.losses.options import OF_BATCH
 

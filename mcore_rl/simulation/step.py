@@ -127,11 +127,11 @@ class Watch:
 
         On a GPU, Triton kernels compute these functions.
         """
-        from mcore_rl.distributed import logprobs, vocab_tiles
+        from mcore_rl.distributed import logprobs
         from mcore_rl.models.megatron.layers import transformer_layer as layers
 
         fused, steps = self.kernels.fused, logprobs.TORCH_STEPS
-        tiles = vocab_tiles.TileSteps(fused(steps.add), fused(steps.gradient), add_overwrites=False)
+        tiles = logprobs.TileSteps(fused(steps.add), fused(steps.gradient), add_overwrites=False)
         with ExitStack() as stack:
             for function in (layers._Normed, layers._Gated, layers._Rotated):
                 for name in ("forward", "backward"):

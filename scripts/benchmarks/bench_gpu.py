@@ -78,18 +78,18 @@ def end(part: str, title: str, rows: list[Row], arguments: argparse.Namespace) -
 
 def logprobs(rehearses: bool) -> list[Row]:
     """Return the time of forward and backward with the LM head, relative to the three unavoidable products."""
-    from mcore_rl.distributed import logprobs, vocab_tiles
+    from mcore_rl.distributed import logprobs
     from mcore_rl.simulation.counters import replaced
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
     head, kind = Head(*size), "cuda" if platform.has_gpu() else "cpu"
-    chosen = vocab_tiles.TILE_SHAPE[kind]
+    chosen = logprobs.TILE_SHAPE[kind]
 
     def tiled(shape: tuple[int, int]) -> Callable[[], None]:
         def run() -> None:
-            vocab_tiles.TILE_SHAPE[kind] = shape
+            logprobs.TILE_SHAPE[kind] = shape
             head.fused()
-            vocab_tiles.TILE_SHAPE[kind] = chosen
+            logprobs.TILE_SHAPE[kind] = chosen
 
         return run
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from logprob_cases import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 
-from mcore_rl.distributed import vocab_tiles
+from mcore_rl.distributed import logprobs
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead, linear_divergences
 from mcore_rl.distributed.logprobs import gather_hidden_states
@@ -55,7 +55,7 @@ def dense(packing, cp):
 
 def sharded(packing, tp, cp, sequence_parallel):
     """The same over shards; everything gathered back to the dense shapes."""
-    vocab_tiles.TILE_SHAPE = {"cpu": (3, 5)}
+    logprobs.TILE_SHAPE = {"cpu": (3, 5)}
     tensor, context = groups_of(tp, cp)
     layout, _, mask, weights, hidden, head, teacher = distill_case(packing, cp)
     t, c = torch.distributed.get_rank(tensor), torch.distributed.get_rank(context)
@@ -98,7 +98,7 @@ def pair(tokens, vocabulary, dtype=torch.float32, scale=1.0):
 @pytest.mark.parametrize("caps", [(2.0, None), (None, 2.0), (1.5, 3.0)])
 def test_capped_logits(caps, monkeypatch):
     """The soft cap of either model, or one for each."""
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (3, 5))
+    monkeypatch.setitem(logprobs.TILE_SHAPE, "cpu", (3, 5))
     models = [replace(model, softcap=cap) for model, cap in zip(pair(7, 13, torch.float64), caps, strict=True)]
     weights = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     logits = [x.hidden @ x.weight[:11].T for x in models]
@@ -113,7 +113,7 @@ def test_capped_logits(caps, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_the_precision_of_a_model(dtype, monkeypatch):
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (64, 100))
+    monkeypatch.setitem(logprobs.TILE_SHAPE, "cpu", (64, 100))
     student, teacher = pair(150, 333, dtype)
     weights = torch.randn(3, 150, generator=torch.Generator().manual_seed(1))
     ours = torch.stack(linear_divergences(student, teacher, None, 330, 0.8, BETA))
@@ -179,7 +179,7 @@ def test_a_gradient_goes_into_main_grad_and_none_to_the_teacher():
 def test_logits_of_all_tokens_never_exist(monkeypatch):
     """The peak of forward and backward, beyond inputs and gradients, is a few tiles."""
     tokens, vocabulary, tile = 600, 2000, (100, 200)
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", tile)
+    monkeypatch.setitem(logprobs.TILE_SHAPE, "cpu", tile)
     student, teacher = pair(tokens, vocabulary)
     gradients = student.hidden.nbytes + student.weight.nbytes
     with LiveBytes("cpu") as live:

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_rl.distributed import logprobs as module
-from mcore_rl.distributed import vocab_tiles
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.logprobs import (
     gather_hidden_states,
@@ -48,7 +47,7 @@ def dense(packing, cp):
 
 def sharded(packing, tp, cp, path, sequence_parallel):
     """The same by one of the two paths; everything gathered back to the dense shapes."""
-    vocab_tiles.TILE_SHAPE = {"cpu": (3, 5)}
+    module.TILE_SHAPE = {"cpu": (3, 5)}
     tensor, context = groups_of(tp, cp)
     layout, rows, weights, hidden, head = make_case(packing, cp)
     t, c = torch.distributed.get_rank(tensor), torch.distributed.get_rank(context)
@@ -88,7 +87,7 @@ def test_against_dense_float64(path, packing, tp, cp, sequence_parallel):
 
 @pytest.mark.parametrize(("with_entropy", "softcap"), [(False, None), (True, None), (True, 1.3)])
 def test_gradcheck(with_entropy, softcap, monkeypatch):
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (2, 4))
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (2, 4))
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     head = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
@@ -145,7 +144,7 @@ def test_gradient_goes_into_main_grad():
 @pytest.mark.parametrize("softcap", [0.9, 30.0])
 def test_capped_logits(softcap, keeps_logits, monkeypatch):
     """The smaller cap flattens nearly all logits. One position keeps few tokens, one all, and one its target alone."""
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (2, 5))
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (2, 5))
     g = torch.Generator().manual_seed(2)
     hidden, head = (torch.randn(n, HIDDEN, generator=g, dtype=torch.float64) for n in (3, PADDED))
     hidden[0] *= 50
@@ -182,7 +181,7 @@ def test_capped_logits(softcap, keeps_logits, monkeypatch):
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_kept_logits_save_a_product_and_change_no_bit(dtype, with_entropy, monkeypatch):
     """Rows and columns need several tiles, and the tiles at the ends are smaller."""
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (4, 9))
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (4, 9))
     torch.manual_seed(3)
     hidden, weight = torch.randn(11, HIDDEN).to(dtype), torch.randn(PADDED, HIDDEN).to(dtype)
     targets = torch.randint(0, VOCAB, (11, 3))
@@ -234,11 +233,11 @@ def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main
         seen.add((a.dtype, b.dtype))
         return a.float() @ b.float()
 
-    init = vocab_tiles.Tiles.__init__
+    init = module.Tiles.__init__
     monkeypatch.setattr(
-        vocab_tiles.Tiles, "__init__", lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
+        module.Tiles, "__init__", lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
     )
-    monkeypatch.setattr(vocab_tiles.Tiles, "multiply", multiply)
+    monkeypatch.setattr(module.Tiles, "multiply", multiply)
     logprobs, _ = linear_logprobs(hidden, head, targets, vocab_size=8990, temperature=temperature)
     (logprobs * weight).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
@@ -264,14 +263,14 @@ def test_gradient_of_the_head_is_summed_in_fp32_over_microbatches():
 
 def test_products_leave_their_sums_in_fp32_on_a_device():
     """Run the operator on shapes: its arguments are those of this torch version."""
-    assert vocab_tiles.WIDENING_PRODUCTS
+    assert module.WIDENING_PRODUCTS
     hidden, weight = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (6, 9))
-    tiles = vocab_tiles.Tiles(hidden, weight, 9, 0.5)
+    tiles = module.Tiles(hidden, weight, 9, 0.5)
     assert tiles.product(slice(0, 2), slice(0, 4)).dtype == torch.float32
     total = torch.empty(6, 9, device="meta")
     with ProductCounter(lambda: ("", ""), lambda _: False) as counter:
         tiles.add_product(total, hidden, weight.T)
-    assert vocab_tiles.adds_widened(total.device) and total.dtype == torch.float32
+    assert module.adds_widened(total.device) and total.dtype == torch.float32
     assert counter.get_total_flops() == 2 * 6 * 4 * 9
 
 
@@ -280,8 +279,8 @@ def test_memory_beside_a_head_of_a_large_vocabulary(widens, monkeypatch):
     """Run forward and backward on shapes, with the tiles of a GPU, and count the additional memory; the logits alone
     would be 2.5 GB in half precision."""
     tokens, hidden_size, vocabulary = 8192, 4096, 151_936
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "meta", vocab_tiles.TILE_SHAPE["cuda"])
-    monkeypatch.setattr(vocab_tiles, "adds_widened", lambda device: widens)
+    monkeypatch.setitem(module.TILE_SHAPE, "meta", module.TILE_SHAPE["cuda"])
+    monkeypatch.setattr(module, "adds_widened", lambda device: widens)
     with LiveBytes("meta") as live:
         hidden, head = (
             torch.empty(rows, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -360,7 +359,7 @@ def test_topk_straight_from_hidden_states(k):
 
 @pytest.mark.parametrize("tile", [4, 4096])
 def test_topk_of_half_precision_states_is_not_rounded(tile, monkeypatch):
-    monkeypatch.setitem(vocab_tiles.TILE_SHAPE, "cpu", (512, tile))
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (512, tile))
     hidden, weight = (x.bfloat16() for x in a_linear_layer())
     expected = (hidden.double() @ weight.double().T).topk(3)
     values, indices = linear_topk(hidden, weight, 3, chunk_size=2)

@@ -13,7 +13,6 @@ from float32 import EPSILON, FORWARD, assert_close32
 from gpu_process import run_on
 
 from mcore_rl.distributed import logprobs as module
-from mcore_rl.distributed import vocab_tiles
 from mcore_rl.distributed.divergences import HiddenAndHead, linear_divergences
 from mcore_rl.distributed.logprobs import linear_logprobs
 from mcore_rl.testing.processes import run_processes
@@ -32,8 +31,8 @@ def use(kernels, tile=(16, 160), block=64):
     """Choose kernels or torch operations, with tiles and blocks that end inside rows and columns of the cases."""
     from mcore_rl.distributed import triton_logprobs
 
-    vocab_tiles.TILE_SHAPE["cpu"], triton_logprobs.BLOCK = tile, block
-    module.tile_steps = lambda *_: triton_logprobs.STEPS if kernels else module.TORCH_STEPS
+    module.TILE_SHAPE["cpu"], triton_logprobs.BLOCK = tile, block
+    module.tile_steps = lambda *_: module.triton_steps() if kernels else module.TORCH_STEPS
 
 
 def make_inputs(tokens, hidden, rows, columns, k, seed=0):
@@ -165,11 +164,10 @@ def rows_of_nan():
         assert torch.equal(one[keep], other[keep])
     # The row's share of the head's gradient is 0 times NaN all the same, so a caller leaves such rows out.
     x = torch.full((1, 200), torch.nan)
-    tiles = vocab_tiles.Tiles(h, w, 200, 1.0)
-    tokens = vocab_tiles.TokenGradients(
+    tokens = module.TokenGradients(
         torch.zeros(1), torch.zeros(1), targets[2:3], torch.zeros(1, 1), torch.zeros(1), torch.zeros(1)
     )
-    assert (module.tile_steps("cpu", torch.float32).gradient(x, tokens, 0, tiles) == 0).all()
+    assert (module.tile_steps("cpu", torch.float32).gradient(x, *tokens, 0, 1.0, x.dtype) == 0).all()
 
 
 def nothing_to_compute():
@@ -191,9 +189,9 @@ def factors_in_half_precision():
     """Gradients leave the kernel in the factors' precision, as on a GPU."""
     inputs = make_inputs(18, 40, 350, 333, 1)
     halves = [x.half() for x in inputs[:2]]
-    init = vocab_tiles.Tiles.__init__
-    vocab_tiles.Tiles.__init__ = lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
-    vocab_tiles.Tiles.multiply = lambda tiles, a, b: a.float() @ b.float()
+    init = module.Tiles.__init__
+    module.Tiles.__init__ = lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
+    module.Tiles.multiply = lambda tiles, a, b: a.float() @ b.float()
     got = ours(*halves, *inputs[2:], vocab_size=333)
     for one, other, bound in zip(got, exact(*halves, *inputs[2:], 333), (3e-6, 3e-6, 1e-3, 1e-3), strict=True):
         assert distance(one, other) < bound
@@ -258,9 +256,7 @@ def test_kernels_on_a_sharded_vocabulary(interpreted, vocabulary):
 @needs_triton
 def test_tile_steps_are_kernels_for_fp32_sums_on_a_gpu_with_triton(monkeypatch):
     choose = module.tile_steps.__wrapped__
-    from mcore_rl.distributed import triton_logprobs
-
-    assert choose("cuda", torch.float32) is triton_logprobs.STEPS
+    assert choose("cuda", torch.float32) is module.triton_steps()
     for other in (("cuda", torch.float64), ("cpu", torch.float32), ("meta", torch.float32)):
         assert choose(*other) is module.TORCH_STEPS
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -298,7 +294,7 @@ def compile_for_h100(kernel, warps, constants):
 def test_kernels_compile_for_an_h100_without_spills(name, with_entropy):
     from mcore_rl.distributed import triton_logprobs
 
-    constants = {"ENTROPY": with_entropy, "BLOCK": triton_logprobs.BLOCK}
+    constants = {"LOWEST": module.LOWEST_LOGPROB, "ENTROPY": with_entropy, "BLOCK": triton_logprobs.BLOCK}
     done = compile_for_h100(getattr(triton_logprobs, name), triton_logprobs.WARPS, constants)
     assert done.returncode == 0, done.stderr
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)

@@ -80,10 +80,10 @@ def test_without_a_gpu_there_is_a_reason():
 def check_logprobs(dtype, by_torch):
     """Both ways, whose tiles end inside the vocabulary, with targets in several columns, against float64."""
     from mcore_rl import platform
-    from mcore_rl.distributed import logprobs, vocab_tiles
+    from mcore_rl.distributed import logprobs
 
     device = platform.device()
-    vocab_tiles.TILE_SHAPE[device.type] = (256, 1024)
+    logprobs.TILE_SHAPE[device.type] = (256, 1024)
     logprobs.CHUNK_BYTES[device.type] = 10**6
     if by_torch:
         logprobs.tile_steps = lambda *_: logprobs.TORCH_STEPS

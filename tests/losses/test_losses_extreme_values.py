@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from loss_cases import PG, ROWS, batch, logprobs_of, mask_of
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DistillationLossFn
-from mcore_rl.distributed import vocab_tiles
+from mcore_rl.distributed import logprobs as module
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.logprobs import linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.losses.policy_gradient import importance_weights, truncate_importance_weights
@@ -182,7 +182,7 @@ def test_logits_of_minus_infinity(tp):
 
 def fused_shard(tp):
     hidden, weight, targets = overflowing_head()
-    vocab_tiles.TILE_SHAPE = {"cpu": (2, 5)}
+    module.TILE_SHAPE = {"cpu": (2, 5)}
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
     hidden.requires_grad_()
     shard = weight.chunk(tp)[rank].clone().requires_grad_()

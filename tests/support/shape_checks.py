@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-TENSOR_MODULES = ("collectives", "divergences", "logprobs", "model_utils", "packs", "vocab_tiles")
+TENSOR_MODULES = ("collectives", "divergences", "logprobs", "model_utils", "packs")
 LOSS_MODULES = ("common", "distillation", "packing", "policy_gradient", "preference")  # options check kinds themselves
 MODULES = [
     *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.choices import RecordedChoice, padded_choices
-from mcore_rl.data.images import PlacedImage, images_column
+from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.token_store import images_column
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import broadcast_in_replica, gather_rows
 from mcore_rl.distributed.sampling_mask import KeptTokens

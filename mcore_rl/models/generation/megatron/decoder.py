@@ -20,9 +20,8 @@ from mcore_rl import platform
 from mcore_rl.data.choices import CHOICES, CHOSEN_KEYS, ROUTED_EXPERTS
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
+from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.distributed.vocab_tiles import Tiles
 from mcore_rl.models.generation.megatron.layer_caches import (
     BLOCK_SIZE,
     BlockLayerCache,

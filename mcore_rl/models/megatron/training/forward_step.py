@@ -16,7 +16,14 @@ from mcore_rl.data.images import IMAGES
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
-from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, gather_hidden_states, linear_logprobs, valid_columns
+from mcore_rl.distributed.logprobs import (
+    KEPT_TILE_SHAPE,
+    Tile,
+    accumulation_dtype,
+    gather_hidden_states,
+    linear_logprobs,
+    valid_columns,
+)
 from mcore_rl.distributed.packs import (
     LossPositions,
     PackLayout,
@@ -27,7 +34,6 @@ from mcore_rl.distributed.packs import (
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles, on_device
 from mcore_rl.distributed.topk import linear_topk
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.distributed.vocab_tiles import Tile, accumulation_dtype
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.common import (
     LossFunction,
