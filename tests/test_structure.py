@@ -3,12 +3,10 @@
 import ast
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-
-PACKAGE = Path(__file__).parent.parent / "mcore_rl"
+from make_drawings import PACKAGE, modules, own_imports
 
 FLOORS = {  # the order of imports, from the ground up
     "__init__": 0,
@@ -37,35 +35,10 @@ FLOORS = {  # the order of imports, from the ground up
 }
 
 
-@cache
-def modules() -> dict[str, ast.Module]:
-    """Syntax trees of the package's modules by name; each file is parsed once."""
-    names = {
-        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
-    return {name: ast.parse(path.read_text()) for path, name in names.items()}
-
-
 def floor_of(module):
     parts = module.split(".")[1:] or ["__init__"]
     prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next(FLOORS[prefix] for prefix in prefixes if prefix in FLOORS)
-
-
-def own_imports():
-    """The modules of this package that each module imports, also for annotations only."""
-    found = {}
-    for name, tree in modules().items():
-        others = {*imported(tree)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules().keys()
-                others |= inner
-                if len(inner) == len(node.names):  # only modules: the package itself is not used
-                    others.discard(node.module)
-        found[name] = (others & modules().keys()) - {name}
-    return found
 
 
 def imported(tree):

@@ -1,0 +1,1 @@
+"""Agents: an endpoint for programs that call the policy as a model, their sessions, and their processes."""

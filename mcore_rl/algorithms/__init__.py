@@ -1,0 +1,1 @@
+"""Algorithms: one file for each, with its training step or its objective."""

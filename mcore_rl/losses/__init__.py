@@ -1,1 +1,4 @@
-"""The losses. `mcore_rl.algorithms.loss_functions` exports their public names; this `__init__.py` imports nothing."""
+"""Losses: preference, policy gradient, distillation, and their sums over packs.
+
+`mcore_rl.algorithms.loss_functions` exports their public names; this `__init__.py` imports nothing.
+"""

@@ -1,10 +1,15 @@
-"""Draw the pictures of docs/how_it_works.md from the objects that training uses and the names in the code.
+"""Draw the pictures of docs/structure.md and docs/how_it_works.md.
+
+They are drawn from the imports and names in the code, and from the objects that training uses.
 
 python scripts/benchmarks/make_drawings.py
 """
 
 import ast
-from collections.abc import Iterator
+import html
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +21,8 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 SIZE, GAP, LEFT, TOP = 18, 2, 120, 44
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 PADDING, MASKED, TEXT = "#d9d9d9", "#f2f2f2", "#222222"
+PACKAGE = DOCS.parent / "mcore_rl"
+ROOM_WIDTH, ROOM_GAP, LEVEL_GAP, LINE, PICTURE_WIDTH = 620, 12, 18, 15, 1000
 
 
 class Drawing:
@@ -43,7 +50,8 @@ class Drawing:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", color: str = TEXT, weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}">{words}</text>'
+    look = f'text-anchor="{anchor}" fill="{color}" font-weight="{weight}"'
+    return f'<text x="{x:g}" y="{y}" {look}>{html.escape(words, quote=False)}</text>'
 
 
 def packing() -> Drawing:
@@ -98,20 +106,26 @@ def shared_prefix() -> Drawing:
 STEP = (
     ("batch", "SupervisedTrainer.next_batch", "algorithms/supervised.py"),
     ("", "assign_records", "data/batching.py"),
+    ("", "TokenStore.__getitem__", "data/token_store.py"),
+    ("", "collate", "data/batching.py"),
     ("reference", "DPOObjective.frozen_columns", "algorithms/dpo.py"),
     ("", "SwappedReference.logprobs", "models/policy/reference.py"),
     ("forward, backward", "MegatronPolicy.forward_backward", "models/policy/megatron_policy.py"),
     ("", "MicrobatchPlanner.microbatches", "data/batching.py"),
     ("", "run_microbatches", "models/megatron/training/forward_step.py"),
-    ("", "HiddenStateGPTModel._postprocess", "models/megatron/model/gpt_model.py"),
-    ("", "LogprobHead.__call__", "models/megatron/training/forward_step.py"),
+    ("", "HiddenStateGPTModel.forward", "models/megatron/model/gpt_model.py"),
+    ("", "PackLayer.forward", "models/megatron/layers/transformer_layer.py"),
+    ("", "PackSelfAttention.forward", "models/megatron/attention/attention.py"),
+    ("", "packed_attention", "models/megatron/kernels/packed_attention.py"),
+    ("", "LossHead.__call__", "models/megatron/training/forward_step.py"),
     ("", "linear_logprobs", "distributed/logprobs.py"),
     ("", "DPOLossFn.from_logprobs", "losses/preference.py"),
+    ("", "finalize_gradients", "models/megatron/training/optimizer.py"),
+    ("metrics", "MicrobatchResults.metrics", "models/policy/megatron_policy.py"),
     ("clip", "MegatronPolicy.clip_gradients", "models/policy/megatron_policy.py"),
     ("update", "MegatronPolicy.update_weights", "models/policy/megatron_policy.py"),
-    ("metrics", "MicrobatchResults.metrics", "models/policy/megatron_policy.py"),
 )
-"""Phases of a DPO step, their calls in order, and the files of the calls."""
+"""Phases of a DPO step, the calls of each in their order, and the files of the calls."""
 
 
 def step() -> Drawing:
@@ -145,9 +159,131 @@ def is_defined(name: str, file: str) -> bool:
     return True
 
 
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return the syntax trees of the package's modules by name; each file is parsed once."""
+    names = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    return {name: ast.parse(path.read_text()) for path, name in names.items()}
+
+
+def own_imports() -> dict[str, set[str]]:
+    """Return the modules of this package that each module imports, also for annotations only."""
+    found = {}
+    for name, tree in modules().items():
+        others = set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                others |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules().keys()
+                others |= inner
+                if len(inner) < len(node.names):  # otherwise only modules: the package itself is not used
+                    others.add(node.module)
+        found[name] = (others & modules().keys()) - {name}
+    return found
+
+
+def levels_of(room_of: Callable[[str], str | None]) -> tuple[list[list[str]], dict[str, set[str]]]:
+    """Return rooms by level, from the lowest, and for each room those that it imports and reaches through no other.
+
+    A room's level is one more than the highest level of the rooms that it imports.
+
+    Args:
+        room_of: function from a module's name to its room; None for modules that the picture leaves out.
+    """
+    uses: dict[str, set[str]] = {}
+    for name, others in own_imports().items():
+        if room := room_of(name):
+            uses.setdefault(room, set()).update(other for o in others if (other := room_of(o)) and other != room)
+    levels, left = list[list[str]](), dict(uses)
+    while left:
+        free = sorted(room for room, others in left.items() if not others & left.keys())
+        assert free, f"these rooms import each other in a circle, or import one that does: {sorted(left)}"
+        levels.append(free)
+        left = {room: others for room, others in left.items() if room not in free}
+    below: dict[str, set[str]] = {}
+    for room in (room for level in levels for room in level):
+        below[room] = uses[room].union(*(below[other] for other in uses[room]))
+    direct = {room: others - set[str]().union(*(below[o] for o in others)) for room, others in uses.items()}
+    return levels, direct
+
+
+def tower(title: str, room_of: Callable[[str], str | None]) -> Drawing:
+    """Draw rooms as boxes, each above those that it imports, with the first sentence of its docstring and its files."""
+    levels, direct = levels_of(room_of)
+    drawing, places, boxes, y = Drawing(title), dict[str, tuple[float, int, int]](), list[str](), TOP
+    for level in reversed(levels):
+        width = min(ROOM_WIDTH, PICTURE_WIDTH // len(level) - ROOM_GAP)
+        lines = {
+            room: wrapped(summary_of(room), width, TEXT) + wrapped(files_of(room), width, "#6b7785") for room in level
+        }
+        height = LINE * max(map(len, lines.values())) + 30
+        left = PICTURE_WIDTH / 2 - (len(level) * (width + ROOM_GAP) - ROOM_GAP) / 2
+        for number, room in enumerate(level):
+            x = left + number * (width + ROOM_GAP)
+            places[room] = x + width / 2, y, y + height
+            size = f'width="{width}" height="{height}"'
+            boxes.append(f'<rect x="{x:g}" y="{y}" {size} rx="4" fill="#eaf1f8" stroke="{COLORS[0]}"/>')
+            boxes.append(text(x + 8, y + 18, room.removeprefix("models/megatron/"), weight="bold"))
+            boxes += [text(x + 8, y + 36 + LINE * n, line, color=color) for n, (line, color) in enumerate(lines[room])]
+        y += height + LEVEL_GAP
+    for room, others in direct.items():
+        for other in sorted(others):
+            (x1, _, y1), (x2, y2, _) = places[room], places[other]
+            drawing.parts.append(f'<line x1="{x1:g}" y1="{y1}" x2="{x2:g}" y2="{y2}" stroke="#9aa5b1"/>')
+    drawing.parts += boxes
+    drawing.width, drawing.height = PICTURE_WIDTH, y
+    return drawing
+
+
+def summary_of(room: str) -> str:
+    """Return the first sentence of a room's docstring, without its full stop."""
+    docstring = ast.get_docstring(modules()[f"mcore_rl.{room.replace('/', '.')}"]) or ""
+    return docstring.split("\n\n")[0].replace("\n", " ").split(". ")[0].removesuffix(".").replace("`", "")
+
+
+def wrapped(words: str, width: float, color: str) -> list[tuple[str, str]]:
+    """Return lines of a text that fit a box of this width, each with its colour."""
+    return [(line, color) for line in textwrap.wrap(words, int((width - 16) / 7), break_long_words=False)]
+
+
+def files_of(room: str) -> str:
+    """Return the names of a room's files and of its folders, which have a slash."""
+    inside = sorted((PACKAGE / room).iterdir()) if (PACKAGE / room).is_dir() else []
+    folders = [f"{path.name}/" for path in inside if (path / "__init__.py").is_file()]
+    return ", ".join([*(path.stem for path in inside if path.suffix == ".py" and path.stem != "__init__"), *folders])
+
+
+def package_room(module: str) -> str | None:
+    """Return the room of a module in the picture of the package; None for packages that are only folders."""
+    parts = module.split(".")[1:]
+    if not parts or parts in (["models"], ["__main__"]):
+        return None
+    return "/".join(parts[:2] if parts[0] == "models" else parts[:1])
+
+
+def megatron_room(module: str) -> str | None:
+    """Return the room of a module of `models/megatron` in that folder's picture."""
+    parts = module.removeprefix("mcore_rl.models.megatron").split(".")[1:]
+    return f"models/megatron/{parts[0]}" if parts and module.startswith("mcore_rl.models.megatron") else None
+
+
+def package() -> Drawing:
+    """Draw the rooms of the package."""
+    return tower("mcore_rl: each room imports only from rooms below it", package_room)
+
+
+def megatron() -> Drawing:
+    """Draw the rooms of models/megatron."""
+    return tower("mcore_rl/models/megatron: each room imports only from rooms below it", megatron_room)
+
+
 def drawings() -> Iterator[tuple[Path, str]]:
     """Yield each file and its content."""
-    for draw in (step, packing, context_parallel, shared_prefix):
+    for draw in (package, megatron, step, packing, context_parallel, shared_prefix):
         yield DOCS / "drawings" / f"{draw.__name__}.svg", draw().svg()
 
 

@@ -1,0 +1,1 @@
+"""The policy: a Megatron model that scores, trains, and keeps a reference and checkpoints."""
