@@ -17,12 +17,7 @@ from mcore_rl.algorithms.rm import RewardObjective
 from mcore_rl.algorithms.supervised import TrainingBatch
 from mcore_rl.config import DataConfig, SFTConfig, build_config
 from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
-from mcore_rl.data.datasets import (
-    load_preference_dataset,
-    load_prompt_dataset,
-    load_reward_dataset,
-    load_sft_dataset,
-)
+from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_reward_dataset, load_sft_dataset
 from mcore_rl.data.readers import check_file
 from mcore_rl.data.token_store import SampleOrder, TokenSequence
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages

@@ -148,7 +148,6 @@ def _open_block(name: str, size: int, seconds: float) -> Tensor:
     return open_shared(name)
 
 
-# Tensors in one block of bytes: where each begins. Imported inside vLLM too, so only PyTorch is imported here.
 K = TypeVar("K")
 Shape = tuple[int, ...]
 

@@ -155,7 +155,7 @@ def process_that_writes(config, directory):
 
 def test_the_process_that_writes_is_not_a_fork_of_its_trainer(model_of, tmp_path, monkeypatch):
     """It has no Megatron, and it does not outlive the trainer."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"), prepend=os.pathsep)
     config = make_config(model_of("llama"))
     ((pid, modules),) = run_processes(process_that_writes, config, tmp_path, world_size=1)
     assert "torch" in modules and not [name for name in modules if name.startswith(("megatron", "transformers"))]

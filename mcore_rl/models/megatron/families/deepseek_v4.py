@@ -22,7 +22,7 @@ WINDOWS, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heav
 
 
 class DeepseekV4(HyperConnected, RopeByKind, Mixture):
-    """DeepSeek-V4. The names of its tensors are those of transformers' modules (see `directory_names`)."""
+    """DeepSeek-V4. The names of its tensors are those of transformers' modules (see `name_in_family`)."""
 
     model_type = "deepseek_v4"
     has_windows = False

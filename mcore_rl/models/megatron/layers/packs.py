@@ -14,88 +14,13 @@ from torch.distributed import ProcessGroup
 from mcore_rl.data.batching import Microbatch
 from mcore_rl.data.choices import ROUTED_EXPERTS
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import (
-    all_reduce,
-)
+from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 from mcore_rl.models.megatron.layers.vision import PackImages
 
 from megatron.core.packed_seq_params import PackedSeqParams
-
-
-@dataclass
-class PackParams(PackedSeqParams):
-    """Megatron's parameters of a pack, plus the data that this package's layers need.
-
-    visible: the keys that the queries see.
-    positions: [T / CP], for each of the rank's tokens, its position in its row; [T / CP, 3] in a pack with images.
-    cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
-        attention. None if Transformer Engine's attention is not used, or if segments share a prefix.
-    routed: the tokens that routers of experts see.
-    is_token: [T / CP], 1 for each of the rank's tokens and 0 for padding, in the model's precision. None if padding
-        need not be zero.
-    images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
-    chosen: for each layer, from 0, whose indexer has run: the keys that it chose for the rank's tokens
-        (`attention.sparse`), or None if the tokens see all previous keys.
-    recorded: for each layer, from 0, the choices of its indexer that are to be made again, [T / CP, size], with −1 as
-        in `CHOSEN_KEYS`; empty if nothing is replayed.
-    later: for each layer that predicts further tokens (`token_prediction`), the tokens that it reads and predicts; on
-        the last stage in training, otherwise empty.
-    token_ids: [T / CP], the rank's tokens.
-    shared: keys and values [T / CP, 1, groups / TP, d], by the number of the layer, from 0, that has computed them for
-        later layers of the chunk too.
-    per_layer: the layers' own inputs, [T / CP (/ TP with SP), 1, layers, size]; None if they have none.
-    """
-
-    visible: AttentionPattern | None = None
-    positions: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    routed: RoutedTokens | None = None
-    is_token: Tensor | None = None
-    images: PackImages | None = None
-    chosen: dict[int, Tensor | None] = field(default_factory=dict)
-    recorded: dict[int, Tensor] = field(default_factory=dict)
-    later: list[LaterTokens] = field(default_factory=list)
-    token_ids: Tensor | None = None
-    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    per_layer: Tensor | None = None
-
-    def choice(
-        self,
-        layer: int,
-        choose: Callable[[], Tensor | None],
-        of_rank: Callable[[Tensor | None], Tensor | None] = lambda chosen: chosen,
-    ) -> Tensor | None:
-        """Return the keys that a layer's indexer chooses for this pack; None if the tokens see all previous keys.
-
-        They are chosen once for a pack: a recomputed layer must see the keys of the forward pass.
-
-        Args:
-            choose: function that calls the indexer.
-            of_rank: function from the choice to the part of it that this rank needs.
-        """
-        if layer not in self.chosen:
-            self.chosen[layer] = of_rank(self.replayed(layer, choose()))
-        return self.chosen[layer]
-
-    def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:
-        """Return the choices [T / CP, …] of a layer's indexer, with the recorded ones in place of those that are known.
-
-        Args:
-            chosen: what the indexer chooses now; None if no row is so long that it chooses.
-        """
-        if chosen is None or layer not in self.recorded:
-            return chosen
-        recorded = self.recorded[layer][:, : chosen[0].numel()].view_as(chosen)
-        return torch.where((recorded >= 0).flatten(1).any(1).view(-1, *[1] * (chosen.ndim - 1)), recorded, chosen)
-
-
-def position_factors(scale: Callable[[Tensor], Tensor], pack: PackParams | None) -> Tensor:
-    """Return the factors of the queries, [T / CP, 1, 1], which `scale` computes from the tokens' positions."""
-    assert pack is not None and pack.positions is not None, "attention runs on packs"
-    return scale(pack.positions)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -182,6 +107,79 @@ class LaterTokens:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tensors in the order of the constructor's arguments."""
         return self.embedded, self.predicted, self.weight
+
+
+@dataclass
+class PackParams(PackedSeqParams):
+    """Megatron's parameters of a pack, plus the data that this package's layers need.
+
+    visible: the keys that the queries see.
+    positions: [T / CP], for each of the rank's tokens, its position in its row; [T / CP, 3] in a pack with images.
+    cu_seqlens: [segments + 1], cumulative lengths of the padded segments, on the device, for Transformer Engine's
+        attention. None if Transformer Engine's attention is not used, or if segments share a prefix.
+    routed: the tokens that routers of experts see.
+    is_token: [T / CP], 1 for each of the rank's tokens and 0 for padding, in the model's precision. None if padding
+        need not be zero.
+    images: the images of the pack, on the first stage of a model with a vision tower; otherwise None.
+    chosen: for each layer, from 0, whose indexer has run: the keys that it chose for the rank's tokens
+        (`attention.sparse`), or None if the tokens see all previous keys.
+    recorded: for each layer, from 0, the choices of its indexer that are to be made again, [T / CP, size], with −1 as
+        in `CHOSEN_KEYS`; empty if nothing is replayed.
+    later: for each layer that predicts further tokens (`token_prediction`), the tokens that it reads and predicts; on
+        the last stage in training, otherwise empty.
+    token_ids: [T / CP], the rank's tokens.
+    shared: keys and values [T / CP, 1, groups / TP, d], by the number of the layer, from 0, that has computed them for
+        later layers of the chunk too.
+    per_layer: the layers' own inputs, [T / CP (/ TP with SP), 1, layers, size]; None if they have none.
+    """
+
+    visible: AttentionPattern | None = None
+    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    routed: RoutedTokens | None = None
+    is_token: Tensor | None = None
+    images: PackImages | None = None
+    chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+    later: list[LaterTokens] = field(default_factory=list)
+    token_ids: Tensor | None = None
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    per_layer: Tensor | None = None
+
+    def choice(
+        self,
+        layer: int,
+        choose: Callable[[], Tensor | None],
+        of_rank: Callable[[Tensor | None], Tensor | None] = lambda chosen: chosen,
+    ) -> Tensor | None:
+        """Return the keys that a layer's indexer chooses for this pack; None if the tokens see all previous keys.
+
+        They are chosen once for a pack: a recomputed layer must see the keys of the forward pass.
+
+        Args:
+            choose: function that calls the indexer.
+            of_rank: function from the choice to the part of it that this rank needs.
+        """
+        if layer not in self.chosen:
+            self.chosen[layer] = of_rank(self.replayed(layer, choose()))
+        return self.chosen[layer]
+
+    def replayed(self, layer: int, chosen: Tensor | None) -> Tensor | None:
+        """Return the choices [T / CP, …] of a layer's indexer, with the recorded ones in place of those that are known.
+
+        Args:
+            chosen: what the indexer chooses now; None if no row is so long that it chooses.
+        """
+        if chosen is None or layer not in self.recorded:
+            return chosen
+        recorded = self.recorded[layer][:, : chosen[0].numel()].view_as(chosen)
+        return torch.where((recorded >= 0).flatten(1).any(1).view(-1, *[1] * (chosen.ndim - 1)), recorded, chosen)
+
+
+def position_factors(scale: Callable[[Tensor], Tensor], pack: PackParams | None) -> Tensor:
+    """Return the factors of the queries, [T / CP, 1, 1], which `scale` computes from the tokens' positions."""
+    assert pack is not None and pack.positions is not None, "attention runs on packs"
+    return scale(pack.positions)[:, None, None]
 
 
 def later_tokens(microbatch: Microbatch, depth: int, topology: Topology) -> list[LaterTokens]:

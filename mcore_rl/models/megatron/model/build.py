@@ -1,8 +1,4 @@
-"""Builds the model from Megatron's GPTModel and layer specs. Its output is the final hidden states.
-
-The caller multiplies them with the LM head: `mcore_rl.distributed.logprobs` computes log-probabilities from hidden
-states and the shard of the LM head, without storing logits.
-"""
+"""Builds this rank's part of the model: the specs of a family's layers, and the chunks of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ from mcore_rl.models.megatron.attention.attention import LayerModules, PackedCau
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers.fp8 import set_scales
-from mcore_rl.models.megatron.layers.per_layer_inputs import (
-    PerLayerEmbedding,
-)
+from mcore_rl.models.megatron.layers.per_layer_inputs import PerLayerEmbedding
 from mcore_rl.models.megatron.layers.transformer_layer import (
     ColumnLinear,
     FloatRMSNorm,
@@ -36,7 +30,7 @@ from mcore_rl.models.megatron.layers.transformer_layer import (
     RowLinear,
 )
 from mcore_rl.models.megatron.layers.vision import VisionTower
-from mcore_rl.models.megatron.model.gpt_model import HiddenStateGPTModel, ModelShard, _hold_padding_row
+from mcore_rl.models.megatron.model.gpt_model import HiddenStateGPTModel, ModelShard, hold_padding_row
 from mcore_rl.models.megatron.model.hf_config import transformer_config
 from mcore_rl.models.megatron.model.token_prediction import TokenPrediction
 from mcore_rl.models.megatron.moe.experts import CountingExperts, GroupedExperts
@@ -299,7 +293,7 @@ def _build_chunk(
     if chunk.pre_process and family.per_layer_inputs is not None:
         chunk.embedding.per_layer = PerLayerEmbedding(config, family.per_layer_inputs, topology.tensor)
     if chunk.pre_process and family.padding_token is not None:
-        hold = functools.partial(_hold_padding_row, token=family.padding_token, ranks=topology.tensor)
+        hold = functools.partial(hold_padding_row, token=family.padding_token, ranks=topology.tensor)
         chunk.embedding.register_forward_hook(hold, with_kwargs=True)
     if chunk.pre_process and family.embedding_scale != 1:
         scale = torch.tensor(family.embedding_scale, dtype=config.params_dtype, device="cpu").item()

@@ -1,4 +1,8 @@
-"""The model of this rank: Megatron's GPTModel that returns hidden states, and the chunks of a pipeline stage."""
+"""The model of this rank: Megatron's GPTModel that returns hidden states, and the chunks of a pipeline stage.
+
+The caller multiplies the hidden states with the LM head: `mcore_rl.distributed.logprobs` computes log-probabilities
+from them and the shard of the LM head, without storing logits.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,8 @@ from torch import Tensor
 from mcore_rl.config.fp8 import FP8Config
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.megatron.families import Family
-from mcore_rl.models.megatron.layers.per_layer_inputs import (
-    PerLayerInputs,
-    split_inputs,
-    with_inputs,
-)
-from mcore_rl.models.megatron.layers.transformer_layer import (
-    without_gradient_of,
-)
+from mcore_rl.models.megatron.layers.per_layer_inputs import PerLayerInputs, split_inputs, with_inputs
+from mcore_rl.models.megatron.layers.transformer_layer import without_gradient_of
 from mcore_rl.models.megatron.layers.vision import VisionTower, build_tower
 from mcore_rl.models.megatron.model.lora import LoRA
 from mcore_rl.models.megatron.model.token_prediction import TokenPrediction
@@ -190,7 +188,7 @@ class ModelShard:
         return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
 
 
-def _hold_padding_row(
+def hold_padding_row(
     module: Any, inputs: Any, named: dict[str, Any], embedded: Tensor, token: int, ranks: ParallelDimension
 ) -> Tensor:
     """Forward hook of the embedding that sets the gradient of one token's row to 0; see `without_gradient_of`."""

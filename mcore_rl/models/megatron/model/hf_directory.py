@@ -1,4 +1,8 @@
-"""Hugging Face model directories: reads slices of safetensors files; writes sharded files and verifies them."""
+"""Hugging Face model directories: reads slices of safetensors files; writes sharded files and verifies them.
+
+Directories of the same model may name tensors differently. Families name them as published directories do, and
+transformers may write others; DeepSeek-V4's names are those of transformers' modules, which neither has.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +89,7 @@ class SafetensorsDirectory:
     2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases; or both with the last two
     dimensions exchanged (Qwen3-VL). This class offers them under the names of separate weights, such as
     `experts.0.gate_proj.weight`. Tensors whose names differ between directories have the names of the family here
-    (`directory_names`). `packed_like` undoes both.
+    (`name_in_family`). `packed_like` undoes both.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory, or
@@ -424,10 +428,6 @@ def write_hf_directory(
     replace_listed(temporary, destination)
 
 
-# Names of tensors that differ between directories of the same model.
-#
-# Families name tensors as published directories do, and transformers may write others; DeepSeek-V4's names are those of
-# transformers' modules, which neither has.
 RENAMED = (
     (r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$", r".mlp.\1"),  # dense layers of Kimi Linear
     (r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.hc_(fn|base|scale)$", r".\1.hc_pre.hc_\2"),  # this and the next two: HY-4

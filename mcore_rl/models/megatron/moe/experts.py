@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.megatron.layers.transformer_layer import (
-    GenerationFastPath,
-    bias_of_first_rank,
-)
+from mcore_rl.models.megatron.layers.transformer_layer import GenerationFastPath, bias_of_first_rank
 from mcore_rl.models.megatron.moe.router import RouterStatistics
 
 from megatron.core.transformer.moe.experts import SequentialMLP

@@ -1,4 +1,8 @@
-"""The layer of experts, and the dispatchers that exchange its tokens between ranks."""
+"""The layer of experts, and the dispatchers that exchange its tokens between ranks.
+
+In Gemma 4, routed experts stand beside a dense MLP. Both read the layer's residual x before the MLP, through norms of
+their own: output = norm(norm(MLP(norm(x))) + norm(experts(norm(x)))).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.families.mixtures import Experts
-from mcore_rl.models.megatron.layers.transformer_layer import (
-    ReplicatedLinear,
-    RMSNorm,
-    unit_norm,
-)
+from mcore_rl.models.megatron.layers.transformer_layer import ReplicatedLinear, RMSNorm, unit_norm
 from mcore_rl.models.megatron.moe.router import Router
 from mcore_rl.models.megatron.parallel_state import process_groups
 
@@ -146,9 +146,6 @@ class BalancedDispatcher(Dispatcher):
         return own * ranks
 
 
-# Routed experts beside a dense MLP (Gemma 4): both read a layer's residual, through norms of their own.
-#
-# output = norm(norm(MLP(norm(x))) + norm(experts(norm(x)))), with the residual x before the layer's MLP.
 class ScaledRouter(Router):
     """A router that reads the normed and scaled residual, and scales the weights of its experts.
 

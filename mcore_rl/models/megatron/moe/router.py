@@ -15,9 +15,7 @@ from torch import Tensor
 
 from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.models.megatron.layers.packs import PackParams, RoutedTokens
-from mcore_rl.models.megatron.layers.transformer_layer import (
-    AttachedLoss,
-)
+from mcore_rl.models.megatron.layers.transformer_layer import AttachedLoss
 
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
