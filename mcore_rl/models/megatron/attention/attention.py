@@ -28,8 +28,9 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern, kernel_of, packed_attention
 from mcore_rl.models.megatron.kernels.selected_attention import selected_attention
 from mcore_rl.models.megatron.layers.packs import PackParams, position_factors
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import WideRMSNorm, rotate
-from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GatedQueryKeyValue,
@@ -47,7 +48,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class PackSelfAttention(SelfAttention):
         return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
 
 
-class PackedCausalAttention(MegatronModule):
+class PackedCausalAttention(ShardedMixin, MegatronModule):
     """Scaled dot-product attention that is causal within each segment of a pack.
 
     Args:
@@ -362,6 +362,7 @@ class PackedCausalAttention(MegatronModule):
         float32_sinks: whether the sinks are fp32, whatever the model's precision is.
     """
 
+    sharded: ClassVar[dict[str, int]] = {"softmax_offset": 0}
     softmax_offset: torch.nn.Parameter | None
     keeps_gathered = False
     """Whether gathered keys and values are kept for the backward pass because the layer recomputes itself."""
@@ -439,20 +440,6 @@ class PackedCausalAttention(MegatronModule):
             options = self.softmax_scale, sinks, self.block_size
             return selected_attention(query, key, value, visible, chosen, *options).flatten(1)
         return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict; sinks are sharded over tensor-parallel ranks as heads are."""
-        if self.softmax_offset is None:
-            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        groups, name = process_groups(), "softmax_offset"
-        return make_sharded_tensors_for_checkpoint(
-            {name: self.softmax_offset},
-            prefix,
-            {name: 0},
-            sharded_offsets,
-            tp_group=groups.tp,
-            dp_cp_group=groups.dp_cp,
-        )
 
     def _seen(self, own: Tensor, index: Tensor | None, exchange: RowExchange | None) -> Tensor:
         """Gather the rows `own` [T / CP, groups, …] of every context-parallel rank, in the order of the ranks.

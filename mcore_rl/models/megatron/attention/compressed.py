@@ -35,6 +35,7 @@ from mcore_rl.models.megatron.attention.sparse import (
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 from mcore_rl.models.megatron.kernels.selected_attention import blocks_of, chosen_mask
 from mcore_rl.models.megatron.layers.packs import PackParams
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import FloatRMSNorm, ReplicatedLinear, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows, Shape, Stacked
@@ -46,7 +47,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,10 @@ def _stacked(ours: str, theirs: str, compression: Compression, size: int, hidden
     return Mapping(ours, parts, Stacked((width, width)))
 
 
-class PackCompressedAttention(MegatronModule):
+class PackCompressedAttention(ShardedMixin, MegatronModule):
     """The module that computes `CompressedAttention` over packs."""
+
+    sharded: ClassVar[dict[str, int]] = {"group_weight": 0}
 
     def __init__(
         self,
@@ -415,31 +417,14 @@ class PackCompressedAttention(MegatronModule):
         states = hidden.squeeze(1), latent.squeeze(1)
         return pack.choice(self.layer_number - 1, lambda: self.indexer(*states, angles, pack.visible))
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict of the module, for a checkpoint."""
-        described: dict[str, Any] = {}
-        for name, module in self.named_children():
-            described |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return described | _described({"group_weight": self.group_weight}, prefix, sharded_offsets)
 
-
-def _described(tensors: dict[str, Any], prefix: str, offsets: Any) -> dict[str, Any]:
-    """Describe tensors for a checkpoint; those of heads and groups are sharded over tensor-parallel ranks."""
-    groups = process_groups()
-    sharded = {name: 0 for name in tensors if name in ("group_weight", "softmax_offset")}
-    described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-        tensors, prefix, sharded, offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-    )
-    return described
-
-
-class PackedCompressedAttention(torch.nn.Module):
+class PackedCompressedAttention(ShardedMixin, torch.nn.Module):
     """The core of the attention: keys, entries and sinks.
 
     softmax_offset: the sinks of this rank's heads. bias, norm_weight: of the entries.
     """
+
+    sharded: ClassVar[dict[str, int]] = {"softmax_offset": 0}
 
     def __init__(self, config: TransformerConfig, mixer: CompressedAttention, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -471,10 +456,6 @@ class PackedCompressedAttention(torch.nn.Module):
         # The heads of all ranks see the entries: their gradients are summed.
         shared = (copy_to_tensor_model_parallel_region(x, group=self.tp_group) for x in (self.bias, self.norm_weight))
         return self.softmax_offset, *shared
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, in which the sinks are sharded as heads are."""
-        return _described(dict(self.named_parameters()), prefix, sharded_offsets)
 
 
 def compressed_attention(

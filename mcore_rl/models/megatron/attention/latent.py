@@ -14,6 +14,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention.attention import KeyValueMixer, LayerModules, check_value_dim
 from mcore_rl.models.megatron.attention.sparse import ChoosesKeys, Indexer, IndexerLayer
 from mcore_rl.models.megatron.layers.packs import PackParams, position_factors
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import ReplicatedLinear, rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import (
@@ -35,7 +36,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class LatentAttention(ChoosesKeys, KeyValueMixer):
         return self.indexer.parameters(self.hidden, self.query_rank or 0)
 
 
-class PackLatentAttention(MegatronModule):
+class PackLatentAttention(ShardedMixin, MegatronModule):
     """The module that computes `LatentAttention` over packs.
 
     Megatron's own module accepts only Megatron's linear layers, and rotates by tables of consecutive positions. This
@@ -283,12 +283,3 @@ class PackLatentAttention(MegatronModule):
         if self.mixer.interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
         return rotate(x, angles, self.mixer.rope_factor)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict of the module, for a checkpoint."""
-        described: dict[str, Any] = {}
-        for name, module in self.named_children():
-            described |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return described

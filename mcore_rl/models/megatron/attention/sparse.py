@@ -28,11 +28,11 @@ from torch import Tensor
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 from mcore_rl.models.megatron.kernels.selected_attention import blocks_of
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import rotate
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 KEY_NORM_EPS = 1e-6
 """Epsilon of the norm of the indexer's keys in transformers, whatever `rms_norm_eps` is."""
@@ -134,7 +134,7 @@ class IndexerStates(NamedTuple):
     weight: Tensor
 
 
-class IndexerBase(torch.nn.Module, ABC):
+class IndexerBase(ShardedMixin, torch.nn.Module, ABC):
     """The indexer of one layer. Its weights are the same on every rank and are not trained.
 
     indexer: description of the indexer.
@@ -179,18 +179,6 @@ class IndexerBase(torch.nn.Module, ABC):
         key = all_gather(key, self.groups.cp).flatten(0, 1)
         chosen = self.choose(self.kind_of_states(query, key, *others), visible, first)
         return all_gather(chosen, self.groups.tp).flatten(0, 1) if self.sequence_parallel else chosen
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, in which all weights are replicated."""
-        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            dict(self.named_parameters()),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.groups.tp,
-            dp_cp_group=self.groups.dp_cp,
-        )
-        return described
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.models.megatron.layers.hyper_connections import ResidualStreams, add_to_streams
+from mcore_rl.models.megatron.layers.parameters import sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import ReplicatedLinear, recomputed
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -62,8 +63,7 @@ class StreamGates(torch.nn.Module):
         super().__init__()
         self.streams, width = streams, streams.count * config.hidden_size
         self.norm_weight = torch.nn.Parameter(torch.zeros(width, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the gradients.
-        self.norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        sum_over_sequence_ranks(self.norm_weight, when=config.sequence_parallel)
         self.down_proj = ReplicatedLinear(config, width, streams.rank)
         self.up_proj = ReplicatedLinear(config, streams.rank, width)
 

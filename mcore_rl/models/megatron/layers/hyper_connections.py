@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_rl.models.megatron.layers.parameters import sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import PackLayer, RMSNorm, recomputed
 
 from megatron.core.tensor_parallel import checkpoint
@@ -89,9 +90,7 @@ class StreamWeights(torch.nn.Module):
         self.streams, self.groups, rows = streams, groups, sum(groups)
         self.weight = torch.nn.Parameter(torch.zeros(rows, streams.count * config.hidden_size))
         self.bias, self.scale = (torch.nn.Parameter(torch.zeros(size)) for size in (rows, len(groups)))
-        for parameter in self.parameters():
-            # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the gradients.
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        sum_over_sequence_ranks(*self.parameters(), when=config.sequence_parallel)
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor) -> list[Tensor]:
         """Return the logits of each group, [T, rows of the group], from the streams x [T, n, hidden]."""

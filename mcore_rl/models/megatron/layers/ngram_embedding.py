@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from mcore_rl.distributed.collectives import all_gather, all_gather_forward_redu
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.layers.gated_streams import normed_streams
 from mcore_rl.models.megatron.layers.packs import PackParams
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin, sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import ReplicatedLinear, recomputed
 from mcore_rl.models.megatron.parallel_state import process_groups
 
@@ -43,7 +44,6 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 SMALLEST = 1e-6
 """Smallest absolute value of which the root is computed."""
@@ -203,8 +203,10 @@ class EarlierTokens(torch.nn.Module):
         return earlier_values(values, earlier_rows(layout, rank, self.lags, values.device)[wanted])
 
 
-class NGramLayer(torch.nn.Module):
+class NGramLayer(ShardedMixin, torch.nn.Module):
     """Computes what `NGramEmbedding` describes. Only the table is sharded: by columns, over tensor-parallel ranks."""
+
+    sharded: ClassVar[dict[str, int]] = {"table": 1}
 
     def __init__(self, config: TransformerConfig, ngrams: NGramEmbedding) -> None:
         super().__init__()
@@ -217,9 +219,8 @@ class NGramLayer(torch.nn.Module):
             torch.nn.Parameter(torch.zeros(wide, dtype=dtype)) for _ in range(3)
         )
         self.conv_weight = torch.nn.Parameter(torch.zeros(wide, 1, ngrams.width, dtype=dtype))
-        for parameter in (self.key_norm, self.query_norm, self.conv_norm, self.conv_weight):
-            # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the gradients.
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        replicated = self.key_norm, self.query_norm, self.conv_norm, self.conv_weight
+        sum_over_sequence_ranks(*replicated, when=config.sequence_parallel)
         self.earlier_ids: Any = EarlierTokens(range(1, ngrams.length), 1, torch.int64)
         lags = range(0, ngrams.width * ngrams.length, ngrams.length)
         self.earlier_values: Any = EarlierTokens(lags, ngrams.streams + hidden, dtype)
@@ -273,16 +274,3 @@ class NGramLayer(torch.nn.Module):
                 own = gated
             total = total + tap * normed_streams(gated, self.conv_norm, self.ngrams.eps)
         return own + F.silu(total).view_as(own)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, in which only the table is sharded."""
-        groups, described = process_groups(), dict[str, Any]()
-        own = dict(self.named_parameters(recurse=False))
-        described |= make_sharded_tensors_for_checkpoint(
-            own, prefix, {"table": 1}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-        )
-        for name in ("key_proj", "value_proj"):
-            described |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=groups.tp
-            )
-        return described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from mcore_rl import platform
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.layers.fp8 import keep_padding_zero
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin, sum_over_sequence_ranks
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -134,7 +135,7 @@ class ExpertBiasMixin:
         super().__init__(*args, is_expert=is_expert, **kwargs)  # type: ignore[call-arg]
         self.is_expert = is_expert
         if is_expert and self.bias is not None:
-            self.bias.sequence_parallel = False  # type: ignore[attr-defined]
+            sum_over_sequence_ranks(self.bias, when=False)
 
     def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return an expert's output as a copy, and its bias on the first rank only (`bias_of_first_rank`).
@@ -167,29 +168,18 @@ class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
         return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), self.bias
 
 
-class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
-    """A linear layer whose weight is the same on every tensor-parallel rank.
-
-    Under sequence parallelism each rank sees only its own tokens. The weight therefore has an attribute that makes
-    Megatron sum the weight's gradients over the ranks.
-    """
+class ReplicatedLinear(LoRALinearMixin, ShardedMixin, torch.nn.Module):
+    """A linear layer whose weight is the same on every tensor-parallel rank."""
 
     is_column = None
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(outputs, inputs, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        sum_over_sequence_ranks(self.weight, when=config.sequence_parallel)
 
     def forward(self, input_: Tensor) -> Tensor:
         return self._with_adapter(input_, F.linear(input_, self.weight))
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which the weight is replicated on all ranks."""
-        groups, weight = process_groups(), {"weight": self.weight}
-        return make_sharded_tensors_for_checkpoint(
-            weight, prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-        )
 
 
 class _MaskedGradient(torch.autograd.Function):
@@ -263,8 +253,7 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
         super().__init__()
         self.eps, self.is_zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the weight's gradients.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        sum_over_sequence_ranks(self.weight, when=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
@@ -325,7 +314,7 @@ class HeadRMSNorm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(config, hidden_size, eps)
-        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+        sum_over_sequence_ranks(self.weight, when=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # k is a view of the projection: if it were saved as it is, it would keep the storage of q, k and v until the
@@ -333,13 +322,15 @@ class HeadRMSNorm(RMSNorm):
         return super().forward(x.contiguous())
 
 
-class WideRMSNorm(torch.nn.Module):
+class WideRMSNorm(ShardedMixin, torch.nn.Module):
     """RMS norm over all heads together (OLMo-2's q and k norms), which are sharded over tensor-parallel ranks.
 
     Args:
         hidden_size: size of one head.
         heads: number of heads on all ranks together.
     """
+
+    sharded: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__()
@@ -353,14 +344,6 @@ class WideRMSNorm(torch.nn.Module):
         total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
         mean = copy_to_tensor_model_parallel_region(total, group=self.group) / self.size
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype).view_as(x)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which the weight is sharded over tensor-parallel ranks."""
-        groups = process_groups()
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-        )
 
 
 class PostNormMixin:
@@ -413,12 +396,13 @@ def _glu(
     return gated
 
 
-class GatedActivation(torch.nn.Module):
+class GatedActivation(ShardedMixin, torch.nn.Module):
     """The gated activation of an MLP: it applies `glu` to the two halves of […, 2 · width] and returns […, width].
 
     Only the inputs are saved for the backward pass. Autograd would also save the activated gate and a copy of the other
     half: together 2/5 of an MLP's activations. If the result is multiplied by weights, autograd would save the
-    unweighted result as well. It is a module because Megatron, since 0.17, accepts nothing else.
+    unweighted result as well. It is a module because Megatron, since 0.17, accepts nothing else. Before, Megatron
+    requires the method `sharded_state_dict`.
 
     In a model whose MLPs have no gates, it applies the activation function to […, width] instead.
     """
@@ -436,10 +420,6 @@ class GatedActivation(torch.nn.Module):
         """
         product: Tensor = _Gated.apply(x, weights, self.product)
         return product
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, which is empty. Before 0.17, Megatron requires this method."""
-        return {}
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.logprobs import gather_hidden_states, linear_logprobs
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.layers.packs import LaterTokens, PackParams, RoutedTokens
+from mcore_rl.models.megatron.layers.parameters import ShardedModuleList
 from mcore_rl.models.megatron.layers.transformer_layer import AttachedLoss, ReplicatedLinear, recomputed
 
 from megatron.core.transformer.module import MegatronModule
@@ -104,18 +105,9 @@ class TokenPrediction(MegatronModule):
         groups: Any,
     ) -> None:
         super().__init__(config=config)
-        self.layers: Any = torch.nn.ModuleList(
-            [PredictionLayer(config, norm, spec, vp_stage, groups) for spec in blocks]
-        )
+        self.layers: Any = ShardedModuleList([PredictionLayer(config, norm, spec, vp_stage, groups) for spec in blocks])
         self.scaling_factor, self.topology, self.num_ids = scaling_factor, topology, num_ids
         self.register_buffer("table", None, persistent=False)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded state dict of all layers."""
-        described: dict[str, Any] = {}
-        for k, layer in enumerate(self.layers):
-            described |= layer.sharded_state_dict(f"{prefix}layers.{k}.", sharded_offsets, metadata)
-        return described
 
     @property
     def depth(self) -> int:

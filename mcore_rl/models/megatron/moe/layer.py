@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.families.mixtures import Experts
+from mcore_rl.models.megatron.layers.parameters import sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import ReplicatedLinear, RMSNorm, unit_norm
 from mcore_rl.models.megatron.moe.router import Router
 from mcore_rl.models.megatron.parallel_state import process_groups
@@ -156,8 +157,7 @@ class ScaledRouter(Router):
         super().__init__(config, experts, **kwargs)
         for name, size in (("scale", config.hidden_size), ("per_expert_scale", experts.count)):
             parameter = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-            # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the gradients.
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            sum_over_sequence_ranks(parameter, when=config.sequence_parallel)
             setattr(self, name, parameter)
 
     def gating(self, input: Tensor) -> Tensor:

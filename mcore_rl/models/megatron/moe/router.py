@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.models.megatron.layers.packs import PackParams, RoutedTokens
+from mcore_rl.models.megatron.layers.parameters import sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import AttachedLoss
 
 from megatron.core.transformer.moe.router import TopKRouter
@@ -75,7 +76,7 @@ class Router(TopKRouter):
             self.weight.data = self.weight.data.float()
         if experts.has_biases:
             self.bias = torch.nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype))
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            sum_over_sequence_ranks(self.bias, when=config.sequence_parallel)
 
     def gating(self, input: Tensor) -> Tensor:
         """Map hidden states [T, 1, hidden] to logits [T, 1, experts] in fp32."""

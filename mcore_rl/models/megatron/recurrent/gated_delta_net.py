@@ -34,6 +34,7 @@ from mcore_rl.models.megatron.kernels.delta_rule import (
     plan_of,
 )
 from mcore_rl.models.megatron.layers.packs import PackParams
+from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import recomputed
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
@@ -43,7 +44,6 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 RuleInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -297,18 +297,16 @@ def heads_for_tokens(
     return torch.cat(parts.chunk(group.size()), dim=1)
 
 
-class DeltaNetLayer(MegatronModule):
+class DeltaNetLayer(ShardedMixin, MegatronModule):
     """The module of a gated delta net: input projection, convolution, delta rule, gated norm, output projection.
 
     The weights of decay and norm are always fp32, whatever the model's precision is.
-
-    sharded: names of the parameters that have rows for each head.
 
     Args:
         modules: classes of the projections.
     """
 
-    sharded: ClassVar[tuple[str, ...]] = ("conv_weight", "A_log", "dt_bias")
+    sharded: ClassVar[dict[str, int]] = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}  # they have rows for each head
 
     def __init__(
         self,
@@ -406,19 +404,3 @@ class DeltaNetLayer(MegatronModule):
         wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         return (weight * (wide * scale) * self.net.gate(gate)).flatten(1).to(x.dtype)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, with the weights of heads sharded over tensor-parallel ranks."""
-        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own, groups = dict(self.named_parameters(recurse=False)), process_groups()
-        described.update(
-            make_sharded_tensors_for_checkpoint(
-                own,
-                prefix,
-                dict.fromkeys(self.sharded, 0),
-                sharded_offsets,
-                tp_group=groups.tp,
-                dp_cp_group=groups.dp_cp,
-            )
-        )
-        return described

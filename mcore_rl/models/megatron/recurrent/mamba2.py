@@ -105,7 +105,7 @@ class Mamba2(GatedDeltaNet):
 class Mamba2Layer(DeltaNetLayer):
     """The module of `Mamba2`. Its norm has a weight for each channel."""
 
-    sharded: ClassVar[tuple[str, ...]] = (*DeltaNetLayer.sharded, "conv_bias", "D", "norm_weight")
+    sharded: ClassVar[dict[str, int]] = {**DeltaNetLayer.sharded, "conv_bias": 0, "D": 0, "norm_weight": 0}
     net: Mamba2
 
     def add_weights(self, heads: int) -> None:

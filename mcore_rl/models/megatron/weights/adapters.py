@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
+from mcore_rl.models.megatron.layers.parameters import sum_over_sequence_ranks
 from mcore_rl.models.megatron.layers.transformer_layer import with_adapter
 from mcore_rl.models.megatron.layers.vision import VISION_TOWER
 from mcore_rl.models.megatron.model.gpt_model import HiddenStateGPTModel, ModelShard
@@ -195,8 +196,7 @@ def _adapt_tower(layer: torch.nn.Module, adapter: Adapter, model: ModelShard) ->
     layer.register_forward_hook(_plus_adapter)
     # Tensor-parallel ranks have different images: their dropout masks differ, and `VisionTower.sum_gradients` sums.
     adapter.fork = model.topology.tensor.size > 1
-    for parameter in adapter.parameters():
-        parameter.sequence_parallel = False  # type: ignore[attr-defined]
+    sum_over_sequence_ranks(*adapter.parameters(), when=False)
 
 
 def _plus_adapter(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def _adapter(weight: Tensor, is_column: bool | None, path: str, lora: LoRA, mode
         if mapping.kind.partition_dim is not None:
             set_tensor_model_parallel_attributes(parameter, True, mapping.kind.partition_dim, 1)
         elif not mapping.is_expert:
-            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
+            sum_over_sequence_ranks(parameter, when=parallel)
         elif model.topology.expert_tensor.rank == 0:  # ranks have different experts; count them in the gradient norm
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return adapter
