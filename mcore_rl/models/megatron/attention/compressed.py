@@ -33,7 +33,7 @@ from mcore_rl.models.megatron.attention.sparse import (
     frozen,
 )
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
-from mcore_rl.models.megatron.kernels.selected_attention import blocks_of, chosen_mask
+from mcore_rl.models.megatron.kernels.selected_attention import attention_in_blocks, chosen_mask
 from mcore_rl.models.megatron.layers.packs import PackParams
 from mcore_rl.models.megatron.layers.parameters import ShardedMixin
 from mcore_rl.models.megatron.layers.transformer_layer import FloatRMSNorm, ReplicatedLinear, rotate
@@ -468,67 +468,18 @@ def compressed_attention(
 ) -> Float[Tensor, "queries mixed"]:
     """Compute attention over a pack, in blocks of queries, whose entries are computed for each block.
 
-    Queries and states are kept for the backward pass, which computes each block again.
-
     Args:
         states: of all context-parallel ranks, in rank order. weights: see `PackedCompressedAttention.weights`.
     """
-    out: Tensor = _CompressedAttention.apply(query, states, chosen, visible, mixer, *weights)
-    return out.flatten(1)
 
+    def of_block(chosen: Tensor | None, seen: int, query: Tensor, states: Tensor, *weights: Tensor) -> Tensor:
+        # The states are those of all tokens of the row up to the last of the queries.
+        ends = torch.arange(seen, seen + len(query), device=query.device)[None]
+        first = max(0, seen - mixer.window)
+        part = None if chosen is None else chosen[None]
+        return attend(query[None], states[None], ends, part, first, mixer, weights)[0]
 
-class _CompressedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        states: Tensor,
-        chosen: Tensor | None,
-        visible: AttentionPattern,
-        mixer: CompressedAttention,
-        *weights: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(query, states, chosen, *weights)
-        ctx.visible, ctx.mixer = visible, mixer
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for own, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
-            part = None if chosen is None else chosen[own]
-            out[own] = _attend_block(query[own], states[rows], part, seen, mixer, *weights)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, states, chosen, *weights = ctx.saved_tensors
-        of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(states.dtype, torch.float32)
-        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (states, *weights)]
-        for own, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
-            q, s, *rest = leaves = [x.detach().requires_grad_() for x in (query[own], states[rows], *weights)]
-            with torch.enable_grad():
-                out = _attend_block(q, s, None if chosen is None else chosen[own], seen, ctx.mixer, *rest)
-            of_query[own], of_states, *others = torch.autograd.grad(out, leaves, grad[own], allow_unused=True)
-            if isinstance(rows, slice):
-                sums[0][rows] += of_states
-            else:
-                sums[0].index_add_(0, rows, of_states.to(wide))
-            for total, part in zip(sums[1:], others, strict=True):
-                if part is not None:  # a short row has no entries
-                    total += part
-        of_weights = (total.to(x.dtype) for total, x in zip(sums[1:], weights, strict=True))
-        return of_query, sums[0].to(states.dtype), None, None, None, *of_weights
-
-
-def _attend_block(
-    query: Tensor, states: Tensor, chosen: Tensor | None, seen: int, mixer: CompressedAttention, *weights: Tensor
-) -> Tensor:
-    """Return the outputs of consecutive queries [q, heads, d] of a row.
-
-    Args:
-        states: of all tokens of the row up to the last of these queries. seen: number of tokens up to the first.
-    """
-    ends = torch.arange(seen, seen + len(query), device=query.device)[None]
-    first = max(0, seen - mixer.window)
-    return attend(query[None], states[None], ends, None if chosen is None else chosen[None], first, mixer, weights)[0]
+    return attention_in_blocks(of_block, query, (states,), weights, visible, chosen).flatten(1)
 
 
 def attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,63 +58,86 @@ def selected_attention(
 
     All pairs of a query and an earlier key are computed, in blocks, and keys that are not chosen are masked. With keys
     and values expanded to all heads, this is faster than reading `topk` keys for each query, unless rows are many times
-    longer than `topk`. Queries, keys, values and the choice are kept for the backward pass, which computes each block
-    again.
+    longer than `topk`.
 
     Args:
         key, value: of all context-parallel ranks, in rank order. They may have fewer heads, for groups of query heads.
         chosen: positions; with a `block_size` above 1 numbers of blocks of keys, [queries, groups, topk].
     """
-    out: Tensor = _SelectedAttention.apply(query, key, value, chosen, visible, scale, sinks, block_size)
+
+    def attend(
+        chosen: Tensor, seen: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        return _attend(query, key, value, _mask_of(chosen, len(key), seen, block_size), scale, sinks)
+
+    return attention_in_blocks(attend, query, (key, value), () if sinks is None else (sinks,), visible, chosen)
+
+
+def attention_in_blocks(
+    attend: Callable[..., Tensor],
+    query: Float[Tensor, "queries heads dim"],
+    keys: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    visible: AttentionPattern,
+    chosen: Int32[Tensor, "queries *groups_and_topk"] | None,
+) -> Float[Tensor, "queries heads dim"]:
+    """Compute attention of a rank's queries in blocks.
+
+    Only the tensors are kept for the backward pass, which computes each block again.
+
+    Args:
+        attend: function (chosen, seen, query, *keys, *weights) → outputs of a block's queries, [q, heads, dim]. It gets
+            the block's rows of `chosen` (or None), `query` and `keys`; `seen` is that of the `QueryBlock`.
+        keys: tensors with one row for each key of all context-parallel ranks, in rank order.
+        weights: tensors that all blocks use as they are.
+        chosen: what each query sees; None if `attend` needs no choice.
+    """
+    out: Tensor = _AttentionInBlocks.apply(attend, visible, chosen, len(keys), query, *keys, *weights)
     return out
 
 
-class _SelectedAttention(torch.autograd.Function):
+class _AttentionInBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        chosen: Tensor,
+        attend: Callable[..., Tensor],
         visible: AttentionPattern,
-        scale: float,
-        sinks: Tensor | None,
-        block_size: int,
+        chosen: Tensor | None,
+        keys: int,
+        query: Tensor,
+        *others: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, chosen, sinks)
-        ctx.visible, ctx.scale, ctx.block_size = visible, scale, block_size
+        ctx.save_for_backward(chosen, query, *others)
+        ctx.attend, ctx.visible, ctx.keys = attend, visible, keys
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for queries, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
-            k, v = key[rows], value[rows]
-            mask = _mask_of(chosen[queries], len(k), seen, block_size)
-            out[queries] = _attend(query[queries], k, v, mask, scale, sinks)
+        for own, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
+            parts = query[own], *(x[rows] for x in others[:keys]), *others[keys:]
+            out[own] = attend(None if chosen is None else chosen[own], seen, *parts)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, chosen, sinks = ctx.saved_tensors
+        chosen, query, *others = ctx.saved_tensors
         of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        # Several blocks add to a key's gradient, so the sum is in at least fp32.
-        wide = torch.promote_types(key.dtype, torch.float32)
-        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value)]
-        of_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
-        for queries, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
-            parts = (query[queries], key[rows], value[rows], *(() if sinks is None else (sinks,)))
-            q, k, v, *rest = leaves = [x.detach().requires_grad_() for x in parts]
-            mask = _mask_of(chosen[queries], len(k), seen, ctx.block_size)
+        # Several blocks add to the gradients of keys and weights, so the sums are in at least fp32.
+        wide = torch.promote_types(others[0].dtype, torch.float32)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in others]
+        for own, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
+            parts = query[own], *(x[rows] for x in others[: ctx.keys]), *others[ctx.keys :]
+            leaves = [x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
-                out = _attend(q, k, v, mask, ctx.scale, *rest)
-            of_query[queries], *of_keys = torch.autograd.grad(out, leaves, grad[queries])
-            if of_sinks is not None:
-                of_sinks += of_keys.pop()
-            for total, part in zip(sums, of_keys, strict=True):
-                if isinstance(rows, slice):
+                out = ctx.attend(None if chosen is None else chosen[own], seen, *leaves)
+            of_query[own], *of_others = torch.autograd.grad(out, leaves, grad[own], allow_unused=True)
+            for number, (total, part) in enumerate(zip(sums, of_others, strict=True)):
+                if part is None:  # the block does not use this tensor
+                    continue
+                if number >= ctx.keys:
+                    total += part
+                elif isinstance(rows, slice):
                     total[rows] += part
                 else:
                     total.index_add_(0, rows, part.to(wide))
-        of_sinks = None if of_sinks is None else of_sinks.to(sinks.dtype)
-        return of_query, sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None, of_sinks, None
+        return None, None, None, None, of_query, *(total.to(x.dtype) for total, x in zip(sums, others, strict=True))
 
 
 def _mask_of(chosen: Tensor, keys: int, seen: int, block_size: int) -> Tensor:
