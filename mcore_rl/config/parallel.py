@@ -149,15 +149,6 @@ class PipelineConfig(Section):
         counts[-1] -= loss
         return counts
 
-    def layers_of_stages(self, layers: int) -> list[int]:
-        """Return the number of layers of each pipeline stage, in all of its chunks.
-
-        Raises:
-            UserError: the layers cannot be divided as configured.
-        """
-        counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
-        return [sum(counts[stage::size]) for stage in range(size)]
-
     def stages_of_layers(self, layers: int) -> list[int]:
         """Return the pipeline stage of each layer.
 

@@ -80,6 +80,8 @@ class LossFunction(Protocol):
 
 
 EPSILON = 1e-8
+LARGEST_EXPONENT = 80.0
+"""Upper bound of x before exp(x) is computed, so that the result is finite in fp32."""
 
 
 def masked_sum(

@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
+    LARGEST_EXPONENT,
     LogprobLoss,
     LossFunction,
     LossType,
@@ -296,10 +297,6 @@ def truncate_importance_weights(
     return (weights.clamp(lower, upper) if kind == "tis" else torch.where(inside, weights, 0)), inside
 
 
-# In nats: eˣ of a larger value is infinite in fp32.
-EXP_LIMIT = 80.0
-
-
 def calculate_kl(
     logprobs: Float[Tensor, "*shape"],
     logprobs_reference: Float[Tensor, "*shape"],
@@ -329,7 +326,7 @@ def calculate_kl(
         kl = x.square() / 2
     elif estimator == "k3":
         # An infinite estimate times the clamp's zero gradient would be NaN.
-        kl = torch.expm1(x if output_clamp is None else x.clamp(max=EXP_LIMIT)) - x
+        kl = torch.expm1(x if output_clamp is None else x.clamp(max=LARGEST_EXPONENT)) - x
     else:
         raise ContractError(f"KL estimator must be k1, k2 or k3, got {estimator!r}")
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)

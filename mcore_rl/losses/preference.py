@@ -22,6 +22,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
 from mcore_rl.distributed.divergences import FinalHiddenStates
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
+    LARGEST_EXPONENT,
     LogprobLoss,
     LossFunction,
     LossType,
@@ -36,9 +37,6 @@ from mcore_rl.losses.common import (
     token_mask_of,
 )
 from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, PreferenceLossType, typed_dict
-
-LARGEST_EXPONENT = 80.0
-"""Upper bound of x before exp(x) is computed, so that the result is finite in fp32."""
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ def test_layers_of_uneven_stages(size, first, last, expected):
     )
     if expected is None:
         with pytest.raises(UserError, match="12 layers cannot be divided evenly with 1 in"):
-            parallel.layers_of_stages(12)
+            parallel.stages_of_layers(12)
     else:
-        assert parallel.layers_of_stages(12) == expected
+        stages = parallel.stages_of_layers(12)
+        assert [stages.count(stage) for stage in range(size)] == expected
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_the_way_out_of_accounted_layers_is_taken():
         UserError,
         match=r"and leave out account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split$",
     ):
-        parallel.layers_of_stages(4)
+        parallel.stages_of_layers(4)
 
 
 def test_layouts_of_another_model():

@@ -57,8 +57,8 @@ from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 from mcore_rl.models.policy.checkpoint import PolicyCheckpoint, TrainedModel
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.reference import Reference, ReferenceWeights, initial_reference
-from mcore_rl.models.refit.sender import BUCKET_BYTES, WeightSender
-from mcore_rl.models.refit.transfer import RefitInfo
+from mcore_rl.models.refit.sender import WeightSender
+from mcore_rl.models.refit.transfer import BUCKET_BYTES, RefitInfo
 from mcore_rl.utils.console import console
 
 

@@ -14,8 +14,6 @@ from mcore_rl.models.megatron.weights.adapters import export_adapters
 from mcore_rl.models.megatron.weights.conversion import export_hf_weights
 from mcore_rl.models.refit.transfer import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
 
-BUCKET_BYTES = 512 * 1024**2
-
 
 class WeightSender:
     """Sends a model's weights to an inference engine, by a collective or by shared memory.

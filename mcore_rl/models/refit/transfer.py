@@ -36,6 +36,9 @@ from mcore_rl.models.refit.host_copy import HostCopy, K, Places, lay_out, nbytes
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Map from name to shape and precision; a tensor's number is its index in the map."""
 
+BUCKET_BYTES = 512 * 1024**2
+"""Size of a bucket, unless a caller chooses another one."""
+
 HEADER_NUMBERS = 2
 
 

@@ -31,6 +31,7 @@ from mcore_rl.models.megatron.weight_mapping import tensor_shapes
 from mcore_rl.models.megatron.weights.senders import Shipment, gather_shipments, plan_shipments, sends
 from mcore_rl.models.refit.delta import DeltaEncoder
 from mcore_rl.models.refit.transfer import (
+    BUCKET_BYTES,
     BucketSender,
     RefitGroup,
     RefitGroups,
@@ -42,7 +43,6 @@ from mcore_rl.models.refit.transfer import (
 
 T = TypeVar("T")
 
-BUCKET_BYTES = 512 * 1024**2
 CONTROL_SECONDS = 60.0
 """Time limit in seconds of requests that take almost no time."""
 

@@ -102,7 +102,6 @@ class SafetensorsDirectory:
         self.file_of = self._locate()
         names = {name_in_family(name): name for name in self.file_of}
         self.stored_name = {name: stored for name, stored in names.items() if name != stored}
-        self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:
         weight_map = read_index(self.path / INDEX_FILE) if (self.path / INDEX_FILE).is_file() else {}

@@ -173,7 +173,6 @@ def gather_shards(shard: Tensor, ranks: ParallelDimension) -> Tensor:
     return stacked
 
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 # Experts are stored as a list of modules, or numbered in one grouped module (Transformer Engine).
 _LISTED_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias|adapter)\.?(\d+)(?=\.|$)")
@@ -189,7 +188,7 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
         first_layer: number of the chunk's first layer in the whole model.
         first_expert: number of this rank's first expert in the whole model.
     """
-    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    name = _IN_LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _LISTED_EXPERT.sub(lambda match: f".experts.{int(match[1]) + first_expert}.", name)
     return _GROUPED_EXPERT.sub(lambda match: f".experts.{int(match[3]) + first_expert}.{match[1]}.{match[2]}", name)
 
