@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
+from bench_prefix import make_model
 from bench_results import Row, finish
 from peak_memory import PeakMemory
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -39,7 +39,9 @@ def main() -> int:
     sizes = (1, *TIME_BOUNDS)
     seconds, megabytes = ({size: [] for size in sizes} for _ in range(2))
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory))
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
+        make_model(Path(directory), **heads, **sizes)
         for _ in range(arguments.repetitions):
             for size in sizes:
                 ranks = run_processes(
@@ -57,15 +59,6 @@ def main() -> int:
     title = f"A step of one sequence of {arguments.tokens:,} tokens"
     is_whole = arguments.tokens == TOKENS and arguments.repetitions >= 3
     return finish("context_parallel", title, ("CP", "CP 1", "CP / CP 1"), rows, keep=is_whole)
-
-
-def make_model(directory):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=TOKENS, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
 def take_a_step(directory, cp_size, tokens):

@@ -20,10 +20,10 @@ from math import log
 from pathlib import Path
 
 import torch
+from bench_prefix import make_model
 from bench_results import RESULTS, Row, finish
 from make_drawings import COLORS, text
 from peak_memory import PeakMemory
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -63,7 +63,8 @@ def main() -> int:
     quiet_libraries()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory))
+        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
+        make_model(Path(directory), **sizes, max_position_embeddings=32_768)
         for curve in CURVES:
             if not arguments.curves or curve.name in arguments.curves:
                 rows += measured(curve, Path(directory), keep=not arguments.curves)
@@ -128,15 +129,6 @@ def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float]
 
 
 # ------------------------------------------------------------ measurements
-
-
-def make_model(directory: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
 def by_length(model: Path, tokens: int) -> Point:

@@ -57,13 +57,15 @@ def main() -> int:
     return finish("prefix", "CPU time of a training step", columns, of_steps, is_whole)
 
 
-def make_model(directory):
+def make_model(directory, **changes):
+    """Write a model with random weights; other benchmarks change its configuration."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    values = {
+        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    Qwen2ForCausalLM(Qwen2Config(**values | changes)).save_pretrained(directory)
 
 
 def make_policy(directory):
