@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.layers.packs import PackParams
@@ -356,19 +355,6 @@ class PostNormMixin:
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)  # type: ignore[misc]
         return self.post_norm(output), bias
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return Megatron's sharded state dict, in which the norm's weight is replicated on all ranks."""
-        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        groups, name = process_groups(), "post_norm.weight"
-        del described[prefix + name]
-        norm = {name: self.post_norm.weight}
-        described.update(
-            make_sharded_tensors_for_checkpoint(
-                norm, prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
-            )
-        )
-        return described
 
 
 class NormedRowLinear(PostNormMixin, RowLinear):
