@@ -1,6 +1,6 @@
 """Generation by vLLM's servers. The servers receive the policy's weights.
 
-The first rank of each data-parallel replica sends requests in the background. `vllm_weights` updates the servers'
+The first rank of each data-parallel replica sends requests in the background. `weights` updates the servers'
 weights. A server that fails is dropped, and the run continues with the remaining servers. If a server of
 `generation.vllm.urls` answers again later, it is used again from the next update of the weights on.
 """
