@@ -1,7 +1,5 @@
 """The device that Megatron uses: CUDA with NCCL, the CPU with gloo, or a simulated device.
 
-In tests, `host_backend.py` takes NCCL's place, so that several ranks can share a GPU.
-
 Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
 program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU, the call
 only selects the device. Without a GPU, it replaces functions of `torch.cuda` by functions of `cpu.py`. On a simulated
@@ -12,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 import re
@@ -27,10 +26,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.platform import cpu, host_backend
+from mcore_rl.platform import cpu
 from mcore_rl.utils import torchrun
 
 T = TypeVar("T")
+
+HOST_BACKEND = "mcore_rl.testing.host_backend"
+"""Module of the backend for processes that share a GPU: a tool of tests, imported only if the backend is chosen."""
 
 _installed = False
 _simulates = False
@@ -416,7 +418,7 @@ def backend(choice: str = "auto") -> str:
     if _simulates:
         return "fake"
     if choice != "auto":
-        host_backend.register()
+        importlib.import_module(HOST_BACKEND).register()
         return choice
     if not has_gpu():
         return "gloo"

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from mcore_rl.platform import host_backend
-
 
 class _Generators:
     """Replacement for `torch.cuda.default_generators`: every index returns the CPU's generator."""
@@ -67,12 +65,18 @@ def _on(device: torch.device, factory: Callable[..., Tensor]) -> Callable[..., T
     return wrapper
 
 
+def _takes_unequal_sizes(group: Any) -> bool:
+    """Return whether the backend of `group` (None: all processes) says that it takes tensors of unequal sizes."""
+    group = torch.distributed.group.WORLD if group is None else group
+    return getattr(group, "takes_unequal_sizes", False)
+
+
 def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `all_gather` so that the ranks' tensors may have unequal sizes, which gloo rejects."""
 
     @functools.wraps(all_gather)
     def wrapper(outputs: list[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if len({output.shape for output in outputs}) == 1 or host_backend.is_host(group):
+        if len({output.shape for output in outputs}) == 1 or _takes_unequal_sizes(group):
             return all_gather(outputs, tensor, group=group, **kwargs)
         rank = torch.distributed.get_rank(group)
         for source, output in enumerate(outputs):
@@ -92,7 +96,7 @@ def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(reduce_scatter)
     def wrapper(output: Tensor, inputs: list[Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if host_backend.is_host(group):
+        if _takes_unequal_sizes(group):
             return reduce_scatter(output, inputs, *args, group=group, **kwargs)
         assert not (args or kwargs), "only sums"
         whole = torch.cat(inputs)

@@ -1,1 +1,1 @@
-"""Tools to run functions on several local processes, and a comparison of parallel layouts that uses them."""
+"""Tools to run functions on several local processes, also with a shared GPU, and a comparison of parallel layouts."""

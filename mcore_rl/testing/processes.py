@@ -28,7 +28,7 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.errors import WorkerError
-from mcore_rl.platform import host_backend
+from mcore_rl.testing import host_backend
 from mcore_rl.testing.gpus import environment_of
 
 MEETINGS = 3

@@ -16,7 +16,7 @@ from small_models import make_model
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.platform.host_backend import COPYING
+from mcore_rl.testing.host_backend import COPYING
 from mcore_rl.testing.layout_check import compare, compare_in_bfloat16, compute_layout_result, in_float32, table_row
 from mcore_rl.testing.processes import Start, run_processes
 

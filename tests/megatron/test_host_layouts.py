@@ -6,7 +6,7 @@ from layout_cases import make_config, make_data
 from small_models import and_long
 
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.platform.host_backend import COPYING
+from mcore_rl.testing.host_backend import COPYING
 from mcore_rl.testing.layout_check import compute_layout_result
 from mcore_rl.testing.processes import Start, run_cases
 

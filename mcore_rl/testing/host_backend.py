@@ -43,11 +43,6 @@ def register() -> None:
         Backend.register_backend(COPYING, partial(HostGroup, copies_cpu=True), devices=["cpu", "cuda"])
 
 
-def is_host(group: ProcessGroup | None) -> bool:
-    """Return whether `group` (None: all processes) is of this backend."""
-    return isinstance(torch.distributed.group.WORLD if group is None else group, HostGroup)
-
-
 class HostWork(Work):
     """An operation that gloo has started. Its results are in the tensors of the caller after `wait()`, not before."""
 
@@ -181,6 +176,9 @@ class HostGroup(_Interface):
     torch.distributed calls the methods with the arguments of the C++ class ProcessGroup: lists of tensors, and an
     object of options. Some methods have two names, because torch 2.13 renamed them.
     """
+
+    takes_unequal_sizes = True
+    """All-gathers and reduce-scatters take tensors of unequal sizes; `mcore_rl.platform` asks for it."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, copies_cpu: bool = False) -> None:
         """Create the group and its gloo group. Collective over the members.
