@@ -63,7 +63,7 @@ def main() -> int:
 
 def take_a_step(directory, cp_size, tokens):
     """Return the CPU seconds and megabytes of this rank in a step that is not the first."""
-    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.losses.common import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     torch.set_num_threads(1)

@@ -87,19 +87,15 @@ def make_policy(directory):
 
 def measure(policy, rows, prompt, response, groups, repetitions):
     """Return the tokens of a step without and with sharing, and the CPU seconds of both."""
-    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn
     from mcore_rl.losses.options import DPOOptions
+    from mcore_rl.losses.policy_gradient import ClippedPGLossFn
     from mcore_rl.losses.policy_options import ClippedPGOptions
+    from mcore_rl.losses.preference import DPOLossFn
 
     data = make_batch(rows, prompt, response, groups)
     loss_fn = DPOLossFn(DPOOptions()) if rows == 2 else ClippedPGLossFn(ClippedPGOptions())
-    policy.batching = replace(policy.batching, rows_per_unit=2 if rows == 2 else 1)
-    return compare_sharing(policy, data, loss_fn, rows, repetitions)
-
-
-def compare_sharing(policy, data, loss_fn, rows_per_group, repetitions):
-    """Return the tokens of a step without and with sharing in groups of rows, and the CPU seconds of both."""
-    apart, sharing = (replace(policy.batching, rows_per_group=rows) for rows in (0, rows_per_group))
+    planner = replace(policy.batching, rows_per_unit=2 if rows == 2 else 1)
+    apart, sharing = (replace(planner, rows_per_group=shared) for shared in (0, rows))
     seconds = {apart: [], sharing: []}
     for _ in range(repetitions + 1):
         for batching, times in seconds.items():

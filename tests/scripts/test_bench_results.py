@@ -8,7 +8,6 @@ import sys
 import xml.etree.ElementTree as ET
 from importlib.metadata import version
 
-import bench_growth
 import bench_results
 import pytest
 from bench_results import RESULTS, Row, kept, picture
@@ -96,12 +95,6 @@ def test_kept_tables_hold_their_floors_and_are_shown(path):
     )
     shown = re.findall(r"!\[[^\]]+\]\(benchmarks/(\w+)\.svg\)", (RESULTS.parent / "benchmarks.md").read_text())
     assert path.stem in shown
-
-
-@pytest.mark.parametrize("path", sorted((RESULTS / "growth").glob("*.json")), ids=lambda path: path.stem)
-def test_kept_curves_are_shown(path):
-    assert path.with_suffix(".svg").read_text() == bench_growth.picture(**json.loads(path.read_text()))
-    assert f"](benchmarks/growth/{path.stem}.svg)" in (RESULTS.parent / "benchmarks.md").read_text()
 
 
 def test_the_tables_of_bfloat16_are_those_of_its_run():
