@@ -29,8 +29,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.report.verification import Anonymous, write_results
 from mcore_rl.run.preflight import check_layout, check_lengths
-from mcore_rl.testing.cluster.directory import CheckDirectory
-from mcore_rl.testing.cluster.plan import PARTS, SHARES, Plan, dpo_config
+from mcore_rl.testing.cluster.plan import PARTS, SHARES, CheckDirectory, Plan, dpo_config
 from mcore_rl.testing.cluster.verdicts import (
     FAILED,
     LEFT_OUT,

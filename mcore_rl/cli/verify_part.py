@@ -28,21 +28,9 @@ def main() -> None:
 
             meet_nodes(directory, seconds=float(arguments[0]), answer=Path(arguments[1]))
             return
-        from mcore_rl.testing.cluster.plan import Plan
+        from mcore_rl.testing.cluster.ranks import run_part
 
-        plan = Plan.read(directory)
-        if name == "prepare":
-            from mcore_rl.testing.cluster.inputs import prepare
-
-            prepare(plan)
-        elif name == "simulation":
-            from mcore_rl.testing.cluster.ranks import simulate_speed
-
-            plan.write_result(name, simulate_speed(plan))
-        else:
-            from mcore_rl.testing.cluster.ranks import run_part
-
-            run_part(name, directory, [int(number) for number in arguments])
+        run_part(name, directory, [int(number) for number in arguments])
 
 
 if __name__ == "__main__":

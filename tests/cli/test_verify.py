@@ -24,9 +24,8 @@ from mcore_rl.cli.verify_process import Interrupted, Signals, first_error, run_p
 from mcore_rl.config import SFTConfig
 from mcore_rl.errors import UserError
 from mcore_rl.report.verification import Anonymous, page, write_results
-from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.inputs import speed_config, speed_sequences
-from mcore_rl.testing.cluster.plan import Plan, resume_configs
+from mcore_rl.testing.cluster.plan import CheckDirectory, Plan, resume_configs
 from mcore_rl.testing.cluster.verdicts import Outcome
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

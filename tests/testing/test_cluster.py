@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +15,17 @@ from mcore_rl.config import load_config
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import UserError
 from mcore_rl.testing.cluster import collectives
-from mcore_rl.testing.cluster.directory import CheckDirectory
 from mcore_rl.testing.cluster.inputs import prepare, speed_config, speed_sequences
-from mcore_rl.testing.cluster.letters_judge import judge
 from mcore_rl.testing.cluster.nodes import _difference, answer_claim
-from mcore_rl.testing.cluster.plan import Case, Plan, grpo_config, layouts_for, resume_configs
+from mcore_rl.testing.cluster.plan import (
+    Case,
+    CheckDirectory,
+    Plan,
+    grpo_config,
+    judge_letters,
+    layouts_for,
+    resume_configs,
+)
 from mcore_rl.testing.cluster.ranks import Received, _case_config, _compared, different_tensors, hardware_of
 from mcore_rl.testing.cluster.verdicts import judge_part
 from mcore_rl.testing.layout_check import LayoutResult
@@ -138,7 +143,7 @@ def raising(error):
 HOLD = """
 import sys, time
 from pathlib import Path
-from mcore_rl.testing.cluster.directory import CheckDirectory
+from mcore_rl.testing.cluster.plan import CheckDirectory
 held = CheckDirectory(Path(sys.argv[1]))
 held.claim()
 print("held", flush=True)
@@ -197,8 +202,7 @@ def wrong_all_gather():
         torch.distributed.all_gather_into_tensor(y, x)
         y[-1] += torch.distributed.get_rank()
 
-    known = collectives.COLLECTIVES["all-gather"]
-    collectives.COLLECTIVES["all-gather"] = collectives.Collective(known.inputs, known.expected, call, known.traffic)
+    collectives.COLLECTIVES["all-gather"] = collectives.COLLECTIVES["all-gather"]._replace(call=call)
     return collectives.check_collective("all-gather", 1000)
 
 
@@ -211,8 +215,7 @@ def broadcast_wrong_once():
         calls.append(len(calls))
         y[0] += torch.distributed.get_rank() * (len(calls) == 3)
 
-    known = collectives.COLLECTIVES["broadcast"]
-    collectives.COLLECTIVES["broadcast"] = replace(known, call=call)
+    collectives.COLLECTIVES["broadcast"] = collectives.COLLECTIVES["broadcast"]._replace(call=call)
     return collectives.check_collective("broadcast", 1000)
 
 
@@ -304,7 +307,7 @@ def test_layouts_pass_only_if_all_agree(tmp_path):
     names = [str(case) for case in plan.cases]
     assert names == ["dp2", "tp2 sp", "pp2", "cp2", "dp2 ep2 (mixture)"]
     rows = {name: row() for name in names}
-    plan.write_result("layouts", {"rows": rows, "running": "dp2"})
+    plan.write_result("layouts", {"rows": rows})
     outcome = judge_part(plan, "layouts")
     assert outcome.verdict == "passed" and outcome.figure.startswith("5 of 5 layouts agree")
     assert "in bfloat16 all gradients by 1.10 ×" in outcome.figure
@@ -412,6 +415,6 @@ def test_speed_that_is_not_finite_fails(tmp_path):
 
 def test_judge_rewards_letters():
     def reward(text):
-        return judge([{"role": "user", "content": "x"}, {"role": "assistant", "content": text}], {})
+        return judge_letters([{"role": "user", "content": "x"}, {"role": "assistant", "content": text}], {})
 
     assert (reward("ab1 "), reward("abc"), reward("")) == (0.5, 1.0, 0.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,23 +17,22 @@ LARGE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 WARM_UP, REPETITIONS = 2, 5
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective of all ranks.
+class Collective(NamedTuple):
+    """A collective of all ranks, whose tensors have n numbers, or n / ranks if they are shares.
 
-    inputs: function of (rank, ranks, n) that returns the input of a rank, as n numbers.
+    call: function of (input, output) that runs the collective. The input of a rank is its `pattern`.
     expected: function of (rank, ranks, n) that returns the output of a rank.
-    call: function of (input, output) that runs the collective.
-    is_in_place: whether the output must contain the input before the call.
     traffic: function of (ranks) that returns the bytes which a rank's link must carry in one direction, relative to
-        the size of the collective. The size is that of the whole tensor: the larger one of input and output.
+        the size of the n numbers.
+    is_in_place: whether the output must contain the input before the call.
+    takes_share: whether the input is a share.
     """
 
-    inputs: Callable[[int, int, int], Tensor]
-    expected: Callable[[int, int, int], Tensor]
     call: Callable[[Tensor, Tensor], Any]
+    expected: Callable[[int, int, int], Tensor]
     traffic: Callable[[int], float]
     is_in_place: bool = False
+    takes_share: bool = False
 
 
 def pattern(rank: int, count: int) -> Tensor:
@@ -42,14 +40,9 @@ def pattern(rank: int, count: int) -> Tensor:
     return (torch.arange(count) % 251 + 3 * rank).float()
 
 
-def total(ranks: int, count: int) -> Tensor:
+def _total(rank: int, ranks: int, count: int) -> Tensor:
     """Return the sum of the patterns of all ranks, [count]."""
-    return ranks * (torch.arange(count) % 251).float() + 3 * (ranks * (ranks - 1) // 2)
-
-
-def _shares(rank: int, ranks: int, count: int) -> Tensor:
-    """Return the patterns that a rank receives in an all-to-all: its share of every rank's pattern, [count]."""
-    return torch.cat([pattern(source, count).chunk(ranks)[rank] for source in range(ranks)])
+    return ranks * pattern(0, count) + 3 * (ranks * (ranks - 1) // 2)
 
 
 def _pass_on(x: Tensor, y: Tensor) -> None:
@@ -63,46 +56,36 @@ def _pass_on(x: Tensor, y: Tensor) -> None:
         work.wait()
 
 
-def _part(n: int) -> float:
-    return (n - 1) / n
+def _of_all(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _of_one(ranks: int) -> float:
+    return float(ranks > 1)
 
 
 COLLECTIVES = {
-    "all-reduce": Collective(
-        lambda rank, ranks, n: pattern(rank, n),
-        lambda rank, ranks, n: total(ranks, n),
-        lambda x, y: dist.all_reduce(y),
-        lambda n: 2 * _part(n),
-        is_in_place=True,
-    ),
+    "all-reduce": Collective(lambda x, y: dist.all_reduce(y), _total, lambda n: 2 * _of_all(n), is_in_place=True),
     "all-gather": Collective(
-        lambda rank, ranks, n: pattern(rank, n // ranks),
-        lambda rank, ranks, n: torch.cat([pattern(source, n // ranks) for source in range(ranks)]),
         lambda x, y: dist.all_gather_into_tensor(y, x),
-        _part,
+        lambda rank, ranks, n: torch.cat([pattern(source, n // ranks) for source in range(ranks)]),
+        _of_all,
+        takes_share=True,
     ),
     "reduce-scatter": Collective(
-        lambda rank, ranks, n: pattern(rank, n),
-        lambda rank, ranks, n: total(ranks, n).chunk(ranks)[rank],
         lambda x, y: dist.reduce_scatter_tensor(y, x),
-        _part,
+        lambda rank, ranks, n: _total(rank, ranks, n).chunk(ranks)[rank],
+        _of_all,
     ),
     "all-to-all": Collective(
-        lambda rank, ranks, n: pattern(rank, n), _shares, lambda x, y: dist.all_to_all_single(y, x), _part
+        lambda x, y: dist.all_to_all_single(y, x),
+        lambda rank, ranks, n: torch.cat([pattern(source, n).chunk(ranks)[rank] for source in range(ranks)]),
+        _of_all,
     ),
     "broadcast": Collective(
-        lambda rank, ranks, n: pattern(rank, n),
-        lambda rank, ranks, n: pattern(0, n),
-        lambda x, y: dist.broadcast(y, 0),
-        lambda n: float(n > 1),
-        is_in_place=True,
+        lambda x, y: dist.broadcast(y, 0), lambda rank, ranks, n: pattern(0, n), _of_one, is_in_place=True
     ),
-    "send and receive": Collective(
-        lambda rank, ranks, n: pattern(rank, n),
-        lambda rank, ranks, n: pattern((rank - 1) % ranks, n),
-        _pass_on,
-        lambda n: float(n > 1),
-    ),
+    "send and receive": Collective(_pass_on, lambda rank, ranks, n: pattern((rank - 1) % ranks, n), _of_one),
 }
 
 
@@ -114,9 +97,9 @@ def check_collective(name: str, size: int) -> tuple[bool, float]:
         slowest rank.
     """
     collective, rank, ranks = COLLECTIVES[name], dist.get_rank(), dist.get_world_size()
-    count = max(size // 4 // ranks, 1) * ranks
-    x = collective.inputs(rank, ranks, count).to(platform.device())
-    expected = collective.expected(rank, ranks, count).to(platform.device())
+    share = max(size // 4 // ranks, 1)
+    x = pattern(rank, share if collective.takes_share else share * ranks).to(platform.device())
+    expected = collective.expected(rank, ranks, share * ranks).to(platform.device())
     y = torch.full_like(expected, -1.0)
     seconds, is_wrong = [], False
     for _ in range(WARM_UP + REPETITIONS):
@@ -140,9 +123,7 @@ def check_collective(name: str, size: int) -> tuple[bool, float]:
 def check_collectives() -> list[dict[str, Any]]:
     """Run every collective at a small and a large size; return a row for each.
 
-    A row has `collective`, `bytes`, `right`, `seconds` and `gb_per_second`. This bandwidth of the links is, as in
-    nccl-tests, the size times 2 (n − 1) / n for an all-reduce of n ranks, times (n − 1) / n for all-gather,
-    reduce-scatter and all-to-all, and times 1 for a broadcast and for send and receive, divided by the seconds.
+    A row has `collective`, `bytes`, `right`, `seconds` and `gb_per_second`, a link's bandwidth as in nccl-tests.
     """
     rows, ranks = [], dist.get_world_size()
     for name, collective in COLLECTIVES.items():

@@ -13,8 +13,8 @@ from typing import Any
 
 from mcore_rl import __version__, platform
 from mcore_rl.errors import UserError
-from mcore_rl.testing.cluster.directory import CheckDirectory
-from mcore_rl.testing.cluster.groups import Processes
+from mcore_rl.testing.cluster.plan import CheckDirectory
+from mcore_rl.testing.cluster.ranks import Processes
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 

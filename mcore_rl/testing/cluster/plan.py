@@ -1,14 +1,18 @@
-"""The plan of a check: its parts, its layouts, its configurations and its files. It needs no torch."""
+"""The plan of a check: its parts, layouts, configurations, files and output directory. It needs no torch."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import DPOConfig, GRPOConfig
 from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.errors import UserError
+from mcore_rl.utils.lock_file import LockFile, LockHeld
 
 PARTS = {
     "collectives": "every collective between all ranks: right values, and bandwidth",
@@ -251,6 +255,69 @@ def grpo_config(plan: Plan) -> GRPOConfig:
         "data": {"train": str(plan.directory / "data" / "prompts.jsonl"), "max_sequence_length": SEQUENCE_LENGTH},
         "trainer": {"max_steps": GRPO_STEPS},
         "grpo": {"num_prompts_per_step": plan.multiple(4), "num_generations_per_prompt": 4, "max_new_tokens": 24},
-        "environment": {"name": "function", "function": f"{__package__}.letters_judge:judge"},
+        "environment": {"name": "function", "function": f"{__name__}:judge_letters"},
     }
     return GRPOConfig.model_validate(values)
+
+
+def judge_letters(message_log: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> float:
+    """Return the fraction of letters in the response: responses of an untrained model differ in it."""
+    text = str(message_log[-1]["content"])
+    return sum(character.isalpha() for character in text) / max(len(text), 1)
+
+
+MARK = "verify.json"
+"""File by which a directory is recognized as the output directory of a check."""
+LOCK = "verify.lock"
+WRITTEN = (
+    MARK, LOCK, "verify.html", "plan.json", "nodes",
+    "models", "data", "configs", "results", "logs", "resume", "grpo", "speed",
+    "verify.json.partial", "verify.html.partial",
+)  # fmt: skip
+"""Everything that a check writes to its output directory. A check that is killed may leave partial files."""
+
+
+class CheckDirectory:
+    """The output directory of a check. Nothing is written before `claim` is called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = LockFile(path / LOCK)
+
+    def claim(self) -> None:
+        """Create the directory, or remove the results of an earlier check from it; lock and mark it.
+
+        The lock ends with this process, or with `close`.
+
+        Raises:
+            UserError: the directory contains other files, another check writes there, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_other_files()
+            self._lock.take()
+            # The mark comes first, so that the next check finds it if this one is killed.
+            (self.path / MARK).write_text("{}\n")
+            for name in WRITTEN:
+                if name not in (MARK, LOCK):
+                    path = self.path / name
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except LockHeld as holder:
+            raise UserError(
+                f"--output {self.path}: is being written by another check ({holder}); name another directory"
+            ) from None
+        except OSError as error:
+            raise UserError(f"--output {self.path}: cannot be written ({error.strerror})") from None
+
+    def _refuse_other_files(self) -> None:
+        names = {path.name for path in self.path.iterdir()}
+        others = names - {*WRITTEN}
+        if others or (names - {LOCK} and MARK not in names):
+            raise UserError(
+                f"--output {self.path}: contains files that no check has written "
+                f"({', '.join(sorted(others or names)[:3])}); name another directory"
+            )
+
+    def close(self) -> None:
+        """Release the lock, if this process holds it."""
+        self._lock.release()

@@ -11,9 +11,10 @@ import signal
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, ModelConfig, TrainingConfig, load_config
 from mcore_rl.config.parallel import ParallelLayout
-from mcore_rl.testing.cluster.groups import Processes
-from mcore_rl.testing.cluster.inputs import LARGE, speed_sequences
+from mcore_rl.testing.cluster.collectives import check_collectives
+from mcore_rl.testing.cluster.inputs import LARGE, prepare, speed_sequences
 from mcore_rl.testing.cluster.plan import Case, Plan, dpo_config
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.parent_process import signal_at_end_of
@@ -41,16 +42,73 @@ SHOWN_STACKS = signal.SIGUSR2
 """Signal at which a rank writes its Python stacks to its log."""
 
 
+class Processes:
+    """The processes of a launch by torchrun. They exchange values through its store.
+
+    Args:
+        seconds: time limit for all processes to meet, and for each collective.
+        backend: `parallel.backend` of the process groups.
+    """
+
+    def __init__(self, seconds: float, backend: str = "auto") -> None:
+        self.limit, self._backend = timedelta(seconds=seconds), backend
+        self.rank, self.size, self._groups = torchrun.rank(), torchrun.world_size(), 0
+        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=self.limit))
+        self.store = torch.distributed.PrefixStore(f"check-{torchrun.restarts()}", store)
+        self.store.set_timeout(self.limit)
+
+    def meet(self, name: str) -> None:
+        """Wait until all processes have called this method with the same `name`."""
+        self.store.set(f"{name}/{self.rank}", "")
+        self.store.wait([f"{name}/{rank}" for rank in range(self.size)])
+
+    @contextmanager
+    def group(self, size: int | None = None) -> Iterator[bool]:
+        """Context in which the first `size` processes (default: all) are the ranks of the default process group.
+
+        In it, models and collectives work as in a run of these processes. All processes of the launch enter the context
+        together. It yields whether this process is one of the ranks. At the end, the processes meet, and the group is
+        destroyed.
+        """
+        size = size or self.size
+        self._groups += 1
+        name, is_member = f"group-{self._groups}", self.rank < size
+        if is_member:
+            torchrun.set_world_size(size)
+            # Another prefix, because the store still has the addresses of the last group's ranks.
+            store = torch.distributed.PrefixStore(name, self.store)
+            backend = platform.backend(self._backend)
+            options: dict[str, Any] = {"device_id": platform.device()} if backend == "nccl" else {}
+            torch.distributed.init_process_group(
+                backend, store=store, rank=self.rank, world_size=size, timeout=self.limit, **options
+            )
+        try:
+            yield is_member
+        finally:
+            torchrun.set_world_size(self.size)
+        self.meet(f"end-{name}")  # no process closes its connections while others still use them
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 def run_part(part: str, directory: Path, numbers: Sequence[int] = ()) -> None:
     """Run a part in this process, which is one of the ranks; rank 0 writes the result to the output directory.
+
+    Two more names are run by a process alone: `prepare`, and `simulation`, a part of `speed`.
 
     Args:
         numbers: indices of the cases to run, in the part `layouts`.
     """
-    if parent := _launcher():
-        signal_at_end_of(parent)
-    faulthandler.register(SHOWN_STACKS, all_threads=True)
     plan = Plan.read(directory)
+    if part == "prepare":
+        prepare(plan)
+        return
+    if part == "simulation":
+        plan.write_result(part, simulate_speed(plan))
+        return
+    if torchrun.is_under_torchrun():
+        signal_at_end_of(os.getppid())  # torchrun's launcher
+    faulthandler.register(SHOWN_STACKS, all_threads=True)
     platform.initialize_platform()
     processes = Processes(plan.collective_seconds, plan.backend)
     if part == "layouts":
@@ -61,15 +119,8 @@ def run_part(part: str, directory: Path, numbers: Sequence[int] = ()) -> None:
         plan.write_result(part, result)
 
 
-def _launcher() -> int:
-    """Return the process id of torchrun's launcher; 0 if this process has not been launched."""
-    return os.getppid() if torchrun.is_under_torchrun() else 0
-
-
 def collectives(plan: Plan, processes: Processes) -> dict[str, Any]:
     """Return the rows of `check_collectives`."""
-    from mcore_rl.testing.cluster.collectives import check_collectives
-
     with processes.group():
         return {"rows": check_collectives()}
 
@@ -78,17 +129,12 @@ def collectives(plan: Plan, processes: Processes) -> dict[str, Any]:
 
 
 def compare_layouts(plan: Plan, processes: Processes, cases: Sequence[Case]) -> None:
-    """Compare each case with one process, in float32 and bfloat16; rank 0 writes each result as soon as it has it.
-
-    The result of the part maps each case to its row. While a case runs, `running` names it.
-    """
+    """Compare each case with one process, in float32 and bfloat16; rank 0 writes each case's row when it has it."""
     from mcore_rl.testing.layout_check import LayoutResult
 
     references: dict[tuple[str, str], LayoutResult | None] = {}  # on all other ranks, each value is None
     result = plan.read_result("layouts") if processes.rank == 0 else {}
     for case in cases:
-        if processes.rank == 0:
-            plan.write_result("layouts", {**result, "running": str(case)})
         row: dict[str, Any] = {}
         for dtype in ("float32", "bfloat16"):
             config, data = _case_config(plan, case, dtype), _batch(plan)
