@@ -9,10 +9,9 @@ its inputs and divides by the count of the whole global batch.
 
 import sys
 
-from mcore_rl.algorithms.interfaces import LossType
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
-from mcore_rl.losses.common import LogprobLoss, token_mask_of
+from mcore_rl.losses.common import LogprobLoss, LossType, token_mask_of
 
 
 class FocalLoss(LogprobLoss):

@@ -15,7 +15,9 @@ FLOORS = {  # the order of imports, from the ground up
     "utils": 1,
     "platform": 2,
     "distributed": 3,
+    "compat": 3,  # what `distributed` exports or inherits
     "losses": 4,
+    "compat.nemo_rl.loss_functions": 4,
     "config": 5,  # imports losses.options alone of the losses, and no torch
     "data": 6,
     "models.megatron": 7,
@@ -128,6 +130,39 @@ def test_imports_inside_megatron_follow_the_order():
     }
     assert not found, "these modules import from a layer above theirs"
     assert {name.split(".")[3] for name in modules() if name.count(".") == 4 and name.startswith(prefix)} == {*level}
+
+
+PORTED = {  # modules at NeMo RL's import paths, which have or inherit what `compat` defines
+    "mcore_rl.algorithms.loss_functions",
+    "mcore_rl.distributed.batched_data_dict",
+    "mcore_rl.distributed.model_utils",
+}
+
+
+def test_ported_code_is_imported_at_nemo_rls_paths_only():
+    users = {
+        name
+        for name, others in own_imports().items()
+        if not name.startswith("mcore_rl.compat") and any(other.startswith("mcore_rl.compat") for other in others)
+    }
+    assert users == PORTED
+    exporting = PORTED - {"mcore_rl.distributed.batched_data_dict"}
+    assert not {name for name, others in own_imports().items() if others & exporting}, "the package calls ported code"
+
+
+def test_triton_kernels_take_tensors_and_numbers():
+    """They import nothing of the package, so no type of it."""
+    assert not own_imports()["mcore_rl.distributed.triton_logprobs"]
+
+
+def test_imports_are_absolute():
+    """The tests of the order of imports read whole names."""
+    relative = {
+        name
+        for name, tree in modules().items()
+        if any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    }
+    assert not relative
 
 
 def test_no_modules_import_each_other_in_a_circle():

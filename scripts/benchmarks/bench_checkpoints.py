@@ -66,7 +66,7 @@ def make_model(directory, arguments):
 
 def measure_stall(root, repetitions):
     """Return the table's row about the stall of training, and the size of a checkpoint in megabytes."""
-    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.losses.common import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     config = SFTConfig.model_validate(

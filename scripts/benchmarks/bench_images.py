@@ -138,7 +138,7 @@ def make_policy(directory, batch, tower="frozen"):
 
 def measure_packing(directory, data, repetitions):
     """Return the row of a padded and a packed step. Both have kept the features of all images, in an earlier step."""
-    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.losses.common import NLLLoss
 
     padded = {"packing": False, "micro_batch_size": PADDED_TOGETHER}
     policies = [make_policy(directory, batch) for batch in (padded, {"tokens_per_pack": 4096})]
@@ -171,7 +171,7 @@ def measure_shares(directory, data, repetitions):
 
 def step_and_tower(policy, data):
     """Return the CPU seconds of a scoring pass and a training step, and those of the tower in them."""
-    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.losses.common import NLLLoss
 
     with timed_tower(policy.model.tower) as seconds:
         started = time.process_time()

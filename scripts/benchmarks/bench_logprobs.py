@@ -18,10 +18,11 @@ from bench_results import Row, finish
 from device_meter import median_seconds
 from peak_memory import PeakMemory
 
-from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.logprobs import KEPT_TILE_SHAPE, linear_logprobs, vocab_parallel_logprobs
 from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
+from mcore_rl.losses.common import NLLLoss
+from mcore_rl.losses.packing import SequencePackingLossWrapper
 from mcore_rl.platform import initialize_platform
 
 KEPT = (20, 256, 1024)

@@ -91,8 +91,8 @@ def take_part(rate: float, ports: list[int], order: Path) -> dict[str, Any]:
 
 
 def train_and_send(rate: float, ports: list[int], order: Path) -> dict[str, Any]:
-    from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.losses.common import NLLLoss
     from mcore_rl.models.megatron.weights.senders import gather_shipments, plan_shipments
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

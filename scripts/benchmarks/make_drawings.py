@@ -230,10 +230,16 @@ def tower(title: str, room_of: Callable[[str], str | None]) -> Drawing:
             boxes.append(text(x + 8, y + 18, room.removeprefix("models/megatron/"), weight="bold"))
             boxes += [text(x + 8, y + 36 + LINE * n, line, color=color) for n, (line, color) in enumerate(lines[room])]
         y += height + LEVEL_GAP
+    height_of = {room: number for number, level in enumerate(levels) for room in level}
     for room, others in direct.items():
         for other in sorted(others):
-            (x1, _, y1), (x2, y2, _) = places[room], places[other]
-            drawing.parts.append(f'<line x1="{x1:g}" y1="{y1}" x2="{x2:g}" y2="{y2}" stroke="#9aa5b1"/>')
+            (x1, top, y1), (x2, y2, _) = places[room], places[other]
+            points = [(x1, y1), (x2, y2)]
+            if height_of[room] - height_of[other] > 1:  # around the levels between them
+                side, turn = (PICTURE_WIDTH + ROOM_WIDTH) / 2 + ROOM_GAP, y2 - LEVEL_GAP / 2
+                points = [(x1, (top + y1) / 2), (side, (top + y1) / 2), (side, turn), (x2, turn), (x2, y2)]
+            line = " ".join(f"{x:g},{y:g}" for x, y in points)
+            drawing.parts.append(f'<polyline points="{line}" fill="none" stroke="#9aa5b1"/>')
     drawing.parts += boxes
     drawing.width, drawing.height = PICTURE_WIDTH, y
     return drawing
@@ -258,9 +264,12 @@ def files_of(room: str) -> str:
 
 
 def package_room(module: str) -> str | None:
-    """Return the room of a module in the picture of the package; None for packages that are only folders."""
+    """Return the room of a module in the picture of the package.
+
+    None for packages that are only folders, and for `compat`, whose modules are parts of those that have their names.
+    """
     parts = module.split(".")[1:]
-    if not parts or parts in (["models"], ["__main__"]):
+    if not parts or parts in (["models"], ["__main__"]) or parts[0] == "compat":
         return None
     return "/".join(parts[:2] if parts[0] == "models" else parts[:1])
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-TENSOR_MODULES = ("collectives", "divergences", "logprobs", "model_utils", "packs")
+TENSOR_MODULES = ("collectives", "divergences", "logprobs", "packs")
 LOSS_MODULES = ("common", "distillation", "packing", "policy_gradient", "preference")  # options check kinds themselves
 MODULES = [
     *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
+    "mcore_rl.compat.nemo_rl.model_utils",
     *(f"mcore_rl.models.megatron.attention.{name}" for name in ("attention", "latent", "sparse", "block_sparse")),
     "mcore_rl.models.megatron.kernels.selected_attention",
     *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),

@@ -1,4 +1,4 @@
-"""Tests of BatchedDataDict: for every split, no row is lost or duplicated, and the order is restored."""
+"""Tests of BatchedDataDict by the names of NeMo RL: no row is lost or duplicated, and the order is restored."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """Tests that code written for NeMo RL runs after its package name is replaced: calls, forms, gradients, errors."""
 
+import importlib
 import pickle
 
 import pytest
@@ -23,6 +24,31 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.losses.options import DPOOptions
 from mcore_rl.testing.processes import run_processes
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("distributed.batched_data_dict", "BatchedDataDict DynamicBatchingArgs SequencePackingArgs SlicedDataDict"),
+        (
+            "distributed.model_utils",
+            "_get_tokens_on_this_cp_rank allgather_cp_sharded_tensor from_parallel_logits_to_logprobs "
+            "from_parallel_logits_to_logprobs_packed_sequences",
+        ),
+        ("algorithms.interfaces", "LossFunction LossType"),
+        (
+            "algorithms.loss_functions",
+            "ClippedPGLossConfig ClippedPGLossDataDict ClippedPGLossFn DistillationLossFn DPOLossFn DPOLossConfig "
+            "NLLLoss PreferenceLoss SequencePackingLossWrapper",
+        ),
+        ("models.policy.interfaces", "PolicyInterface"),
+        ("models.generation.interfaces", "GenerationInterface"),
+    ],
+)
+def test_names_have_nemo_rls_import_paths(module, names):
+    found = vars(importlib.import_module(f"mcore_rl.{module}"))
+    assert not [name for name in names.split() if name not in found]
+
 
 # ------------------------------------------------------------------ gradients under context parallelism
 
