@@ -1,1 +1,1 @@
-"""Algorithms: one file for each, with its training step or its objective."""
+"""Algorithms: a file with the step or the objective of each, and what they share: advantages, choice of the loss."""

@@ -73,4 +73,4 @@ def test_generate_waits_for_host_copies_of_responses_only(family, model_of):
         assert passes == tokens, "prompts, and all tokens but the last"
         assert len(late) == tokens and set(late[:-1]) == {1}
         seen.append(places)
-    assert seen[0] == seen[1] == {"megatron_generation.py": 2}  # tokens, log-probabilities
+    assert seen[0] == seen[1] == {"generation.py": 2}  # tokens, log-probabilities

@@ -1,4 +1,4 @@
-"""Parts of the rules by which values of TRL, verl and NeMo RL become values here (port_trl.py, port_verl.py)."""
+"""Parts of the rules by which values of TRL, verl and NeMo RL become values here (trl.py, verl.py)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Experts:
     latent: size of the latent states that the routed experts see, which are projected from the hidden states and back;
         0 if the experts see the hidden states.
     by_id: numbers of the layers in which the experts of a token depend on its id alone.
-    is_beside_mlp: whether the shared expert is a dense MLP beside the experts, with norms of its own (`parallel_moe`).
+    is_beside_mlp: whether the shared expert is a dense MLP beside the experts, with norms of its own (`moe.layer`).
     """
 
     count: int

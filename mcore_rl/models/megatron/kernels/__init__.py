@@ -1,1 +1,1 @@
-"""Functions of tensors with hand-written backward passes: attention over packs, the gated delta rule."""
+"""Functions of tensors with their own backward passes: attention over packs or chosen keys, the gated delta rule."""

@@ -129,10 +129,9 @@ class _AttentionInBlocks(torch.autograd.Function):
                 out = ctx.attend(None if chosen is None else chosen[own], seen, *leaves)
             of_query[own], *of_others = torch.autograd.grad(out, leaves, grad[own], allow_unused=True)
             for number, (total, part) in enumerate(zip(sums, of_others, strict=True)):
-                if part is None:  # the block does not use this tensor
-                    continue
                 if number >= ctx.keys:
-                    total += part
+                    if part is not None:  # a block may use no weight
+                        total += part
                 elif isinstance(rows, slice):
                     total[rows] += part
                 else:

@@ -11,17 +11,10 @@ from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.layers.packs import weights_of_predictions
 from mcore_rl.models.megatron.moe.router import Router, RouterStatistics
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
-
-if TYPE_CHECKING:
-    from mcore_rl.models.megatron.model.gpt_model import ModelShard
-
-
-from typing import TYPE_CHECKING
-
-from mcore_rl.models.megatron.layers.packs import weights_of_predictions
 
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.model.gpt_model import ModelShard
