@@ -9,7 +9,7 @@ from small_models import make_config as hf_config_of
 from tree_cases import differences, sample_tree, tree_config, unshared_results
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.testing.layout_check import ParallelLayout, fitting, table_row
 from mcore_rl.testing.processes import run_cases, run_processes
@@ -62,6 +62,10 @@ ALL = [
 GRADIENTS = {"gpt_oss": 3e-4}
 """Limits of gradients that differ from the family's own: the gradient of a sink is a small sum of large terms. Two
 layouts without shared prefixes differed by up to 4e-5 in it, and a layout with them by up to 1.5e-4."""
+
+WITH_STATES = 2.5e-4
+"""Limit of log-probabilities in a family in whose states rounding errors accumulate. Of Qwen3-Next's, float32 is up to
+9.6e-5 from transformers in float64 without shared prefixes, and up to 8.3e-5 with them."""
 
 
 def fits(family, layout):
@@ -119,7 +123,7 @@ def test_random_trees_have_the_gradients_of_unshared_rows(family, layout, prepar
     for seed, (difference, apart, _) in zip(seeds, found, strict=True):
         print(f"seed {seed}: {table_row(chosen, difference)} {apart:.1e}")
     print(f"tokens / packed tokens: {sum(tokens) / sum(packed for *_, packed in found):.2f}; sampler {of_sampler:.1e}")
-    limit = min(found[0][0].limit / 10, 5e-5)  # 1e-5, unless rounding errors accumulate in the family's states
+    limit = 1e-5 if found[0][0].limit == Family.gradient_tolerance else WITH_STATES
     gradients = GRADIENTS.get(family)
     wrong = [
         seed
