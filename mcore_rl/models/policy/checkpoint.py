@@ -25,7 +25,7 @@ from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 
 class TrainedModel(ScoringModel):
-    """What `PolicyCheckpoint` reads of a model that is trained."""
+    """A model that is trained, with the attributes that `PolicyCheckpoint` reads."""
 
     optimizer: Any
     scheduler: Any

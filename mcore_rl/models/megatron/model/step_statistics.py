@@ -1,4 +1,4 @@
-"""What a training step counts over the whole model: the routing of tokens, and the loss of further tokens (MTP)."""
+"""Statistics of a training step over the whole model: the routing of tokens, and the loss of further tokens (MTP)."""
 
 from __future__ import annotations
 

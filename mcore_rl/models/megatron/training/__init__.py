@@ -1,1 +1,1 @@
-"""One training step on this rank: microbatches, optimizer, weight updates."""
+"""A training step on this rank: microbatches, optimizer, weight updates."""
