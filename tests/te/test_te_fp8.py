@@ -69,7 +69,11 @@ def results(wide_model):
 
 
 def assert_same(found, expected):
-    assert torch.equal(found.scores, expected.scores) and found.steps == expected.steps
+    """Check that results are equal bit for bit, except the gradient norm: a float64 sum over parameters or stages."""
+    norms, others = zip(*((step["grad_norm"], {**step, "grad_norm": None}) for step in found.steps), strict=True)
+    assert others == tuple({**step, "grad_norm": None} for step in expected.steps)
+    assert norms == pytest.approx([step["grad_norm"] for step in expected.steps], rel=1e-14)  # float64
+    assert torch.equal(found.scores, expected.scores)
     assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
 
 
@@ -99,9 +103,9 @@ def test_layouts_round_the_same_values(recipe, results):
     """Blocks, and scales that are powers of two, make the rounding of FP8 the same in every layout. Exceptions are
     single values that another order of additions moves across a boundary, and, in the weights' gradients, blocks of
     other tokens."""
-    (one,) = results(("qwen3", ONE, recipe))
+    one, without = results(("qwen3", ONE, recipe), ("qwen3", ONE, None))
     for name, found in zip(LAYOUTS, results(*(("qwen3", layout, recipe) for layout in LAYOUTS.values())), strict=True):
-        assert_equal_but_for_rounding(name, found, one)
+        assert_equal_but_for_rounding(name, found, one, without)
 
 
 @pytest.mark.parametrize(
@@ -109,19 +113,22 @@ def test_layouts_round_the_same_values(recipe, results):
     and_long([("blockwise", GROUPED), ("mxfp8", GROUPED)], [("blockwise", SEQUENTIAL)], [("mxfp8", SEQUENTIAL)]),
 )
 def test_layouts_of_mixtures_round_the_same_values(recipe, model, results):
-    (one,) = results(("qwen3_moe", ONE, recipe, model))
+    one, without = results(("qwen3_moe", ONE, recipe, model), ("qwen3_moe", ONE, None, model))
     found = results(*(("qwen3_moe", layout, recipe, model) for layout in OF_MIXTURES.values()))
     for name, result in zip(OF_MIXTURES, found, strict=True):
-        assert_equal_but_for_rounding(name, result, one)
+        assert_equal_but_for_rounding(name, result, one, without)
 
 
-def assert_equal_but_for_rounding(name, found, one):
-    difference, whole = compare(found, one), whole_difference(found.gradients, one.gradients)
+def assert_equal_but_for_rounding(name, found, one, without):
+    """Check that a layout changes at most a fifth of what FP8 changes in the scores and in the whole gradient."""
+    difference, by_fp8 = compare(found, one), compare(one, without)
+    whole, of_fp8 = (whole_difference(a.gradients, b.gradients) for a, b in ((found, one), (one, without)))
     print(f"{name}: loss {difference.loss:.1e} scores {difference.scores:.1e} gradients {whole:.1e}", end=" ")
     print(f"(worst {difference.gradients:.1e})")
     if name == "pp2":
         return assert_same(found, one)
-    assert difference.loss < 1e-4 and difference.scores < 1e-3 and whole < 2e-2, (name, difference)
+    assert difference.loss < 1e-4 and difference.scores < by_fp8.scores / 5, (name, difference, by_fp8.scores)
+    assert whole < of_fp8 / 5, (name, whole, of_fp8)
     assert difference.gradients < 5e-2, (name, difference)
 
 
@@ -395,10 +402,8 @@ def test_adapters_and_shared_prefixes(wide_model, tmp_path):
 def test_replayed_experts(wide_model):
     """Some of the recorded experts are unknown, so the router chooses."""
     data = with_experts(make_data(), 1, 4, 2)
-    found = [
-        run_processes(
-            fp8_result, fp8_config(wide_model("qwen3_moe"), one, "blockwise"), data, world_size=one.world_size
-        )
-        for one in (ONE, TP2)
+    configs = [
+        fp8_config(wide_model("qwen3_moe"), *case) for case in ((ONE, None), (ONE, "blockwise"), (TP2, "blockwise"))
     ]
-    assert_equal_but_for_rounding("tp2 sp", found[1][0], found[0][0])
+    without, one, found = (ranks[0] for ranks in run_cases([(fp8_result, c, data) for c in configs], world_size=2))
+    assert_equal_but_for_rounding("tp2 sp", found, one, without)
