@@ -1,4 +1,7 @@
-"""A session, as its program sees it. Imports only the standard library: programs have environments of their own."""
+"""A session as its program sees it.
+
+This file imports only the standard library, because programs have environments of their own.
+"""
 
 from __future__ import annotations
 

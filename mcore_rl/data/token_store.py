@@ -296,8 +296,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
     def extra(self, index: int) -> bytes:
         """Return the JSON text that is stored with a record (`TokenizationSpec.extra_of`)."""
-        ends = self._arrays["extra_ends"]
-        return self._arrays["extra"][ends[index - 1] if index else 0 : ends[index]].tobytes()
+        return self._arrays["extra"][self._slice("extra_ends", index)].tobytes()
 
     def image_files(self) -> dict[str, str]:
         """Return the digest of each image of the records, by the path of its file."""
@@ -324,13 +323,16 @@ class TokenStore(Sequence[SequenceGroup]):
         return tuple(self._sequence(first + row) for row in range(self._rows))
 
     def _sequence(self, index: int) -> TokenSequence:
-        ends = self._arrays["ends"]
-        place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+        place, of_images = self._slice("ends", index), self._slice("image_ends", index)
         ids, mask = self._arrays["ids"][place], self._arrays["mask"][place]
-        ends = self._arrays["image_ends"]
-        place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
-        images = decode_images(self._arrays["images"][place].tobytes()) if place.start < place.stop else ()
+        has_images = of_images.start < of_images.stop
+        images = decode_images(self._arrays["images"][of_images].tobytes()) if has_images else ()
         return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()), images=images)
+
+    def _slice(self, ends: str, index: int) -> slice:
+        """Return the places of a sequence or record in an array, from the array `ends` of its ends."""
+        own = self._arrays[ends]
+        return slice(int(own[index - 1]) if index else 0, int(own[index]))
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         return (self[i] for i in range(len(self)))

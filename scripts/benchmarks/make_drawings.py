@@ -10,6 +10,7 @@ import html
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch
@@ -193,17 +194,19 @@ def levels_of(room_of: Callable[[str], str | None]) -> tuple[list[list[str]], di
 
     Args:
         room_of: function from a module's name to its room; None for modules that the picture leaves out.
+
+    Raises:
+        CycleError: rooms import each other in a circle.
     """
     uses: dict[str, set[str]] = {}
     for name, others in own_imports().items():
         if room := room_of(name):
             uses.setdefault(room, set()).update(other for o in others if (other := room_of(o)) and other != room)
-    levels, left = list[list[str]](), dict(uses)
-    while left:
-        free = sorted(room for room, others in left.items() if not others & left.keys())
-        assert free, f"these rooms import each other in a circle, or import one that does: {sorted(left)}"
-        levels.append(free)
-        left = {room: others for room, others in left.items() if room not in free}
+    order, levels = TopologicalSorter(uses), list[list[str]]()
+    order.prepare()
+    while order.is_active():
+        levels.append(sorted(order.get_ready()))
+        order.done(*levels[-1])
     below: dict[str, set[str]] = {}
     for room in (room for level in levels for room in level):
         below[room] = uses[room].union(*(below[other] for other in uses[room]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -24,7 +25,7 @@ from mcore_rl.platform import bytes_for
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 
-class TrainedModel(ScoringModel):
+class TrainedModel(ScoringModel, ABC):
     """A model that is trained, with the attributes that `PolicyCheckpoint` reads."""
 
     optimizer: Any
@@ -34,13 +35,13 @@ class TrainedModel(ScoringModel):
     checkpoint: PolicyCheckpoint
 
     @property
+    @abstractmethod
     def updates_made(self) -> tuple[int, ...]:
         """Steps made by each learning-rate schedule: this model's, then the second trained model's, if any."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
         """Return a context in which all tensors of the model are on the device."""
-        raise NotImplementedError
 
 
 class PolicyCheckpoint:
