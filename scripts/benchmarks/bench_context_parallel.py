@@ -40,8 +40,8 @@ def main() -> int:
     seconds, megabytes = ({size: [] for size in sizes} for _ in range(2))
     with tempfile.TemporaryDirectory() as directory:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
-        make_model(Path(directory), **heads, **sizes)
+        others = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
+        make_model(Path(directory), **heads, **others)
         for _ in range(arguments.repetitions):
             for size in sizes:
                 ranks = run_processes(
