@@ -327,7 +327,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             self._log_samples(step, rollouts, None)
             raise
 
-        rewards = shaped_rewards(config.rollouts, outcomes)  # [P, G]
+        rewards = shaped_rewards(config, outcomes)  # [P, G]
         if reason := nothing_to_learn(config, rewards, outcomes, rollouts.dropped):
             self.say(f"step {step}: {reason}; there is nothing to learn from, no update")
             self._log_samples(step, rollouts, None)
@@ -675,14 +675,15 @@ class PhaseTimes:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
+def shaped_rewards(config: RLConfig, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
     """Return the rewards [P, G] of a step's samples; if configured, responses near the length limit are penalised."""
+    options = config.rollouts
     rewards = torch.tensor([o.reward for o in outcomes]).view(-1, options.num_generations_per_prompt)
     if options.overlong_cache_length is None:
         return rewards
     lengths = torch.tensor([float(o.longest_response) for o in outcomes])
-    penalty = soft_overlong_penalty(lengths, options.max_new_tokens, options.overlong_cache_length)
-    return rewards + penalty.view_as(rewards)
+    limit = options.max_new_tokens or config.data.max_sequence_length
+    return rewards + soft_overlong_penalty(lengths, limit, options.overlong_cache_length).view_as(rewards)
 
 
 def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:

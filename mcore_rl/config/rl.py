@@ -161,8 +161,8 @@ class RolloutOptions(Section):
     """Prompts of a step, over all processes."""
     num_generations_per_prompt: PositiveInt = 8
     """Number of responses to each prompt. They are the prompt's group."""
-    max_new_tokens: PositiveInt = 256
-    """Maximum number of tokens of a response."""
+    max_new_tokens: PositiveInt | None = 256
+    """Maximum number of tokens of a response. null: as many as data.max_sequence_length leaves after the prompt."""
     temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
     """Divisor of the logits, in sampling and in training."""
     top_k: PositiveInt | None = None
@@ -198,7 +198,7 @@ class RolloutOptions(Section):
     many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
     """Penalize responses of more than max_new_tokens minus this number of tokens. The penalty rises linearly to 1 at
-    max_new_tokens (DAPO). null: no penalty."""
+    max_new_tokens (DAPO); if that is null, at data.max_sequence_length. null: no penalty."""
     mask_truncated: bool = False
     """Exclude truncated responses (cut off by max_new_tokens) from the loss."""
     num_validation_generations: PositiveInt = 1
@@ -260,8 +260,9 @@ class RolloutOptions(Section):
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
-        if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
-            raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
+        cache, limit = self.overlong_cache_length, self.max_new_tokens
+        if cache is not None and limit is not None and cache > limit:
+            raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({limit})")
         if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
             raise ValueError(
                 "dynamic_sampling_rounds: compares several responses to a prompt; set num_generations_per_prompt "
@@ -427,8 +428,13 @@ class RLConfig(TrainingConfig):
         return True
 
     @property
+    def max_response_length(self) -> int:
+        """Maximum number of tokens in a response to the shortest prompt."""
+        return self.rollouts.max_new_tokens or self.data.max_sequence_length - 1
+
+    @property
     def max_answer_length(self) -> int:
-        return self.rollouts.max_new_tokens * self.environment.max_turns
+        return self.max_response_length * self.environment.max_turns
 
     @property
     def keeps_reference(self) -> bool:
@@ -475,15 +481,20 @@ class RLConfig(TrainingConfig):
     @property
     def max_prompt_length(self) -> int:
         """Maximum number of tokens in a prompt. A longer prompt would leave no room for a response."""
-        return self.data.max_sequence_length - self.rollouts.max_new_tokens
+        return self.data.max_sequence_length - (self.rollouts.max_new_tokens or 1)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         own = self.algorithm
-        if self.rollouts.max_new_tokens >= self.data.max_sequence_length:
+        if (self.rollouts.max_new_tokens or 1) >= self.data.max_sequence_length:
             raise ValueError(
                 f"{own}.max_new_tokens: must be less than data.max_sequence_length "
-                f"({self.data.max_sequence_length}), which counts the prompt too"
+                f"({self.data.max_sequence_length}), which counts the prompt too; null: as many as it leaves"
+            )
+        if (self.rollouts.overlong_cache_length or 0) > self.data.max_sequence_length:
+            raise ValueError(
+                f"{own}.overlong_cache_length: must be at most data.max_sequence_length "
+                f"({self.data.max_sequence_length})"
             )
         size, group = self.rollouts.train_global_batch_size, self.rollouts.num_generations_per_prompt
         if size is not None and (size % group or self.batch.global_batch_size % size):

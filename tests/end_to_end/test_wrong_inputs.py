@@ -184,6 +184,7 @@ KEYS = [
     ("grpo", "grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt: grpo compares the responses to a prompt; use 2 or more"),
     ("grpo", "grpo.max_new_tokens=48", "grpo.max_new_tokens: must be less than data.max_sequence_length (48)"),
     ("grpo", "grpo.overlong_cache_length=9", "grpo.overlong_cache_length: must be at most max_new_tokens (8)"),
+    ("grpo", "grpo={max_new_tokens: null, overlong_cache_length: 49}", "grpo.overlong_cache_length: must be at most data.max_s"),
     ("grpo", "grpo.temperature=0", "grpo.temperature: .*greater than 0"),
     ("grpo", "grpo.top_p=2", "grpo.top_p: .*less than or equal to 1"),
     ("grpo", "loss.ratio_clip=1", "unknown key loss.ratio_clip"),

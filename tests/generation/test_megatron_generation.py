@@ -1,6 +1,9 @@
 """Tests of generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every
 layout."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +16,11 @@ from small_models import ALIKE, ARCHITECTURES, WITH_DELTA_NETS, and_long, make_t
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from mcore_rl.algorithms.grpo import shaped_rewards
+from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import WorkerError
-from mcore_rl.models.generation.megatron.generation import coarse_size
+from mcore_rl.models.generation.megatron.generation import coarse_size, sampling_params_of
 from mcore_rl.models.generation.sampling import (
     SamplingParams,
     _filtered,
@@ -177,6 +182,26 @@ def test_ends(model_path):
     assert [row[n:] for row, n in zip(sequences(limited), make_prompts()["input_lengths"].tolist(), strict=True)] == [
         response[:limit] for response, limit in zip(responses, limits, strict=True)
     ]
+
+
+def test_responses_may_fill_the_sequence(model_path):
+    """With max_new_tokens=null a response ends by itself or at data.max_sequence_length."""
+    config = GRPOConfig.model_validate(
+        {
+            "model": {"path": str(model_path("llama"))},
+            "data": {"train": "d", "max_sequence_length": LIMIT},
+            "output_dir": "o",
+            "grpo": {"max_new_tokens": None, "overlong_cache_length": 10},
+        }
+    )
+    assert (config.max_prompt_length, config.max_response_length) == (LIMIT - 1, LIMIT - 1)
+    params = sampling_params_of(config, make_tokenizer())
+    assert params.max_new_tokens == LIMIT - 1
+    out, _ = run(config_of(model_path("llama")), ParallelLayout(), replace(params, seed=1))
+    assert (out["unpadded_sequence_lengths"][out["truncated"]] == LIMIT).all() and out["truncated"].any()
+    lengths = [0, LIMIT - 10, LIMIT - 5, LIMIT - 1, 1, 2, 3, 4]
+    outcomes = [SimpleNamespace(reward=1.0, longest_response=length) for length in lengths]
+    assert shaped_rewards(config, outcomes).flatten().tolist() == pytest.approx([1, 1, 0.5, 0.1, 1, 1, 1, 1])
 
 
 @pytest.mark.parametrize(("length", "message"), [(0, "prompt 0 has 0 tokens"), (LIMIT, f"prompt 0 has {LIMIT} tokens")])

@@ -737,7 +737,7 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
     """Return the sampling parameters that the configuration's options set; stop tokens come from the tokenizer."""
     options = config.rollouts
     return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=config.max_response_length,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
