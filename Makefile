@@ -34,6 +34,11 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	$(INSTALL) '.[$*]'
 	@touch $@
 
+# Of verl, only the files of its configuration are read; its packages are those of a machine with GPUs.
+.venv/installed-verl: .venv/installed
+	$(BIN)/pip install --quiet --no-deps verl==0.9.1
+	@touch $@
+
 INSTALL = $(BIN)/pip install --quiet --constraint constraints-gpu.txt --editable
 
 # An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.33.0. The registry has no
@@ -152,7 +157,7 @@ IN_PARALLEL = --numprocesses $(WORKERS) --dist worksteal --durations 20 -ra --in
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
-test-long: .venv/installed-compat .venv/installed-smollm
+test-long: .venv/installed-compat .venv/installed-smollm .venv/installed-verl
 	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 
 test-exhaustive: .venv/installed-compat .venv/installed-smollm test-megatron

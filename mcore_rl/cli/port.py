@@ -9,13 +9,14 @@ from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error, show
 from mcore_rl.cli.train import PROGRAMS
-from mcore_rl.config.porting.foreign import Foreign, read_foreign
+from mcore_rl.config.porting.foreign import Foreign
 from mcore_rl.config.porting.port import Ported, as_yaml, port
+from mcore_rl.config.porting.read import read_foreign
 from mcore_rl.errors import UserError
 
 
 def port_command(arguments: Sequence[str], prog: str) -> None:
-    """Run `mcore-rl port` and exit: with status 1 if the configuration needs additions before a run can start."""
+    """Run `mcore-rl port` and exit: with status 1 if a run could not start, or would train something else."""
     parser = Parser(prog=prog, description="Translate a configuration of TRL, verl or NeMo RL.")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="a command in a file, a YAML file, or TRL's Python file"
@@ -28,9 +29,10 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
         foreign = read_foreign(parsed.file)
         algorithm = parsed.algorithm or foreign.algorithm
         if not algorithm:
+            unread = "".join(f"\n  not read: {line}" for line in foreign.unread)
             raise UserError(
                 f"{parsed.file}: {foreign.program}'s file does not say which program reads it; "
-                f"add --algorithm {{{','.join(PROGRAMS)}}}"
+                f"add --algorithm {{{','.join(PROGRAMS)}}}{unread}"
             )
         foreign = replace(foreign, algorithm=algorithm, processes=parsed.num_processes or foreign.processes)
         ported = port(foreign, PROGRAMS[algorithm].config)
@@ -39,6 +41,8 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
             show(text.rstrip())
         else:
             _write(parsed.output, text)
+    for line in ported.differs:
+        print(f"differs: {line}", file=sys.stderr)
     for line in ported.todo:
         print(f"to do: {line}", file=sys.stderr)
     sys.exit(int(ported.refused))
@@ -46,8 +50,10 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
 
 def ported_text(path: Path, foreign: Foreign, ported: Ported) -> str:
     """Return the YAML file of a translation: comments about each key, then the configuration."""
-    launch = f"--nproc-per-node {foreign.processes} " if foreign.processes and foreign.processes > 1 else ""
+    each = (foreign.processes or 1) // foreign.nodes
+    launch = f"--nnodes {foreign.nodes} " * (foreign.nodes > 1) + f"--nproc-per-node {each} " * (each > 1)
     parts = {
+        "Without a counterpart, so that something else is trained; decide about these first:": ported.differs,
         "To do:": ported.todo,
         "What the keys became:": ported.became,
         "Keys that became nothing, and why:": ported.left,

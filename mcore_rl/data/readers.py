@@ -238,6 +238,10 @@ def _hub_is_reachable() -> bool:
     return True
 
 
+_FORMATS = ("json", "csv", "parquet", "text", "arrow", "xml", "imagefolder", "audiofolder", "webdataset")
+"""Names with which the library datasets reads files, and no datasets of the hub."""
+
+
 def load_hub_dataset(source: str) -> Any:
     """Return the dataset `NAME` or `NAME:SPLIT` from the hub or its cache.
 
@@ -251,6 +255,8 @@ def load_hub_dataset(source: str) -> Any:
     if not _hub_is_reachable():  # offline mode finds cached data sets and fails for others without waiting
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     name, _, split = source.partition(":")
+    if name in _FORMATS:  # the library would read every such file in the working directory
+        raise UserError(f"data: {name} is the name of a format, not of a dataset; give the path of the file")
     try:
         return datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetsError) as error:

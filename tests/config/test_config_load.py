@@ -96,7 +96,7 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["model.fp8.recipe=delayed"], "model.fp8.recipe: delayed scaling is not supported, because its scales"),
         (["policy.megatron_cfg.scheduler.lr_decay_style=x"], "NeMo RL's policy.* is optimizer.schedule here"),
         (["model.name=x"], "unknown key model.name; known here are path, "),
-        (["policy.megatron_cfg.peft.enabled=true"], "unknown key policy; known here are "),
+        (["policy.megatron_cfg.nothing=true"], "unknown key policy; known here are "),
         (["x.optimizer.clip_grad=1"], "NeMo RL's policy.megatron_cfg.optimizer.clip_grad is optimizer.clip_"),
         (["critic.model.path=x"], r"verl's critic.model.path is critic.path, which this program does not have"),
         (["policy.tokenizer.chat_template=x"], "NeMo RL's policy.tokenizer.chat_template is data.chat_template here"),

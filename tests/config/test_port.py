@@ -4,17 +4,22 @@ import dataclasses
 import fnmatch
 import re
 import shlex
+from pathlib import Path
 
+import make_defaults_of_verl
 import pytest
 import yaml
 from make_config_reference import other_keys
 from programs import ROOT
 
-from mcore_rl.cli.port import ported_text
+from mcore_rl.cli.port import port_command, ported_text
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, load_config
-from mcore_rl.config.porting.foreign import Foreign, read_foreign
+from mcore_rl.config.porting import shell
+from mcore_rl.config.porting.defaults import TABLE, defaults_of_verl
+from mcore_rl.config.porting.foreign import Foreign, as_in_ppo
 from mcore_rl.config.porting.port import RULES_OF, nested, port
+from mcore_rl.config.porting.read import read_foreign
 from mcore_rl.config.porting.trl import DEFAULTS
 from mcore_rl.errors import UserError
 
@@ -74,16 +79,27 @@ actor_rollout_ref:
   actor: {optim: {lr: 1e-6}, ppo_mini_batch_size: 256, use_kl_loss: true, kl_loss_coef: 0.001, clip_ratio: 0.2}
   rollout: {name: vllm, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.6, n: 5}
 algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
-trainer: {total_epochs: 15, n_gpus_per_node: 8, save_freq: -1, default_local_dir: outputs/verl_grpo_example_gsm8k}
+trainer: {total_epochs: 15, n_gpus_per_node: 8, save_freq: -1, default_local_dir: outputs/verl_grpo_example_gsm8k,
+          logger: console}
 """
 
 
 def test_file_of_verl_becomes_the_documented_command(tmp_path):
+    """The values that differ from the documented command's are verl's own defaults, and are told as such."""
     config, ported = translated(VERL, tmp_path, "verl.yaml")
-    chosen = ["environment.name", "environment.pattern", "parallel.tensor_model_parallel_size"]
-    assert config == documented("verl_grpo", without=[*chosen, "logging.wandb", "logging.run_name"])
+    chosen = ["environment.pattern", "parallel.tensor_model_parallel_size", "logging.wandb", "logging.run_name"]
+    expected = documented("verl_grpo", without=chosen)
+    told = {re.search(r"-> ([\w.]+): ", line)[1] for line in ported.became if line.startswith("verl's default ")}
+    assert told == {
+        "model.dtype", "environment.num_workers", "seed", "checkpoint.asynchronous", "loss.ratio_clip_c",
+        "optimizer.schedule", "optimizer.weight_decay", "grpo.max_new_tokens", "generation.offload",
+    }  # fmt: skip
+    same = ("environment", "logging", "seed", "model", "checkpoint", "generation")
+    dumped, wanted = (part.model_dump(exclude=set(same)) for part in (config, expected))
+    assert dumped == wanted
     assert config.grpo.train_global_batch_size == 1280 and config.generation.vllm.num_servers == 4
-    assert any(line.startswith("environment.name: choose the judge") for line in ported.todo)
+    assert config.environment.function == "verl.utils.reward_score:default_compute_score" and not ported.differs
+    assert any("pip install --no-deps verl" in line for line in ported.todo)
     words = "python3 -m verl.trainer.main_ppo "
     flat = {**read_foreign(tmp_path / "verl.yaml").values, "trainer.n_gpus_per_node": 8}
     command = words + " ".join(shlex.quote(f"{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
@@ -131,7 +147,7 @@ policy:
     optimizer: {optimizer: adam, lr: 3.0e-7, weight_decay: 0.01, min_lr: 3.0e-8}
     scheduler: {lr_decay_style: constant, lr_warmup_iters: 13}
   generation: {backend: vllm, max_new_tokens: 3072, vllm_cfg: {tensor_parallel_size: 1, gpu_memory_utilization: 0.6},
-               colocated: {enabled: true}, stop_strings: null, max_len: "${mul:2, 3}"}
+               colocated: {enabled: true}, stop_strings: null, max_len: "${eval:2 * 3}"}
 data: {max_input_seq_length: "${policy.max_total_sequence_length}", dataset_name: "nvidia/OpenMathInstruct-2:train_1M"}
 env: {math: {num_workers: 2, math_verify_impl: hf_math_verify}}
 cluster: {gpus_per_node: 8, num_nodes: 1}
@@ -144,9 +160,11 @@ def test_file_of_nemo_rl_becomes_the_documented_command(tmp_path):
     config, ported = translated(NEMO_RL, tmp_path, "nemo.yaml")
     expected = documented("OpenMathInstruct", without=["data.columns"])
     assert config.loss.kl_clamp is None  # the file says null; the documented command keeps 20
-    assert config.model_copy(update={"loss": expected.loss}) == expected
-    assert any("min_lr" in line and "which is refused here" in line for line in ported.left)
-    assert any(line.startswith("policy.generation.max_len: ") for line in ported.todo)
+    assert config.loss.kl_output_clamp == 10.0 and config.grpo.normalize_rewards  # NeMo RL's defaults
+    of_defaults = {"loss": expected.loss, "grpo": config.grpo.model_copy(update={"normalize_rewards": None})}
+    assert config.model_copy(update=of_defaults) == expected
+    assert any("min_lr" in line and "a constant rate has no minimum" in line for line in ported.left)
+    assert any(line.startswith("policy.generation.max_len: ") for line in ported.todo) and not ported.differs
     (tmp_path / "child.yaml").write_text("defaults: nemo.yaml\npolicy: {train_global_batch_size: 1024}\n")
     child, _ = translated((tmp_path / "child.yaml").read_text(), tmp_path, "child.yaml")
     assert child.grpo.train_global_batch_size == 1024 and child.model == config.model
@@ -194,16 +212,14 @@ GRPO = (
         ("--sync_ref_model --ref_model_sync_steps 3 --beta 0.1", {"reference_sync.interval": 3}),
         ("--eval_strategy steps --eval_steps 4 --dataset_test_split t",
          {"data.validation": "d:t", "trainer.validation_interval": 4}),
-        ("--fp16 --model_revision abc", {"model.path": "m@abc"}),
+        ("--model_revision abc", {"model.path": "m@abc"}),
     ],
 )  # fmt: skip
 def test_values_of_trl_are_converted(arguments, expected, tmp_path):
     config, ported = translated(GRPO + arguments, tmp_path)
     assert not ported.refused
     for name, value in expected.items():
-        found = config
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = value_of(config, name)
         assert type(value)(found) == value if value is not None else found is None, (name, found)
 
 
@@ -284,13 +300,19 @@ def leaves(tree, prefix=""):
     return [leaf for name, value in parts for leaf in leaves(value, name)]
 
 
-@pytest.mark.parametrize(("program", "algorithm"), [("verl", "grpo"), ("verl", "ppo"), ("NeMo RL", "grpo")])
+@pytest.mark.parametrize(
+    ("program", "algorithm"), [("verl", "grpo"), ("verl", "ppo"), ("verl", "sft"), ("NeMo RL", "grpo")]
+)
 def test_every_key_of_other_programs_is_answered(program, algorithm):
     """Each key of a file that has all of them becomes something or has a reason."""
-    keys = leaves(yaml.safe_load((ROOT / "tests" / "docs" / "other_keys.yaml").read_text())[program])
+    of_verl = {"sft": "sft_trainer_engine"}.get(algorithm, "ppo_megatron_trainer")
+    if program == "verl":
+        keys = [as_in_ppo(key, False) if algorithm == "sft" else key for key in defaults_of_verl(of_verl)]
+    else:
+        keys = leaves(yaml.safe_load((ROOT / "tests" / "docs" / "other_keys.yaml").read_text())[program])
     values = dict.fromkeys(keys, "1")
     ported = port(Foreign(program, algorithm, values), PROGRAMS[algorithm].config)
-    told = (*ported.became, *ported.left)
+    told = (*ported.became, *ported.left, *ported.differs, *ported.todo)
     assert not [line for line in ported.todo if "does not know" in line]
     answered = {re.match(r"(.*?): ", line)[1] for line in told}
     assert not set(keys) - answered
@@ -298,7 +320,7 @@ def test_every_key_of_other_programs_is_answered(program, algorithm):
 
 def test_rules_are_for_keys_of_the_table():
     """A rule for a key that no table has would never be used, except for earlier names of TRL's keys."""
-    earlier = {"torch_dtype", "warmup_ratio", "max_prompt_length"}
+    earlier = {"torch_dtype", "warmup_ratio", "max_prompt_length", "rpo_alpha", "data_files"}
     rows = [(program, keys) for program, _, keys, *_ in other_keys((ROOT / "docs" / "coming_from.md").read_text())]
     for program, rules in RULES_OF.items():
         patterns = [key for of, keys in rows if of == program for key in keys]
@@ -313,15 +335,326 @@ def test_rules_are_for_keys_of_the_table():
         ("a.yaml", "model: {path: m}\noptimizer: {lr: 1}", "is no configuration of TRL (which has no section model)"),
         ("a.sh", "", "has no commands of TRL"),
         ("a.sh", "trl dpo --beta 1\ntrl sft\n", "has 2 commands of TRL"),
-        ("a.sh", "trl dpo --run_name 'a", "is neither YAML nor a command (No closing quotation"),
-        ("a.sh", "trl dpo --config nowhere.yaml", "--config nowhere.yaml: there is no such file"),
+        ("a.sh", "trl dpo --run_name 'a", "unexpected EOF while looking for matching"),
+        ("a.sh", "trl dpo --config nowhere.yaml", "nowhere.yaml: there is no such file here, beside"),
+        ("a.sh", "python -m recipe.dapo.main_dapo a=1", "it starts recipe.dapo.main_dapo, which has no counterpart"),
+        ("a.sh", "uv run examples/run_grpo.py policy.model_name=m", "has no --config"),
+        ("a.sh", "while true; do :; done", "bash did not come to its end within"),
+        ("a.sh", "python -m verl.trainer.main_ppo --config-name=mine", "mine.yaml: there is no such file"),
         ("a.sh", "trl dpo --learning_rate x --per_device_train_batch_size y", "per_device_train_batch_size: must be a"),
         ("a.sh", "trl dpo --loss_type ipo hinge --loss_weights 1", "loss_weights: must have one weight for each of 2"),
         ("a.py", "def", "is not Python (invalid syntax in line 1)"),
         ("a.py", "x = 1", "makes no configurations of TRL (DPOConfig"),
     ],
 )
-def test_wrong_files_are_refused_in_one_line(name, text, message, tmp_path):
+def test_wrong_files_are_refused_in_one_line(name, text, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(shell, "SECONDS", 1)
     with pytest.raises(UserError) as error:
         translated(text, tmp_path, name)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+MET = """\
+set -xeuo pipefail
+SCRIPT_DIR=$(cd -- "$(dirname "${BASH_SOURCE[0]}")" > /dev/null 2>&1 && pwd)
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+: "${NODES:=1}"
+model=${MODEL:-${BASE:-Qwen}/Qwen3-8B}
+max_prompt_length=$((1024 * 1)); max_response_length=$((max_prompt_length * 2))
+longest=$(((max_prompt_length + max_response_length) * 2))
+offload=$([ -n "$UNSET" ] && echo true || echo false)
+if [ "$NODES" -gt 1 ]; then lr=1e-5; else lr=3e-6; fi
+case "$DEVICE" in gpu) coefficient=0.01;; npu) coefficient=0.5;; *) exit 1;; esac
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files="['$HOME/a.parquet', '$HOME/b c.parquet']"
+    data.train_batch_size=64   # a comment
+    data.max_prompt_length=${max_prompt_length}
+    data.max_response_length=${max_response_length}
+)
+DATA+=(actor_rollout_ref.model.path="$model")
+ACTOR=(actor_rollout_ref.actor.optim.lr=$lr actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=$coefficient actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$longest
+    actor_rollout_ref.actor.megatron.optimizer_offload=$offload)
+EXTRA=(model_engine=megatron trainer.nnodes=$NODES
+)
+LAUNCH=(python3)
+if [ "${USE_UV:-1}" != 0 ]; then
+    uv sync --frozen
+    LAUNCH=(uv run --frozen python3)
+fi
+read -r name <<< "an experiment"
+launch() {
+    "${LAUNCH[@]}" -m verl.trainer.main_ppo "${DATA[@]}" "${ACTOR[@]}" "${EXTRA[@]}" \\
+        actor_rollout_ref.rollout.n=4 trainer.project_name='a
+project' trainer.experiment_name="$name $(date +%F)" \\
+        custom_reward_function.path="$SCRIPT_DIR/rewards.py" trainer.default_local_dir="$CKPT/x" "$@" 2>&1 | tee log.txt
+}
+set -- trainer.logger=console trainer.total_epochs=2
+launch "$@" > out.log &
+wait
+"""
+
+
+def test_shell_script_is_read_as_bash_reads_it(tmp_path, monkeypatch):
+    """Nothing of the script acts: no program runs, no file is written, and what depends on them is told."""
+    monkeypatch.chdir(tmp_path)
+    config, ported = translated(MET, tmp_path, "run.sh")
+    home = str(Path.home())
+    assert list(config.data.train) == [f"{home}/a.parquet", f"{home}/b c.parquet"]
+    assert (str(config.model.path), config.optimizer.lr) == ("Qwen/Qwen3-8B", 3e-6)
+    assert (config.data.max_sequence_length, config.grpo.max_new_tokens) == (3072, 2048)
+    assert (config.batch.tokens_per_pack, config.loss.reference_policy_kl_penalty) == (6144, 0.01)
+    assert (config.grpo.num_generations_per_prompt, config.trainer.max_epochs) == (4, 2)
+    assert not config.optimizer.offload and config.environment.function == "rewards:compute_score"
+    todo = "\n".join(ported.todo)
+    assert "python3 -c 'import torch_npu': was not run; taken as failed" in todo
+    assert "trainer.experiment_name: is an experiment <output of date +%F>" in todo
+    assert "trainer.default_local_dir: is ${CKPT}/x" in todo and "put the directory of" in todo
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.yaml", "run.sh"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "touch a; /bin/touch b; $(echo touch) c; > d; echo x > e; exec > f; : >> g; cat <<< x > h",
+        "PATH=/bin:/usr/bin; export PATH; touch a; command touch b; command -p touch c; builtin eval 'touch d'",
+        "source /etc/profile; . /etc/profile; enable touch; hash -p /bin/touch t; t a; set +r; bash -c 'touch c'",
+        "eval 'echo x > a'; f() { echo x > b; }; f; trap 'echo x > c' EXIT; coproc { echo x > d; }; echo x | tee e",
+        "cd /tmp; pwd > a; ulimit -c 1; umask 0; unset -f cd; unset -f command_not_found_handle; cd /; touch b",
+        "kill -9 $$; kill -9 $PPID; kill -9 -1; read x < /dev/tcp/127.0.0.1/9; exec 5<>/dev/tcp/127.0.0.1/9",
+    ],
+)
+def test_shell_script_cannot_act(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(f"{text}\ntrl dpo --beta 0.2\n")
+    found = read_foreign(tmp_path / "run.sh")
+    assert (found.algorithm, found.values) == ("dpo", {"beta": 0.2})
+    assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_commands_in_words_of_others(tmp_path):
+    """A launcher of a cluster gets the command as one word, or in a variable (NeMo RL)."""
+    (tmp_path / "dpo.yaml").write_text("dpo: {reference_policy_kl_penalty: 0.2}\npolicy: {model_name: m}\n")
+    for text in (
+        "srun --nodes=1 bash -c 'cd /x && uv run run_dpo.py --config dpo.yaml dpo.seed=7'",
+        'COMMAND="uv run ./examples/run_dpo.py --config dpo.yaml dpo.seed=7" sbatch --nodes=1 ray.sub',
+        "ray job submit --address=http://x -- python run_dpo.py --config=dpo.yaml ++dpo.seed=7",
+    ):
+        (tmp_path / "run.sh").write_text(text)
+        found = read_foreign(tmp_path / "run.sh")
+        assert (found.algorithm, found.values["dpo.seed"]) == ("dpo", 7), text
+
+
+def test_algorithm_is_never_a_guess(tmp_path):
+    """If a part of verl's command is unread and no estimator is named, the algorithm is asked for."""
+    start = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet"
+    for text, algorithm in {
+        start: "ppo",
+        f"{start} $OPTIONS": "",
+        f"{start} $(cat options)": "",
+        f"{start} odd": "",
+        f"{start} odd algorithm.adv_estimator=rloo": "grpo",
+        f"{start} algorithm.adv_estimator=$E": "",
+    }.items():
+        (tmp_path / "run.sh").write_text(text)
+        found = read_foreign(tmp_path / "run.sh")
+        assert found.algorithm == algorithm, text
+        assert bool(found.unread) == (text != start)
+
+
+def test_files_of_hydra(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "base.yaml").write_text(
+        "algorithm: {adv_estimator: rloo}\ndata: {max_response_length: 100}\n"
+    )
+    (tmp_path / "config" / "mine.yaml").write_text(
+        "hydra: {searchpath: [x]}\ndefaults: [ppo_trainer, base, _self_, {actor: other}]\n"
+        "data: {max_prompt_length: 50}\n"
+        "actor_rollout_ref: {rollout: {n: 3, response_length: '${data.max_response_length}'}, model: {path: m}}\n"
+    )
+    start = "python3 -m verl.trainer.main_ppo trainer.logger=console "
+    text = f"{start} --config-path=config --config-name='mine' data.train_files=a.parquet data.max_prompt_length=60"
+    config, ported = translated(text, tmp_path, "run.sh")
+    assert (config.data.max_sequence_length, config.grpo.advantage_estimator) == (160, "rloo")
+    assert any("the values of actor: other are not read" in line for line in ported.todo)
+    mine = (tmp_path / "config" / "mine.yaml").read_text()
+    (tmp_path / "config" / "mine.yaml").write_text(
+        mine.replace("base, _self_", "_self_, base").replace("{max_prompt", "{max_response_length: 7, max_prompt")
+    )
+    assert translated(text, tmp_path, "run.sh")[0].data.max_sequence_length == 160
+    own, _ = translated(f"{start} --config-name=ppo_megatron_trainer data.train_files=a.parquet "
+                        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 actor_rollout_ref.model.path=m "
+                        "'data={max_prompt_length:10,max_response_length: 20}'", tmp_path, "run.sh")  # fmt: skip
+    assert own.data.max_sequence_length == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"trainer.max_epochs": 30, "grpo.num_prompts_per_step": 1024, "grpo.train_global_batch_size": 1280,
+              "loss.reference_policy_kl_penalty": 0, "loss.ratio_clip_c": 3.0}),
+        ("actor_rollout_ref.actor.use_kl_loss=True",
+         {"loss.reference_policy_kl_penalty": 0.001, "loss.kl_estimator": "k3", "loss.use_kl_in_reward": False}),
+        ("algorithm.use_kl_in_reward=True algorithm.adv_estimator=reinforce_plus_plus",
+         {"loss.reference_policy_kl_penalty": 0.001, "loss.kl_estimator": "k1", "loss.use_kl_in_reward": True}),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", {"loss.ratio_clip_min": 0.2, "loss.ratio_clip_max": 0.2}),
+        ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.vllm.num_servers": 4}),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=128 "
+         "reward.reward_kwargs.max_resp_len=512", {"grpo.overlong_cache_length": 128}),
+        ("custom_reward_function.path=/x/own.py custom_reward_function.name=score",
+         {"environment.name": "verl", "environment.function": "own:score"}),
+    ],
+)  # fmt: skip
+def test_defaults_of_verl_hold(arguments, expected, tmp_path):
+    start = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=t.parquet "
+        "trainer.logger=console actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=5 "
+    )
+    config, ported = translated(start + arguments, tmp_path, "run.sh")
+    assert not ported.refused and not ported.differs
+    for name, value in expected.items():
+        assert value_of(config, name) == value, name
+
+
+def value_of(config, name):
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def test_sft_of_verl(tmp_path):
+    text = (
+        "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=t.parquet model.path=m optim.lr=1e-5 "
+        "engine=megatron optim=megatron engine.tensor_model_parallel_size=2 data.max_length=2048 "
+        "trainer.logger=console trainer.total_epochs=2 data.messages_key=turns model.lora.rank=8 data.truncation=right"
+    )
+    config, ported = translated(text, tmp_path, "run.sh")
+    assert (config.optimizer.lr, config.batch.global_batch_size, config.trainer.max_epochs) == (1e-5, 256, 2)
+    assert (config.parallel.tensor_model_parallel_size, config.data.max_sequence_length) == (2, 2048)
+    assert (config.data.columns, config.model.lora.rank, config.seed) == ({"messages": "turns"}, 8, 1)
+    assert config.data.overlong == "truncate" and not ported.differs
+    assert any(line.startswith("optim.lr: ") for line in ported.became)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loss_fn: {use_cispo: true, ratio_clip_max: 4.0}", {"loss.clip_type": "cispo", "loss.ratio_clip_max": 4.0}),
+        ("policy: {max_total_sequence_length: 64, generation: {max_new_tokens: '${policy.max_total_sequence_length}'}}",
+         {"grpo.max_new_tokens": None, "data.max_sequence_length": 64}),
+        ("policy: {megatron_cfg: {enabled: true, peft: {enabled: true, dim: 4, alpha: 8, target_modules: "
+         "[linear_qkv, linear_fc1]}}}",
+         {"model.lora.rank": 4, "model.lora.target_modules": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}),
+        ("grpo: {use_dynamic_sampling: true, dynamic_sampling_max_gen_batches: 3, adv_estimator: "
+         "{name: reinforce_plus_plus}}",
+         {"grpo.dynamic_sampling_rounds": 3, "grpo.advantage_estimator": "reinforce_plus_plus",
+          "grpo.minus_baseline": True}),
+        ("grpo: {reward_shaping: {enabled: true, overlong_buffer_length: 32, max_response_length: 128}}\n"
+         "policy: {max_total_sequence_length: 128, generation: {max_new_tokens: 128}}",
+         {"grpo.overlong_cache_length": 32, "grpo.max_new_tokens": None}),
+        ("env: {math: {num_workers: 3}}", {"environment.name": "math", "environment.num_workers": 3}),
+        ("policy: {sequence_packing: {enabled: true, train_mb_tokens: '${mul:512, ${policy.train_micro_batch_size}}'}, "
+         "train_micro_batch_size: 4}", {"batch.tokens_per_pack": 2048}),
+        ("policy: {optimizer: {name: torch.optim.AdamW}, scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: "
+         "{total_iters: 50}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [50]}]}",
+         {"optimizer.schedule": "constant", "optimizer.warmup_steps": 50}),
+        ("", {"grpo.use_leave_one_out_baseline": True, "loss.reference_policy_kl_penalty": 0.01}),
+    ],
+)  # fmt: skip
+def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
+    pytest.importorskip("math_verify")
+    (tmp_path / "base.yaml").write_text(
+        "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\nloss_fn: {}\n"
+        "policy: {model_name: m}\ndata: {train: {dataset_name: t.jsonl}}\n"
+    )
+    config, ported = translated(f"defaults: base.yaml\n{text}", tmp_path, "mine.yaml", algorithm="grpo")
+    assert not ported.differs and not ported.refused
+    for name, value in expected.items():
+        assert value_of(config, name) == value, name
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "told"),
+    [
+        ("NeMo RL", "grpo: {reward_scaling: {enabled: true}}", "grpo.reward_scaling.enabled: true: rewards are not"),
+        ("NeMo RL", "env: {code: {num_workers: 1}}", "env.code.num_workers: 1: write this environment"),
+        ("NeMo RL", "env: {math: {math_verify_impl: dapo_math_verify}}", "env.math.math_verify_impl: dapo_math_verify"),
+        ("NeMo RL", "data: {train: {dataset_name: OpenMathInstruct-2}}", "is NeMo RL's name of a dataset"),
+        ("NeMo RL", "grpo: {adv_estimator: {name: opd}}", "grpo.adv_estimator.name: opd: opd does not exist here"),
+        ("NeMo RL", "cluster: {num_nodes: 2, gpus_per_node: 8}\npolicy: {generation: {backend: vllm, vllm_cfg: "
+         "{tensor_parallel_size: 1}}}", "a run starts servers on its first machine only"),
+        ("NeMo RL", "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 2, freeze_moe_router: true}}",
+         "policy.megatron_cfg.freeze_moe_router: true: routers are trained"),
+        ("verl", "algorithm: {adv_estimator: remax}", "algorithm.adv_estimator: remax: remax does not exist here"),
+        ("verl", "algorithm: {adv_estimator: grpo, kl_ctrl: {type: adaptive}}", "algorithm.kl_ctrl.type: adaptive"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}",
+         "actor_rollout_ref.actor.policy_loss.loss_mode: clip_cov: clip_cov does not exist"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {multi_turn: {enable: true}}}",
+         "actor_rollout_ref.rollout.multi_turn.enable: true: set environment.max_turns"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 1}}",
+         "actor_rollout_ref.rollout.n: 1 -> grpo.num_generations_per_prompt: 1, which is refused here"),
+    ],
+)  # fmt: skip
+def test_what_would_train_differently_comes_first(program, text, told, tmp_path, capsys):
+    """Such a value is told alone, before everything else, on the standard error too, and the exit status is 1."""
+    base = {
+        "NeMo RL": "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\npolicy: {model_name: m}\n"
+        "data: {train: {dataset_name: t.jsonl}}\n",
+        "verl": "actor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\ndata: {train_files: a.parquet}\n"
+        "trainer: {logger: console}\n",
+    }[program]
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: {'base.yaml' if program == 'NeMo RL' else '[ppo_trainer, base]'}\n{text}"
+    )
+    with pytest.raises(SystemExit) as stop:
+        port_command([str(tmp_path / "mine.yaml"), "--algorithm", "grpo"], "port")
+    out, err = capsys.readouterr()
+    first = out.splitlines()[3]
+    assert out.splitlines()[2].startswith("# Without a counterpart") and told in first, out
+    assert err.startswith("differs: ") and told in err.splitlines()[0]
+    assert stop.value.code == 1
+
+
+PYTHON_GRPO = """\
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+MODEL, EACH = "unread", 4
+NAME: str = "Qwen/Qwen3-8B"
+STEPS = 2
+def short(completions, **others):
+    return [float(len(text) < 9) for text in completions]
+data = load_dataset("json", data_files={"train": "data/a.jsonl", "test": "data/b.jsonl"}, split="train")
+args = GRPOConfig(output_dir=f"out/{NAME}", learning_rate=STEPS * 1e-6, per_device_train_batch_size=8 // STEPS,
+                  num_generations=STEPS**2, reward_weights=[1.0, 0.5], **more)
+GRPOTrainer(NAME, reward_funcs=[think_format_reward, short], args=args, train_dataset=data)
+"""
+
+
+def test_constants_functions_and_files_of_a_python_file(tmp_path):
+    config, ported = translated(PYTHON_GRPO, tmp_path, "mine.py")
+    assert (str(config.model.path), config.output_dir.as_posix()) == ("Qwen/Qwen3-8B", "out/Qwen/Qwen3-8B")
+    assert (config.optimizer.lr, config.grpo.num_prompts_per_step, config.data.train) == (2e-6, 1, "data/a.jsonl")
+    judges = config.environment.rewards
+    assert {name: (judge.name, judge.function, judge.weight) for name, judge in judges.items()} == {
+        "think_format_reward": ("trl", "trl.rewards:think_format_reward", 1.0), "short": ("trl", "mine:short", 0.5),
+    }  # fmt: skip
+    assert any(line.startswith("**more in line 10 is not read") for line in ported.todo)
+
+
+def test_formats_are_no_datasets(tmp_path):
+    (tmp_path / "mine.py").write_text(PYTHON_GRPO.replace('"json"', '"csv"'))
+    found = port(read_foreign(tmp_path / "mine.py"), PROGRAMS["grpo"].config)
+    assert found.refused and "csv is not read here" in found.differs[0] and "data.train" not in found.values
+    config, _ = translated("trl dpo --model_name_or_path m --dataset_name d --rpo_alpha 0.5", tmp_path)
+    assert (config.dpo.sft_loss_weight, config.dpo.sft_average_log_probs) == (0.5, True)
+
+
+@pytest.mark.long
+def test_defaults_are_those_of_verl():
+    """The table is what its script makes from the installed verl."""
+    assert make_defaults_of_verl.table() == TABLE.read_text()

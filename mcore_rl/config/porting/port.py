@@ -11,13 +11,20 @@ import yaml
 from pydantic import ValidationError
 
 from mcore_rl.config.base import Section
-from mcore_rl.config.load import FORM, has_key
+from mcore_rl.config.load import FORM, has_key, resolved_yaml
 from mcore_rl.config.other_names import OtherName, other_names
+from mcore_rl.config.porting.defaults import flattened
 from mcore_rl.config.porting.foreign import Foreign
-from mcore_rl.config.porting.rules import Given, Rule
+from mcore_rl.config.porting.nemo_rl import DEFAULTS_OF_NEMO_RL, NEMO_RL
+from mcore_rl.config.porting.rules import Given, Refused, Rule, ToDo
 from mcore_rl.config.porting.trl import DEFAULTS, RULES
-from mcore_rl.config.porting.verl import DEFAULTS_OF_VERL, NEMO_RL, VERL
+from mcore_rl.config.porting.verl import INSTEAD_OF_UNSET, PLACEHOLDERS, VERL, judge_of_verl
 from mcore_rl.errors import UserError
+
+NEEDED = {"model.path": "m", "data.train": "d", "output_dir": "o"}
+"""Values with which the configuration of each algorithm but `distill` loads, and with `TEACHER` that one too."""
+
+TEACHER = {"distillation.teacher": "t"}
 
 REQUIRED = {"model.path": "--model", "data.train": "--data"}
 """Keys without which no run starts, and the options that set them too."""
@@ -33,11 +40,13 @@ SAME_LOOP = ("sft", "rm", "distillation")
 class Ported:
     """A translated configuration.
 
-    values: values here by dotted key. became: lines that say what each key became. left: lines about keys that became
-    nothing. todo: what a person has to add or check. refused: whether the configuration cannot be loaded as it is.
+    values: values here by dotted key. differs: lines about values without a counterpart, which train something else
+    than the values here. became: lines that say what each key became. left: lines about keys that became nothing.
+    todo: what a person has to add or check. refused: whether the configuration cannot be loaded as it is.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
     became: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     todo: list[str] = field(default_factory=list)
@@ -54,27 +63,42 @@ def port(foreign: Foreign, config_type: type[Section]) -> Ported:
     ported = Ported(todo=list(foreign.unread))
     for key, value in foreign.values.items():
         _add(ported, foreign, config_type, given, key, value)
+    usual = _usual_values(config_type)
     for key, value in given.defaults.items():
         if foreign.values.get(key) is None:
-            _add(ported, foreign, config_type, given, key, value, is_default=True)
+            _add(ported, foreign, config_type, given, key, value, usual)
+    if foreign.program == "verl" and has_key(config_type, "environment"):
+        judge, todo = judge_of_verl(given)
+        ported.values |= judge
+        ported.todo += [todo] * bool(todo)
     if "output_dir" not in ported.values:
         ported.values["output_dir"] = f"outputs/{foreign.algorithm}"
     for key, option in REQUIRED.items():
         if key not in ported.values:
             ported.todo.append(f"{key} is required: add it, or give {option} on the command line")
             ported.refused = True
-    if has_key(config_type, "environment") and not any(key.startswith("environment.") for key in ported.values):
+    if has_key(config_type, "environment") and "environment.name" not in ported.values:
         ported.todo.append("environment.name: choose the judge; the default compares with each record's answer")
     if foreign.program == "TRL" and foreign.processes is None:
         ported.todo.append("the batch is that of one process; --num-processes N multiplies it")
     _leave_out_refused(ported, config_type)
+    ported.refused = ported.refused or bool(ported.differs)
     return ported
 
 
 def _defaults_of(foreign: Foreign) -> Mapping[str, Any]:
     if foreign.program == "TRL":
         return {**DEFAULTS[""], **DEFAULTS.get(foreign.algorithm, {})}
-    return DEFAULTS_OF_VERL if foreign.program == "verl" else {}
+    if foreign.program == "NeMo RL":
+        return DEFAULTS_OF_NEMO_RL.get(foreign.algorithm, {})
+    known = {key: value for key, value in foreign.defaults.items() if key not in PLACEHOLDERS}
+    return {**known, **INSTEAD_OF_UNSET}
+
+
+def _usual_values(config_type: type[Section]) -> Mapping[str, Any]:
+    """Return the default values here by dotted key."""
+    config = config_type.model_validate(nested({**NEEDED, **(TEACHER if has_key(config_type, "distillation") else {})}))
+    return dict(flattened(yaml.safe_load(resolved_yaml(config))))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,10 +127,16 @@ def _add(
     given: Given,
     key: str,
     value: Any,
-    is_default: bool = False,
+    usual: Mapping[str, Any] | None = None,
 ) -> None:
-    """Translate one key into `ported`. Of a default, only what it becomes is told."""
-    origin = f"{foreign.program}'s default {key}" if is_default else key
+    """Translate one key into `ported`.
+
+    Args:
+        usual: for a key that the file leaves out: the default values here. Only what differs from them is written, and
+            nothing is told about keys that become nothing.
+    """
+    is_default, name = usual is not None, foreign.spelled(key)
+    origin = f"{foreign.program}'s default {name}" if is_default else name
     row, rule = _row(foreign, key), _rule(foreign, key)
     outcome: Mapping[str, Any] | str
     if value is None and not key.startswith("loss_fn."):
@@ -119,27 +149,30 @@ def _add(
         outcome = {row.here: value}
     else:
         outcome = row.reason if row is not None else ""
+    if isinstance(outcome, Refused):
+        ported.differs.append(f"{origin}: {_shown(value)}: {outcome}")
+    elif isinstance(outcome, ToDo):
+        ported.todo.append(f"{origin}: {_shown(value)}: {outcome}")
+    elif isinstance(outcome, str) and not is_default:
+        unknown = f"mcore_rl does not know this key of {foreign.program}"
+        (ported.left if outcome else ported.todo).append(f"{origin}: {_shown(value)}: {outcome or unknown}")
     if isinstance(outcome, str):
-        if not outcome:
-            ported.todo.append(f"{key}: {_shown(value)}: mcore_rl does not know this key of {foreign.program}")
-        elif not is_default:
-            ported.left.append(f"{key}: {_shown(value)}: {outcome}")
         return
     settings = {_of_program(name, config_type): part for name, part in outcome.items()}
     absent = [name for name in settings if not has_key(config_type, name)]
-    kept = {name: part for name, part in settings.items() if name not in absent}
-    for name, part in kept.items():
+    for name, part in settings.items():
+        if name in absent or (usual is not None and (usual.get(name) == part or name in ported.values)):
+            continue
         if ported.values.get(name, part) != part:
-            if not is_default:
-                ported.left.append(
-                    f"{key}: {_shown(value)}: another key has set {name} to {_shown(ported.values[name])}"
-                )
+            ported.left.append(
+                f"{origin}: {_shown(value)}: another key has set {name} to {_shown(ported.values[name])}"
+            )
         else:
             ported.values[name] = part
             ported.became.append(f"{origin}: {_shown(value)} -> {name}: {_shown(part)}")
     if absent and not is_default:
         ported.left.append(
-            f"{key}: {_shown(value)}: is {absent[0]}, which the program {foreign.algorithm} does not have"
+            f"{origin}: {_shown(value)}: is {absent[0]}, which the program {foreign.algorithm} does not have"
         )
 
 
@@ -189,11 +222,11 @@ def _shown(value: Any) -> str:
 
 
 def _leave_out_refused(ported: Ported, config_type: type[Section]) -> None:
-    """Move values that the configuration refuses, one after the other, to the keys that became nothing.
+    """Move values that the configuration refuses, one after the other, to those without a counterpart.
 
     A value that needs a package which is not installed here is kept.
     """
-    trial = {"model.path": "m", "data.train": "d", **ported.values}
+    trial = {**NEEDED, **ported.values}
     while True:
         try:
             config_type.model_validate(nested(trial))
@@ -223,4 +256,4 @@ def _leave_out_refused(ported: Ported, config_type: type[Section]) -> None:
         ported.values.pop(key)
         refused = [line for line in ported.became if f"-> {key}: " in line] or [f"{key}: {_shown(value)}"]
         ported.became = [line for line in ported.became if line not in refused]
-        ported.left += [f"{line}, which is refused here: {message}" for line in refused]
+        ported.differs += [f"{line}, which is refused here: {message}" for line in refused]

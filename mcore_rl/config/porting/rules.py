@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.porting.foreign import Foreign
 from mcore_rl.errors import UserError
+
+
+class Refused(str):
+    """Why a value has no counterpart, although training would differ without one."""
+
+
+class ToDo(str):
+    """What a person has to do for a value, outside of the configuration."""
 
 
 class Given:
@@ -17,6 +25,7 @@ class Given:
     def __init__(self, foreign: Foreign, defaults: Mapping[str, Any]) -> None:
         self.algorithm = foreign.algorithm
         self.processes = foreign.processes or 1
+        self.nodes = foreign.nodes
         self.defaults = defaults
         self.values = foreign.values
 
@@ -34,7 +43,8 @@ class Given:
 
 
 Outcome = Mapping[str, Any] | str
-"""The values here that another program's value becomes, or why it becomes nothing."""
+"""The values here that another program's value becomes, or why it becomes nothing: `Refused` if training differs,
+`ToDo` if a person has to do something, else text."""
 Rule = Callable[[Any, Given], Outcome]
 
 
@@ -54,9 +64,17 @@ class Choice:
 
     def __call__(self, value: Any, given: Given) -> Outcome:
         key = value if isinstance(value, str | int | float | bool) else str(value)
-        return self.outcomes.get(
-            key, f"{value} does not exist here; it may be one of {', '.join(map(str, self.outcomes))}"
-        )
+        names = ", ".join(map(str, self.outcomes))
+        return self.outcomes.get(key, Refused(f"{value} does not exist here; it may be one of {names}"))
+
+
+NOTHING: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
+"""Values that switch an option off."""
+
+
+def refused(reason: str, harmless: Sequence[Any] = NOTHING) -> Rule:
+    """Return a rule for a key that has no counterpart, although values other than the harmless ones change training."""
+    return lambda value, given: "as here" if value in harmless else Refused(reason)
 
 
 def said(reason: str) -> Rule:
@@ -96,25 +114,56 @@ def trackers(value: Any, given: Given) -> Outcome:
     return dict(keys[name] for name in names if name in keys) or f"{value} is not a tracker here"
 
 
+_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
+}  # fmt: skip
+"""Names of Hugging Face projections for Megatron's linear layers."""
+
+
 def targets(value: Any, given: Given) -> Outcome:
-    names = value if isinstance(value, list | tuple) else [value]
-    return "all-linear is the default here" if "all-linear" in names else {"model.lora.target_modules": list(names)}
+    """Return the projections that get adapters. The names of Megatron's layers are accepted; none means all."""
+    names = list(value) if isinstance(value, list | tuple) else [value] if value else []
+    if not names or "all-linear" in names or set(_OF_MEGATRON) <= set(names):
+        return "all projections are the default here"
+    unknown = [name for name in names if not re.fullmatch(r"\w+", str(name)) or str(name).startswith("linear_")]
+    if unknown := [name for name in unknown if name not in _OF_MEGATRON]:
+        return Refused(f"{', '.join(unknown)}: name the projections in model.lora.target_modules")
+    return {"model.lora.target_modules": [part for name in names for part in _OF_MEGATRON.get(name, (name,))]}
 
 
 def optimizer(value: Any, given: Given) -> Outcome:
     name = str(value).lower().rpartition(".")[2]
     if re.search(r"8bit|4bit|paged|bnb", name) or not re.match(r"adamw?(_|$)|(dist_)?muon", name):
-        return f"{value} does not exist here; it is adamw or muon"
+        return Refused(f"{value} does not exist here; it is adamw or muon")
     return {"optimizer.name": "muon" if "muon" in name else "adamw"}
 
 
 def servers(value: Any, given: Given) -> Outcome:
     """Return the sizes of vLLM's servers that run on all processes' GPUs: `value` processes for each server."""
     each = int(number(value, "tensor_parallel_size"))
+    if given.nodes > 1:
+        return Refused(
+            f"a run starts servers on its first machine only: start those of {given.nodes} machines, of {each} GPUs "
+            "each, with scripts/serve_vllm.py, and name them in generation.vllm.urls"
+        )
     return {
         "generation.vllm.tensor_parallel_size": each,
         "generation.vllm.num_servers": max(given.processes // each, 1),
     }
+
+
+def betas(value: Any, given: Given) -> Outcome:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return f"must be two numbers, got {value!r}"
+    return {"optimizer.adam_beta1": value[0], "optimizer.adam_beta2": value[1]}
+
+
+def sequence_parallel(size: str) -> Rule:
+    return true_for(only_if(
+        size, lambda value: value is not None and number(value, size) > 1, f"{size} is 1",
+        to("parallel.sequence_parallel"),
+    ))  # fmt: skip
 
 
 SCHEDULE = Choice({
@@ -133,5 +182,5 @@ DTYPE = Choice(
 )
 FP8_RECIPE = Choice(
     {name: {"model.fp8.recipe": name} for name in ("blockwise", "tensorwise", "mxfp8")}
-    | {"delayed": "delayed scaling does not exist here; choose a model.fp8.recipe"}
+    | {"delayed": Refused("delayed scaling does not exist here; choose a model.fp8.recipe")}
 )

@@ -11,11 +11,14 @@ from mcore_rl.config.porting.rules import (
     Choice,
     Given,
     Outcome,
+    Refused,
     Rule,
+    ToDo,
     number,
     only_if,
     optimizer,
     positive,
+    refused,
     said,
     servers,
     targets,
@@ -37,7 +40,7 @@ def _batch_of_trl(value: Any, given: Given) -> Outcome:
     )
     group = int(given.number("num_generations"))
     if responses % group or (update % group or responses % update):
-        return (
+        return Refused(
             f"{responses} responses of a generation, updates of {update} and groups of {group} do not divide each "
             "other; set grpo.num_prompts_per_step and grpo.train_global_batch_size"
         )
@@ -63,7 +66,7 @@ def _steps(key: str) -> Rule:
         if count <= 0:
             return "0 and less switch it off, as leaving it out does here"
         if count < 1:
-            return f"{value} of the run; give a number of steps as {key}"
+            return ToDo(f"{value} of the run; give a number of steps as {key}")
         return {key: math.ceil(count / _updates_per_step(given))}
 
     return rule
@@ -77,8 +80,12 @@ def _validation_interval(value: Any, given: Given) -> Outcome:
     if not _evaluates(given):
         return "eval_strategy=no: nothing is evaluated"
     if given("eval_strategy") != "steps":
-        return "an interval counts steps; set trainer.validation_interval"
+        return ToDo("an interval counts steps; set trainer.validation_interval")
     return _steps("trainer.validation_interval")(given("eval_steps", given("logging_steps")), given)
+
+
+_FORMATS = ("json", "csv", "parquet", "text")
+"""Names under which the library datasets reads files, and no datasets of the hub."""
 
 
 def _dataset(split: str, key: str, usual: str) -> Rule:
@@ -88,9 +95,24 @@ def _dataset(split: str, key: str, usual: str) -> Rule:
             return "dataset_name is missing"
         if key == "data.validation" and not _evaluates(given):
             return "eval_strategy=no: nothing is evaluated"
+        if name in _FORMATS:
+            return _files(name, part, key, given("data_files"))
         return {key: name if part == "train" else f"{name}:{part}"}
 
     return rule
+
+
+def _files(form: str, part: str, key: str, files: Any) -> Outcome:
+    """Return the source that load_dataset(form, data_files=files, split=part) reads."""
+    if form in ("csv", "text"):
+        return Refused(f"{form} is not read here; write the records into a .jsonl or .parquet file")
+    if isinstance(files, dict):
+        files = files.get(part)
+    elif key == "data.validation" and part != "train":
+        return "data_files has one split"
+    if files is None:
+        return Refused(f"{form} is a format, and data_files does not name the files of {part}")
+    return {key: files[0] if isinstance(files, list) and len(files) == 1 else files}
 
 
 def _losses_on_pairs(value: Any, given: Given) -> Outcome:
@@ -101,7 +123,7 @@ def _losses_on_pairs(value: Any, given: Given) -> Outcome:
         raise UserError(f"loss_weights: must have one weight for each of {len(types)} loss types, got {len(weights)}")
     pairs = {name: weight for name, weight in zip(types, weights, strict=True) if name != "sft"}
     if not pairs:
-        return "the losses need one on pairs; for sft alone, use the program sft"
+        return Refused("the losses need one on pairs; for sft alone, use the program sft")
     found: dict[str, Any] = {"dpo.preference_loss": list(pairs) if len(pairs) > 1 else next(iter(pairs))}
     if len(pairs) > 1 and set(pairs.values()) != {1.0}:
         found["dpo.preference_loss_weights"] = list(pairs.values())
@@ -185,8 +207,10 @@ def _server(value: Any, given: Given) -> Outcome:
     }
 
 
-JUDGES = {"accuracy_reward": {"name": "math"}, "reasoning_accuracy_reward": {"name": "math"}}
-"""Judges here for functions of TRL's script."""
+JUDGES = {name: {"name": "math"} for name in ("accuracy_reward", "reasoning_accuracy_reward")} | {
+    "think_format_reward": {"name": "trl", "function": "trl.rewards:think_format_reward"}
+}
+"""Judges here for functions of TRL's script, by their names in the script or in trl.rewards."""
 
 
 def _rewards(value: Any, given: Given) -> Outcome:
@@ -194,9 +218,10 @@ def _rewards(value: Any, given: Given) -> Outcome:
     judges = {}
     for name in names:
         module, _, function = name.rpartition(".")
-        if not module and name not in JUDGES:
-            return f"{name} is a function of TRL's script; write it in a module of yours, as environment.function"
-        judges[function] = JUDGES.get(name, {"name": "trl", "function": f"{module}:{function}"})
+        of_trl = JUDGES.get(name.removeprefix("trl.rewards."))
+        if not module and of_trl is None:
+            return Refused(f"{name} is no function of a module; write it in one of yours, as environment.function")
+        judges[function] = of_trl or {"name": "trl", "function": f"{module}:{function}"}
     if len(names) == 1:
         return {f"environment.{key}": part for key, part in next(iter(judges.values())).items()}
     weights = given("reward_weights") or [1.0] * len(names)
@@ -301,6 +326,23 @@ IN_BATCH = "a part of the batch sizes, which count the whole batch"
 
 
 RULES: dict[tuple[str, str], Rule] = {
+    ("", "neftune_noise_alpha"): refused("SFT has no noise"),
+    ("", "label_smoothing_factor"): refused("SFT has no label smoothing"),
+    ("", "fp16"): refused("fp16 does not exist here; bf16 is model.dtype=bfloat16"),
+    ("", "completion_only_loss"): refused("only responses are trained on", harmless=(None, True)),
+    ("", "optim_args"): refused("each option is a key of its own in optimizer"),
+    ("", "optim_target_modules"): refused("an option of an optimizer that does not exist here"),
+    ("", "lr_scheduler_kwargs"): refused("each option is a key of its own in optimizer"),
+    ("", "use_dora"): refused("adapters are those of LoRA"),
+    ("", "lora_modules_to_save"): refused("adapters train no other weights"),
+    ("grpo", "generation_kwargs"): refused("a token's probability must be the one that training computes"),
+    ("grpo", "repetition_penalty"): refused(
+        "a token's probability must be the one that training computes", harmless=(None, 1)
+    ),
+    ("grpo", "vllm_structured_outputs_regex"): refused("a token's probability must be the one that training computes"),
+    ("grpo", "chat_template_kwargs"): refused("write the values into the template of data.chat_template"),
+    ("grpo", "top_entropy_quantile"): refused("every response token counts", harmless=(None, 1)),
+    ("grpo", "use_adaptive_entropy"): refused("loss.entropy_bonus is constant"),
     ("", "per_device_train_batch_size"): _batch_of_trl,
     ("", "gradient_accumulation_steps"): said(IN_BATCH),
     ("", "bf16"): _bf16,
@@ -310,6 +352,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "model_revision"): said("a part of model.path"),
     ("", "dataset_name"): _dataset("dataset_train_split", "data.train", "train"),
     ("", "dataset_train_split"): said("a part of data.train"),
+    ("", "data_files"): said("a part of data.train or data.validation"),
     ("", "dataset_test_split"): _dataset("dataset_test_split", "data.validation", "test"),
     ("", "use_peft"): said("the keys of model.lora turn LoRA on"),
     ("", "lora_r"): _with_lora(to("model.lora.rank")),
@@ -364,6 +407,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("dpo", "loss_type"): _losses_on_pairs,
     ("dpo", "loss_weights"): said("a part of loss_type"),
     ("dpo", "label_smoothing"): _smoothing,
+    ("dpo", "rpo_alpha"): lambda value, given: {"dpo.sft_loss_weight": value, "dpo.sft_average_log_probs": True},
     ("dpo", "precompute_ref_log_probs"): true_for(to("dpo.reference", lambda _: "precompute"), "auto is the default"),
     ("sft", "loss_type"): Choice(
         {"nll": {"sft.loss": "nll"}, "chunked_nll": {"sft.loss": "nll"}, "dft": {"sft.loss": "dft"}}
@@ -426,7 +470,7 @@ RULES: dict[tuple[str, str], Rule] = {
         ),
     ),
     ("grpo", "log_completions"): said("samples are always written to samples.jsonl"),
-    ("grpo", "max_tool_calling_iterations"): said("set environment.max_turns and a judge that answers tool calls"),
+    ("grpo", "max_tool_calling_iterations"): refused("set environment.max_turns and a judge that answers tool calls"),
     ("grpo", "reward_funcs"): _rewards,
     ("grpo", "reward_weights"): said("a part of environment.rewards"),
     ("grpo", "reward_model_name_or_path"): _reward_model,

@@ -1,7 +1,9 @@
-"""Rules for the values of verl and NeMo RL. Other keys keep their values, under the names in the table of keys."""
+"""Rules for the values of verl. Other keys keep their values, under the names in the table of keys."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.porting.rules import (
@@ -11,12 +13,16 @@ from mcore_rl.config.porting.rules import (
     Choice,
     Given,
     Outcome,
+    Refused,
     Rule,
+    betas,
     number,
     only_if,
     optimizer,
     positive,
+    refused,
     said,
+    sequence_parallel,
     servers,
     targets,
     to,
@@ -27,8 +33,6 @@ from mcore_rl.config.porting.rules import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-
-# ------------------------------------------------------------------ verl
 
 
 def _sources(key: str) -> Rule:
@@ -90,7 +94,7 @@ def _estimator_of_kl(value: Any, given: Given) -> Outcome:
     if given(f"{ACTOR}.use_kl_loss") is not True and given("algorithm.use_kl_in_reward") is not True:
         return "there is no KL term"
     if name not in names:
-        return f"{value} does not exist here; it may be one of {', '.join(names)}"
+        return Refused(f"{value} does not exist here; it may be one of {', '.join(names)}")
     return {"loss.kl_estimator": names[name], "loss.kl_gradient": "unbiased" if plus else "value"}
 
 
@@ -131,7 +135,7 @@ def _aggregation(value: Any, given: Given) -> Outcome:
         longest = given(f"{ACTOR}.loss_scale_factor") or given("data.max_response_length")
         return {**found, "loss.dr_grpo_max_tokens": longest}
     if mode not in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
-        return f"{value} does not exist here"
+        return Refused(f"{value} does not exist here")
     usual = by_clipping and mode == "token-mean"
     return found if usual else {**found, "loss.aggregation": mode.replace("-", "_")}
 
@@ -142,8 +146,12 @@ def _warmup(steps: str) -> Rule:
     ))  # fmt: skip
 
 
+_ENGINES = ("vllm", "sglang", "trtllm")
+"""Engines of verl in whose place vLLM generates here."""
+
+
 def _with_vllm(rule: Rule) -> Rule:
-    return only_if(f"{ROLLOUT}.name", lambda value: value == "vllm", "the engine is not vLLM", rule)
+    return only_if(f"{ROLLOUT}.name", lambda value: value in _ENGINES, "no server generates", rule)
 
 
 def _server_options(value: Any, given: Given) -> Outcome:
@@ -165,35 +173,46 @@ def _lora(rule: Rule) -> Rule:
     return lambda value, given: rule(value, given) if has(given) else "lora_rank is 0"
 
 
-def _sequence_parallel(size: str) -> Rule:
-    return true_for(only_if(
-        size, lambda value: value is not None and number(value, size) > 1, f"{size} is 1",
-        to("parallel.sequence_parallel"),
-    ))  # fmt: skip
-
-
 def _validates(rule: Rule) -> Rule:
     return only_if("data.val_files", bool, "data.val_files is missing", rule)
 
 
 def _with_reward_model(rule: Rule) -> Rule:
-    switches = ("reward.reward_model.enable", "reward_model.enable")
-
     def of_model(value: Any, given: Given) -> Outcome:
-        is_used = any(given(switch) is True for switch in switches)
+        is_used = any(given(f"{part}.enable") is True for part in _REWARD_MODELS)
         return rule(value, given) if is_used else "no reward model is enabled"
 
     return of_model
 
 
+def _overlong(part: str) -> Rule:
+    """Return a rule for the length over which the penalty of long responses rises, options of `part`."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        if given(f"{part}.enable") is not True:
+            return "the penalty is off"
+        longest = given(f"{part.rpartition('.')[0]}.max_resp_len", given("data.max_response_length"))
+        if given(f"{part}.penalty_factor", 1.0) != 1 or longest != given("data.max_response_length"):
+            return Refused("the penalty here rises to 1 at grpo.max_new_tokens")
+        return {"grpo.overlong_cache_length": value}
+
+    return rule
+
+
+def _column(field: str) -> Rule:
+    def rule(value: Any, given: Given) -> Outcome:
+        keys = {"messages": "data.messages_key", "tools": "data.tools_key"}
+        others = {name: given(key) for name, key in keys.items() if given(key) != name}
+        return {"data.columns": others} if others else f"{field} is the default"
+
+    return rule
+
+
+_REWARD_MODELS = ("reward.reward_model", "reward_model")
+
+
 def _reward_model(value: Any, given: Given) -> Outcome:
     return {"environment.name": "reward_model", "environment.path": value}
-
-
-def _betas(value: Any, given: Given) -> Outcome:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return f"must be two numbers, got {value!r}"
-    return {"optimizer.adam_beta1": value[0], "optimizer.adam_beta2": value[1]}
 
 
 def _of_critic(rule: Rule) -> Rule:
@@ -214,7 +233,7 @@ def _of_optimizer(optim: str) -> dict[str, Rule]:
     """Return the rules for the options of an optimizer, without their prefix."""
     return {
         "optimizer": optimizer,
-        "betas": _betas,
+        "betas": betas,
         "weight_decay": to("optimizer.weight_decay"),
         "clip_grad": to("optimizer.clip_grad"),
         "lr_warmup_steps": positive("optimizer.warmup_steps", "lr_warmup_steps_ratio counts"),
@@ -223,6 +242,11 @@ def _of_optimizer(optim: str) -> dict[str, Rule]:
         "lr_scheduler_type": SCHEDULE,
         "warmup_style": SCHEDULE,
     }
+
+
+def _recomputed(value: Any, given: Given) -> Outcome:
+    kept = [name for name in value or () if name in ("mlp", "moe", "shared_experts")]
+    return {"model.recompute_modules": kept} if kept else "attention is recomputed by its kernel"
 
 
 _OPTIM = f"{ACTOR}.optim"
@@ -236,7 +260,22 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", "data.image_key"): _columns,
     ("", f"{ACTOR}.freeze_vision_tower"): _tower,
     ("", "data.train_max_samples"): positive("data.max_samples", "all records are used by default"),
-    ("", "data.truncation"): said("prompts are never truncated; longer ones are dropped"),
+    ("", "data.truncation"): refused("prompts are never truncated; longer ones are dropped", harmless=(None, "error")),
+    ("", "data.shuffle"): refused("training data is always shuffled by seed", harmless=(None, True)),
+    ("", "data.apply_chat_template_kwargs"): refused("write the values into the template of data.chat_template"),
+    ("", "algorithm.rollout_correction.bypass_mode"): refused("log-probabilities are computed before the update"),
+    ("", "algorithm.rollout_correction.rollout_is_batch_normalize"): refused("weights are not normalized"),
+    ("", f"{_OPTIM}.override_optimizer_config"): refused("each option is a key of its own in optimizer"),
+    ("", f"{ROLLOUT}.do_sample"): refused("responses are always sampled", harmless=(None, True)),
+    ("", f"{ROLLOUT}.ignore_eos"): refused("an end token ends a response"),
+    **{
+        ("", f"{ACTOR}.{part}qat.enable"): refused("weights are not trained for quantization")
+        for part in ("", "fsdp_config.")
+    },
+    **{
+        ("", f"{MODEL}.{part}exclude_modules"): refused("name the projections in model.lora.target_modules")
+        for part in ("", "lora.")
+    },
     ("", "data.filter_overlong_prompts"): said("longer prompts are always dropped"),
     ("", f"{ACTOR}.ppo_mini_batch_size"): _mini_batch,
     ("", f"{ACTOR}.ppo_micro_batch_size"): said("packs hold as many sequences as fit"),
@@ -294,6 +333,10 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", "trainer.val_before_train"): _validates(to("trainer.validate_at_start")),
     ("", "trainer.logger"): trackers,
     ("", "trainer.project_name"): said("the name of the tracker's project"),
+    ("", "trainer.experiment_name"): only_if(
+        "trainer.logger", lambda names: {"wandb", "mlflow"} & {*([names] if isinstance(names, str) else names or ())},
+        "no tracker has names of runs", to("logging.run_name"),
+    ),
     ("", "trainer.resume_mode"): Choice(
         {"auto": {"checkpoint.resume": "auto"}, "disable": {"checkpoint.resume": "none"}}
     ),
@@ -304,10 +347,15 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{MODEL}.target_modules"): _lora(targets),
     **{("", f"{MODEL}.lora.{part}"): _lora(to(f"model.lora.{part}")) for part in ("rank", "alpha", "dropout")},
     ("", f"{MODEL}.lora.target_modules"): _lora(targets),
-    **{("", f"{ACTOR}.{part}"): DTYPE for part in ("megatron.dtype", "fsdp_config.model_dtype", "fsdp_config.dtype")},
-    ("", f"{_MEGATRON}.sequence_parallel"): _sequence_parallel(f"{_MEGATRON}.tensor_model_parallel_size"),
+    **{("", f"{ACTOR}.{part}"): DTYPE for part in ("megatron.dtype", "fsdp_config.dtype")},
+    ("", f"{ACTOR}.fsdp_config.model_dtype"): said("weights are fp32 in the optimizer; dtype is that of computing"),
+    ("", f"{_MEGATRON}.sequence_parallel"): sequence_parallel(f"{_MEGATRON}.tensor_model_parallel_size"),
     ("", f"{_MEGATRON}.override_transformer_config.recompute_granularity"): Choice(
         {"full": {"model.recompute_activations": True}}
+    ),
+    ("", f"{_FP8}.recompute_modules"): only_if(
+        f"{_FP8}.recompute_granularity", lambda value: value == "selective", "recompute_granularity is not selective",
+        _recomputed,
     ),
     ("", f"{_FP8}.fp8_recipe"): only_if(f"{_FP8}.fp8", bool, "fp8 is not set", FP8_RECIPE),
     ("", f"{_FP8}.fp8"): lambda value, given: (
@@ -319,7 +367,7 @@ VERL: dict[tuple[str, str], Rule] = {
         )
         for place, key in (("start", "first"), ("end", "last"))
     },
-    ("", f"{ROLLOUT}.name"): Choice({"vllm": {"generation.backend": "vllm"}}),
+    ("", f"{ROLLOUT}.name"): Choice({"hf": "as here", **{name: {"generation.backend": "vllm"} for name in _ENGINES}}),
     ("", f"{ROLLOUT}.top_k"): positive("grpo.top_k", "all tokens are candidates by default"),
     ("", f"{ROLLOUT}.prompt_length"): said("a part of data.max_sequence_length"),
     ("", f"{ROLLOUT}.response_length"): said("see data.max_response_length"),
@@ -337,14 +385,35 @@ VERL: dict[tuple[str, str], Rule] = {
             "quantization",
         )
     },
+    ("", f"{ROLLOUT}.multi_turn.enable"): refused("set environment.max_turns and a judge that answers tool calls"),
     **{
         ("", f"{ROLLOUT}.multi_turn.{part}"): said("set environment.max_turns and a judge that answers tool calls")
-        for part in ("enable", "max_assistant_turns", "max_user_turns", "tool_config_path", "function_tool_path")
+        for part in ("max_assistant_turns", "max_user_turns", "tool_config_path", "function_tool_path")
     },
     **{
-        ("", f"data.{part}"): said("an environment answers the calls of its tools")
+        ("", f"data.{part}"): refused("an environment answers the calls of its tools")
         for part in ("tool_config_path", "function_tool_path")
     },
+    ("", "algorithm.kl_ctrl.type"): Choice({"fixed": "the coefficient is constant"}),
+    ("", "algorithm.use_pf_ppo"): refused("samples are not reweighted by their rewards"),
+    ("", "distillation.distillation_loss.use_task_rewards"): only_if(
+        "distillation.enabled", lambda value: value is True, "there is no teacher",
+        refused("no reward is added to the loss of a teacher"),
+    ),
+    ("", f"{MODEL}.mtp.mtp_loss_scaling_factor"): only_if(
+        f"{MODEL}.mtp.enable_train", lambda value: value is True, "mtp.enable_train is not set",
+        to("model.mtp_loss_scaling_factor"),
+    ),
+    ("", "trainer.log_val_generations"): positive("grpo.num_logged_samples", "samples of training steps are written"),
+    **{
+        ("", f"{ROLLOUT}.{part}"): said("options of vLLM's server are written in generation.vllm.arguments")
+        for part in (
+            "engine_kwargs.vllm", "dtype", "cudagraph_capture_sizes", "data_parallel_size", "expert_parallel_size",
+            "pipeline_model_parallel_size", "enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy",
+            "load_format", "disable_log_stats", "quantization_config_file",
+        )
+    },
+    ("", "data.custom_cls.path"): refused("a dataset is a file, directory or name; write the records that yours makes"),
     ("", f"{ACTOR}.checkpoint.save_contents"): said("the model is always exported at the end"),
     ("", "algorithm.filter_groups.enable"): true_for(
         lambda value, given: {
@@ -359,220 +428,71 @@ VERL: dict[tuple[str, str], Rule] = {
         "loss.truncated_importance_sampling_ratio": given("algorithm.rollout_correction.rollout_is_threshold", 2.0),
     },
     ("", "algorithm.rollout_correction.rollout_is_threshold"): said("a part of rollout_is"),
-    ("", "algorithm.rollout_correction.rollout_rs"): said("set loss.truncated_importance_sampling_type"),
+    ("", "algorithm.rollout_correction.rollout_rs"): refused("set loss.truncated_importance_sampling_type"),
     ("", "algorithm.rollout_correction.rollout_rs_threshold"): said("set loss.truncated_importance_sampling_type"),
     **{
-        ("", key): said("set environment.name and environment.function=module:function, which has another signature")
-        for key in (
-            "custom_reward_function.path",
-            "custom_reward_function.name",
-            "reward.custom_reward_function.*",
-            "reward.reward_manager.name",
-            "reward_model.reward_manager",
-            "reward.reward_model.enable",
-            "reward_model.enable",
+        ("", f"{part}{key}"): said("a part of environment.function")
+        for part in ("", "reward.")
+        for key in ("custom_reward_function.path", "custom_reward_function.name")
+    },
+    **{
+        ("", key): Choice({name: "a part of environment.function" for name in ("naive", "dapo", "prime", "gdpo")})
+        for key in ("reward.reward_manager.name", "reward_model.reward_manager")
+    },
+    **{("", f"{part}.enable"): said("a part of environment.name") for part in _REWARD_MODELS},
+    **{
+        ("", f"{part}.reward_kwargs.{key}"): rule
+        for part in ("reward", "reward_model")
+        for key, rule in {
+            "overlong_buffer_cfg.enable": said("a part of grpo.overlong_cache_length"),
+            "overlong_buffer_cfg.len": _overlong(f"{part}.reward_kwargs.overlong_buffer_cfg"),
+            "overlong_buffer_cfg.penalty_factor": said("a part of grpo.overlong_cache_length"),
+            "overlong_buffer_cfg.log": said("the metrics have it"),
+            "max_resp_len": said("a part of grpo.overlong_cache_length"),
+        }.items()
+    },
+    ("sft", "data.train_batch_size"): to("batch.global_batch_size"),
+    ("sft", "data.max_length"): to("data.max_sequence_length"),
+    ("sft", "data.truncation"): Choice({
+        "error": "longer records are dropped", "right": {"data.overlong": "truncate"},
+    }),
+    ("sft", "data.micro_batch_size_per_gpu"): said("packs hold as many sequences as fit"),
+    ("sft", "data.max_token_len_per_gpu"): only_if(
+        "data.use_dynamic_bsz", lambda value: value is True, "use_dynamic_bsz is not set", to("batch.tokens_per_pack")
+    ),
+    ("sft", "data.use_dynamic_bsz"): said("batches are always packed by their tokens"),
+    ("sft", "data.messages_key"): _column("messages"),
+    ("sft", "data.tools_key"): _column("tools"),
+    ("sft", "data.pad_mode"): said("packs have no padding"),
+    ("sft", f"{ACTOR}.fsdp_config.seed"): said("trainer.seed is set"),
+    ("sft", f"{_MEGATRON}.seed"): said("trainer.seed is set"),
+}  # fmt: skip
+
+PLACEHOLDERS = (
+    "data.train_files", "data.val_files", f"{MODEL}.path", "critic.model.path",
+    "distillation.teacher_models.teacher_model.model_path",
+)  # fmt: skip
+"""Keys whose default values in verl are examples."""
+
+INSTEAD_OF_UNSET = {f"{ROLLOUT}.name": "vllm"}
+"""Values for keys that verl's file leaves to the user."""
+
+
+def judge_of_verl(given: Given) -> tuple[Mapping[str, Any], str]:
+    """Return the judge of a configuration of verl, and what a person has to do for it."""
+    if any(given(f"{part}.enable") is True for part in _REWARD_MODELS):
+        return {}, ""
+    sections = ("reward.custom_reward_function", "custom_reward_function")
+    section = next((part for part in sections if given(f"{part}.path")), sections[0])
+    path, name = given(f"{section}.path"), given(f"{section}.name")
+    if path is None:
+        function = "verl.utils.reward_score:default_compute_score"
+        todo = (
+            "is verl's choice by the column data_source: install verl (pip install --no-deps verl), or choose a judge"
         )
-    },
-}
-DEFAULTS_OF_VERL: dict[str, Any] = {
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    f"{ROLLOUT}.n": 1,
-    f"{ROLLOUT}.name": "vllm",
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    "actor_rollout_ref.hybrid_engine": True,
-    f"{ACTOR}.loss_agg_mode": "token-mean",
-    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
-    f"{ACTOR}.clip_ratio_c": 3.0,
-    f"{_OPTIM}.lr": 1e-6,
-    f"{_OPTIM}.lr_scheduler_type": "constant",
-    f"{_OPTIM}.weight_decay": 0.01,
-    f"{ACTOR}.freeze_vision_tower": False,
-}
-"""Defaults of verl that differ from those here, or that rules read. They hold for values that a file leaves out."""
-
-# ------------------------------------------------------------------ NeMo RL
-
-_CFG = "policy.megatron_cfg"
-
-
-def _by_backend(megatron: bool, rule: Rule) -> Rule:
-    """Return `rule` for configurations in which the backend Megatron is enabled, or is not."""
-    reason = f"{_CFG}.enabled is {'not ' if megatron else ''}set"
-    return only_if(f"{_CFG}.enabled", lambda value: (value is True) == megatron, reason, rule)
-
-
-def _batch(value: Any, given: Given) -> Outcome:
-    key = "grpo.train_global_batch_size" if given.algorithm == "grpo" else "batch.global_batch_size"
-    return {key: value}
-
-
-def _switched(switch: str, rule: Rule) -> Rule:
-    return only_if(switch, lambda value: value is True, f"{switch} is not set", rule)
-
-
-def _server_options_of_nemo_rl(value: Any, given: Given) -> Outcome:
-    room, precision = (given(f"policy.generation.vllm_cfg.{name}") for name in ("gpu_memory_utilization", "precision"))
-    words = [] if room is None else ["--gpu-memory-utilization", str(room)]
-    words += ["--quantization", "fp8_per_block"] * (precision == "fp8")
-    return {"generation.vllm.arguments": words} if words else "the servers have the precision of model.dtype"
-
-
-def _asynchronous(value: Any, given: Given) -> Outcome:
-    return {"grpo.max_staleness": int(number(value, "max_trajectory_age_steps"))}
-
-
-def _dataset(key: str, part: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        split = given(f"data.{part}.split", "train")
-        return {key: value if split == "train" else f"{value}:{split}"}
-
-    return rule
-
-
-NEMO_RL: dict[tuple[str, str], Rule] = {
-    ("", "policy.train_global_batch_size"): _batch,
-    ("", "policy.train_micro_batch_size"): said("packs hold as many sequences as fit"),
-    ("", "policy.precision"): DTYPE,
-    ("", f"{_CFG}.pipeline_dtype"): said("policy.precision"),
-    ("", f"{_CFG}.optimizer.bf16"): said("policy.precision"),
-    ("", f"{_CFG}.optimizer.fp16"): said("policy.precision"),
-    ("", f"{_CFG}.optimizer.optimizer"): _by_backend(True, optimizer),
-    ("", "policy.optimizer.name"): _by_backend(False, optimizer),
-    **{
-        ("", f"policy.optimizer.kwargs.{theirs}"): _by_backend(False, to(f"optimizer.{ours}"))
-        for theirs, ours in {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}.items()
-    },
-    ("", "policy.optimizer.kwargs.betas"): _by_backend(False, _betas),
-    **{
-        ("", f"{_CFG}.optimizer.{key}"): _by_backend(True, to(f"optimizer.{key}"))
-        for key in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
-    },
-    **{
-        ("", f"{_CFG}.scheduler.{key}"): said(f"{_CFG}.optimizer.weight_decay")
-        for key in ("start_weight_decay", "end_weight_decay")
-    },
-    ("", f"{_CFG}.scheduler.lr_decay_style"): _by_backend(True, SCHEDULE),
-    ("", f"{_CFG}.scheduler.lr_decay_iters"): said("the rate decays over the whole run, trainer.max_steps"),
-    ("", f"{_CFG}.scheduler.lr_warmup_iters"): _by_backend(
-        True, positive("optimizer.warmup_steps", "there is no warmup by default")
-    ),
-    ("", "policy.scheduler"): said("a list of PyTorch's schedules; set optimizer.schedule and optimizer.warmup_steps"),
-    ("", f"{_CFG}.activation_checkpointing"): _by_backend(True, true_for(to("model.recompute_activations"))),
-    ("", "policy.dtensor_cfg.activation_checkpointing"): _by_backend(
-        False, true_for(to("model.recompute_activations"))
-    ),
-    **{
-        ("", f"{_CFG}.{key}_parallel_size"): _by_backend(True, to(f"parallel.{key}_parallel_size"))
-        for key in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-    },
-    ("", f"{_CFG}.sequence_parallel"): _by_backend(True, _sequence_parallel(f"{_CFG}.tensor_model_parallel_size")),
-    ("", "policy.dtensor_cfg.tensor_parallel_size"): _by_backend(False, to("parallel.tensor_model_parallel_size")),
-    ("", "policy.dtensor_cfg.context_parallel_size"): _by_backend(False, to("parallel.context_parallel_size")),
-    ("", "policy.dtensor_cfg.sequence_parallel"): _by_backend(
-        False, _sequence_parallel("policy.dtensor_cfg.tensor_parallel_size")
-    ),
-    **{
-        ("", f"{_CFG}.num_layers_in_{place}_pipeline_stage"): _by_backend(
-            True, to(f"parallel.num_layers_in_{place}_pipeline_stage")
-        )
-        for place in ("first", "last")
-    },
-    ("", f"{_CFG}.moe_router_load_balancing_type"): Choice({"none": {"model.moe_aux_loss_coeff": 0.0}}),
-    ("", f"{_CFG}.optimizer.use_precision_aware_optimizer"): said(
-        "optimizer.moments_dtype is the precision of the moments"
-    ),
-    ("", f"{_CFG}.optimizer.optimizer_cpu_offload"): _by_backend(True, true_for(to("optimizer.offload"))),
-    ("", f"{_CFG}.optimizer.optimizer_offload_fraction"): said("optimizer.offload moves the whole optimizer"),
-    ("", "policy.offload_optimizer_for_logprob"): said("optimizer.offload moves the whole optimizer"),
-    ("", f"{_CFG}.optimizer.clip_grad"): _by_backend(True, to("optimizer.clip_grad")),
-    ("", "policy.max_grad_norm"): _by_backend(False, to("optimizer.clip_grad")),
-    ("", "policy.sequence_packing.enabled"): said("batches are always packed by their tokens"),
-    ("", "policy.dynamic_batching.enabled"): said("batches are always packed by their tokens"),
-    **{
-        ("", f"policy.{part}.train_mb_tokens"): _switched(f"policy.{part}.enabled", to("batch.tokens_per_pack"))
-        for part in ("sequence_packing", "dynamic_batching")
-    },
-    ("", "policy.tokenizer.chat_template_kwargs"): said("write the values into the template of data.chat_template"),
-    ("", "policy.tokenizer.chat_template"): lambda value, given: (
-        "the tokenizer's template is the default" if value == "default" else {"data.chat_template": value}
-    ),
-    **{
-        ("", f"policy.dtensor_cfg.lora_cfg.{theirs}"): _switched(
-            "policy.dtensor_cfg.lora_cfg.enabled", to(f"model.lora.{ours}")
-        )
-        for theirs, ours in {"dim": "rank", "alpha": "alpha", "dropout": "dropout"}.items()
-    },
-    ("", "policy.dtensor_cfg.lora_cfg.target_modules"): _switched(
-        "policy.dtensor_cfg.lora_cfg.enabled",
-        lambda value, given: targets(value, given) if value else "all projections are the default",
-    ),
-    ("", "policy.dtensor_cfg.lora_cfg.enabled"): said("the keys of model.lora turn LoRA on"),
-    ("", "policy.generation.backend"): Choice(
-        {"vllm": {"generation.backend": "vllm"}, "megatron": {"generation.backend": "megatron"}}
-    ),
-    ("", "policy.generation.colocated.enabled"): only_if(
-        "policy.generation.backend", lambda value: value == "vllm", "the engine is not vLLM", to("generation.offload")
-    ),
-    ("", "policy.generation.colocated.resources.*"): said("generation.vllm.devices names the GPUs of the servers"),
-    ("", "policy.generation.vllm_cfg.tensor_parallel_size"): only_if(
-        "policy.generation.backend",
-        lambda value: value == "vllm",
-        "the engine is not vLLM",
-        servers,
-    ),
-    **{
-        ("", f"policy.generation.vllm_cfg.{part}"): only_if(
-            "policy.generation.backend",
-            lambda value: value == "vllm",
-            "the engine is not vLLM",
-            _server_options_of_nemo_rl,
-        )
-        for part in ("gpu_memory_utilization", "precision")
-    },
-    ("", "policy.megatron_cfg.fp8_cfg.enabled"): true_for(
-        lambda value, given: FP8_RECIPE(given("policy.megatron_cfg.fp8_cfg.fp8_recipe", "delayed"), given)
-    ),
-    ("", "policy.megatron_cfg.fp8_cfg.fp8_recipe"): _switched("policy.megatron_cfg.fp8_cfg.enabled", FP8_RECIPE),
-    ("", "policy.generation.vllm_cfg.*"): said("options of vLLM's server are written in generation.vllm.arguments"),
-    ("", "policy.generation.vllm_kwargs"): said("options of vLLM's server are written in generation.vllm.arguments"),
-    ("", "grpo.async_grpo.enabled"): said("grpo.max_staleness turns it on"),
-    ("", "grpo.async_grpo.max_trajectory_age_steps"): _switched("grpo.async_grpo.enabled", _asynchronous),
-    ("", "grpo.max_rollout_turns"): lambda value, given: (
-        "one response is the default" if value == 1 else {"environment.max_turns": value}
-    ),
-    **{
-        ("", f"{part}.max_num_steps"): positive("trainer.max_steps", "the run counts epochs")
-        for part in ("grpo", "dpo")
-    },
-    **{
-        ("", f"{part}.val_period"): positive("trainer.validation_interval", "nothing is validated")
-        for part in ("grpo", "dpo")
-    },
-    ("", "checkpointing.save_period"): positive("checkpoint.save_interval", "a run always saves at its end"),
-    ("", "checkpointing.metric_name"): said("set checkpoint.best_metric to a metric's name here"),
-    ("", "checkpointing.higher_is_better"): said("a part of checkpoint.best_mode"),
-    ("", "checkpointing.checkpoint_must_save_by"): said(
-        "a run saves on a signal; checkpoint.save_minutes is an interval"
-    ),
-    ("", "checkpointing.save_consolidated"): said("the model is always exported at the end"),
-    ("", "checkpointing.model_save_format"): said("the model is exported as safetensors"),
-    ("", "data.max_input_seq_length"): said("policy.max_total_sequence_length"),
-    ("", "data.dataset_name"): to("data.train"),
-    ("", "data.train.dataset_name"): _dataset("data.train", "train"),
-    ("", "data.train.split"): said("a part of data.train"),
-    ("", "data.validation.dataset_name"): _dataset("data.validation", "validation"),
-    ("", "data.validation.split"): said("a part of data.validation"),
-    ("", "env.math.math_verify_impl"): to("environment.name", lambda _: "math"),
-    ("", "logger.wandb_enabled"): true_for(
-        lambda value, given: {"logging.wandb": given("logger.wandb.project", "mcore_rl")}
-    ),
-    ("", "logger.wandb.project"): said("a part of logging.wandb"),
-    ("", "logger.wandb.name"): _switched("logger.wandb_enabled", to("logging.run_name")),
-    ("", "logger.tensorboard_enabled"): true_for(to("logging.tensorboard")),
-    ("", "logger.mlflow_enabled"): true_for(
-        lambda value, given: {"logging.mlflow": given("logger.mlflow.experiment_name", "mcore_rl")}
-    ),
-    ("", "logger.mlflow.experiment_name"): said("a part of logging.mlflow"),
-    ("", "logger.mlflow.run_name"): _switched("logger.mlflow_enabled", to("logging.run_name")),
-}
+    else:
+        module = str(path).removeprefix("pkg://")
+        module = module if module != str(path) else Path(module).stem
+        function = f"{module}:{name or 'compute_score'}"
+        todo = f"put the directory of {path} on PYTHONPATH"
+    return {"environment.name": "verl", "environment.function": function}, f"environment.function: {function} {todo}"

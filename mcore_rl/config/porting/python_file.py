@@ -1,0 +1,127 @@
+"""Read a Python file in which a configuration of TRL is made."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.porting.foreign import Foreign
+from mcore_rl.errors import UserError
+
+CONFIGS = {"DPOConfig": "dpo", "SFTConfig": "sft", "KTOConfig": "kto", "GRPOConfig": "grpo", "RewardConfig": "rm"}
+"""Map from a class of TRL, of which a Python file makes the configuration, to the algorithm here."""
+
+OF_CALLS: Mapping[str, Mapping[str, str]] = {
+    "LoraConfig": {
+        "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
+        "target_modules": "lora_target_modules", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save",
+    },
+    "load_dataset": {
+        "0": "dataset_name", "path": "dataset_name", "1": "dataset_config", "split": "dataset_train_split",
+        "data_files": "data_files",
+    },
+    **{
+        f"{name.removesuffix('Config')}Trainer": {
+            "0": "model_name_or_path", "model": "model_name_or_path", "reward_funcs": "reward_funcs",
+        }
+        for name in CONFIGS
+    },
+}  # fmt: skip
+"""Arguments of other calls in such a file, by name or place, and the keys of TRL's scripts for them."""
+
+
+def of_python(text: str, path: Path) -> Foreign:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise UserError(f"{path}: is not Python ({error.msg} in line {error.lineno})") from None
+    named = [(_name(call.func), call) for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    kinds = [CONFIGS[name] for name, _ in named if name in CONFIGS]
+    if len(kinds) != 1:
+        raise UserError(
+            f"{path}: makes {len(kinds) or 'no'} configurations of TRL ({', '.join(CONFIGS)}); it must make one"
+        )
+    values: dict[str, Any] = {}
+    unread: list[str] = []
+    known = _constants(tree) | _functions(tree, path.stem)
+    for name, call in named:
+        keys = OF_CALLS.get(name)
+        if keys is None and name not in CONFIGS:
+            continue
+        given = [(str(place), node) for place, node in enumerate(call.args)]
+        given += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+        values |= {"use_peft": True} if name == "LoraConfig" else {}
+        for argument, node in given:
+            key = argument if keys is None else keys.get(argument)
+            if key is None or key in values:
+                continue
+            try:
+                values[key] = _constant(node, known)
+            except _NOT_CONSTANT:
+                unread.append(f"{key}: is {ast.unparse(node)[:60]} in line {node.lineno}; set its counterpart yourself")
+        unread += [
+            f"**{ast.unparse(keyword.value)[:60]} in line {call.lineno} is not read: set its values yourself"
+            for keyword in call.keywords
+            if keyword.arg is None
+        ]
+    return Foreign("TRL", kinds[0], values, None, tuple(unread))
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the variables of a file that one assignment outside functions sets to a constant."""
+    known: dict[str, Any] = {}
+    stored = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if (
+                stored.count(name) == 1
+            ):
+                with contextlib.suppress(*_NOT_CONSTANT):
+                    known[name] = _constant(value, known)
+    return known
+
+
+def _functions(tree: ast.Module, module: str) -> dict[str, str]:
+    """Return the dotted names of the functions that a file defines or imports by name."""
+    own = {node.name: f"{module}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return own | {part.asname or part.name: f"{node.module}.{part.name}" for node in imports for part in node.names}
+
+
+_NOT_CONSTANT = (ValueError, TypeError, LookupError, ArithmeticError)
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow,
+}  # fmt: skip
+
+
+def _constant(node: ast.expr | None, known: Mapping[str, Any]) -> Any:
+    """Return the value of an expression of constants and of the variables `known`.
+
+    Raises:
+        ValueError, TypeError, LookupError, ArithmeticError: it is not constant.
+    """
+    match node:
+        case ast.Name(name):
+            return known[name]
+        case ast.BinOp(left, by, right):
+            return _OPERATORS[type(by)](_constant(left, known), _constant(right, known))
+        case ast.JoinedStr(parts):
+            return "".join(str(_constant(part, known)) for part in parts)
+        case ast.FormattedValue(value, -1, None):
+            return _constant(value, known)
+        case ast.List(parts) | ast.Tuple(parts):
+            return [_constant(part, known) for part in parts]
+        case ast.Dict(keys, parts):
+            return {_constant(key, known): _constant(part, known) for key, part in zip(keys, parts, strict=True)}
+        case None:
+            raise ValueError("no value")
+    return ast.literal_eval(node)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,237 @@
+"""Let bash expand the commands of a file, without running a program of the file.
+
+Bash's own rules for quotes, arrays, arithmetic, branches and functions decide what the words of a command are. Bash
+runs in its restricted mode with an empty search path, so that it starts no program and writes no file. Redirections,
+and the builtins that act on other processes or read other files, are taken out before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tree_sitter
+import tree_sitter_bash
+
+from mcore_rl.errors import UserError
+
+SECONDS = 10
+"""Time that bash has for a file."""
+
+UNKNOWN = re.compile(r"<output of [^>]*>|\$\{\w+\}")
+"""What stands in a word for the output of a program, and for a variable or argument that the file does not set."""
+
+_BUILTINS = frozenset((
+    ":", "[", "break", "builtin", "case", "command", "continue", "declare", "echo", "eval", "exit", "export", "false",
+    "getopts", "let", "local", "mapfile", "printf", "read", "readarray", "readonly", "return", "set", "shift", "shopt",
+    "test", "true", "typeset", "unset",
+))  # fmt: skip
+_OF_PROLOGUE = frozenset(("cd", "pwd", "dirname", "basename"))
+_PROLOGUE = r"""
+_note() { printf '%s\0' "$#" "$@" >&$NOTES; }
+command_not_found_handle() {
+    [[ -z ${COMMAND-} ]] || _note "$COMMAND"
+    case $1 in
+        asked) return 1;;
+        valued) shift; printf '<output of %s>' "$*";;
+        started) shift; _note "$@";;
+        *) _note "$@";;
+    esac
+}
+cd() { PWD=${!#}; }
+pwd() { printf '%s\n' "$PWD"; }
+dirname() { local path=${!#}; [[ $path == */* ]] || path=./; printf '%s\n' "${path%/*}"; }
+basename() { printf '%s\n' "${1##*/}"; }
+readonly -f _note command_not_found_handle cd pwd dirname basename
+set -T
+trap 'set +eux' DEBUG
+enable -n . alias bg bind caller compgen complete compopt dirs disown exec fc fg hash help history jobs kill logout
+enable -n popd pushd source suspend times trap type ulimit umask wait builtin enable
+"""
+"""What bash reads before the file. The options that end a file early are switched off before each of its commands."""
+
+_Edit = tuple[int, int, str]
+"""Start, end and text of a change, in bytes."""
+
+_READONLY = frozenset(("PATH", "SHELL", "ENV", "BASH_ENV", "HISTFILE"))
+_OF_BASH = frozenset(("HOME", "PWD", "RANDOM", "SECONDS", "LINENO", "IFS", "OLDPWD", "UID", "EUID", "BASH_SOURCE"))
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """The commands of a file. commands: the words of each. told: what a person has to check, one line each."""
+
+    commands: list[list[str]]
+    told: list[str]
+
+
+def expand(text: str, path: Path) -> Expanded:
+    """Return the commands of the shell script `text`, a file at `path`, as bash expands their words.
+
+    Programs in conditions count as failed, and their output as unknown. HOME and the working directory are those of
+    this process; other variables that the file does not set are unknown.
+
+    Raises:
+        UserError: there is no bash, or it does not come to the end of the file.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UserError(f"{path}: needs bash to be read, which is not on the PATH; use YAML")
+    source = text.encode()
+    root = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(source).root_node
+    nodes = list(_walk(root))
+    edits, told = _edits(nodes)
+    for start, end, new in sorted(edits, reverse=True):
+        source = source[:start] + new.encode() + source[end:]
+    notes, problems = _run(bash, source.decode(), path)
+    offset = _PROLOGUE.count("\n") + 1
+    for line in problems:
+        found = re.match(r".*?: line (\d+): (.*)", line)
+        told.append(f"bash, line {int(found[1]) - offset + 1}: {found[2]}" if found else f"bash: {line}")
+    return Expanded(notes, list(dict.fromkeys(told)))
+
+
+def _walk(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
+    yield node
+    for child in () if node.type == "file_redirect" else node.children:
+        yield from _walk(child)
+
+
+def _edits(nodes: list[tree_sitter.Node]) -> tuple[list[_Edit], list[str]]:
+    """Return the changes that make the file harmless, and lines about programs on which its branches depend."""
+    kept = _BUILTINS | _OF_PROLOGUE | {_text(_child(n, "name")) for n in nodes if n.type == "function_definition"}
+    known = _OF_BASH | _set_variables(nodes)
+    edits: list[_Edit] = []
+    told: list[str] = []
+    for node in nodes:
+        if node.type == "file_redirect":
+            edits.append(_without_redirect(node))
+        elif node.type == "command_name" and _text(node) not in kept:
+            kind = _kind(node)
+            edits.append((node.start_byte, node.start_byte, f"{kind} "))
+            if kind == "asked":
+                told.append(
+                    f"line {node.start_point[0] + 1}: {_text(_parent(node))[:60]}: was not run; taken as failed"
+                )
+        elif node.type == "variable_name":
+            edits += _variable_edits(node, known)
+    return edits, told
+
+
+def _without_redirect(node: tree_sitter.Node) -> _Edit:
+    parent, new = _parent(node), ""
+    if parent.type == "command_substitution":  # $(< FILE)
+        new = f"valued cat {_text(node).lstrip('< ')}"
+    elif parent.type == "redirected_statement" and _child(parent, "body") is None:
+        new = ":"
+    return node.start_byte, node.end_byte, new
+
+
+def _variable_edits(node: tree_sitter.Node, known: frozenset[str]) -> Iterator[_Edit]:
+    """Yield the changes for one name of a variable: the file's own path, search paths, and unknown values."""
+    name, parent = _text(node), _parent(node)
+    if name == "BASH_SOURCE":
+        whole = parent if parent.type == "subscript" else node
+        yield whole.start_byte, whole.end_byte, "0"
+        return
+    if parent.type == "variable_assignment" and name in _READONLY:
+        yield node.start_byte, node.end_byte, f"_{name}"
+    is_unknown = not _is_in(node, "function_definition") if name.isdigit() else name not in known
+    if is_unknown and _is_plain(parent) and not _is_in(node, "unary_expression", "arithmetic_expansion"):
+        in_braces = parent.type == "expansion"
+        yield node.start_byte - 1 - in_braces, node.end_byte + in_braces, f"\\${{{name}}}"
+
+
+def _kind(node: tree_sitter.Node) -> str:
+    """Return how a program is replaced: it fails without output, its output is unknown, or it has only its effects."""
+    child, parent, kind = node, node.parent, "started"
+    while parent is not None:
+        if parent.type == "list" and (kind == "valued" or _is_in(parent, "command_substitution")):
+            return "asked"
+        if parent.type == "command_substitution":
+            kind = "valued"
+        if parent.type in ("if_statement", "elif_clause", "while_statement") and kind != "valued":
+            bodies = [
+                part for part in parent.children if part.type in ("then", "do_group", "else_clause", "elif_clause")
+            ]
+            if bodies and child.end_byte <= bodies[0].start_byte:
+                return "started" if parent.children[0].type == "until" else "asked"
+        child, parent = parent, parent.parent
+    return kind
+
+
+def _set_variables(nodes: list[tree_sitter.Node]) -> frozenset[str]:
+    """Return the variables that the file sets somewhere, or for which it names a value if they are not set."""
+    found: set[str] = set()
+    for node in nodes:
+        if node.type in ("variable_assignment", "for_statement", "c_style_for_statement"):
+            found |= {_text(n) for child in node.children[:2] for n in _walk(child) if n.type == "variable_name"}
+        elif node.type == "expansion" and not _is_plain(node):
+            found |= {_text(child) for child in node.children[:3] if child.type == "variable_name"}
+        elif node.type == "declaration_command":
+            found |= {_text(child) for child in node.children if child.type == "variable_name"}
+        elif node.type == "unary_expression":
+            found |= {_text(n) for n in _walk(node) if n.type == "variable_name"}
+        elif node.type == "command" and _text(node).split()[0] in ("read", "mapfile", "readarray", "getopts"):
+            found |= set(_text(node).split()[1:])
+    return frozenset(found)
+
+
+def _is_plain(node: tree_sitter.Node) -> bool:
+    """Return whether a node is $NAME or ${NAME}."""
+    return node.type == "simple_expansion" or (node.type == "expansion" and len(node.children) == 3)
+
+
+def _is_in(node: tree_sitter.Node, *types: str) -> bool:
+    parent = node.parent
+    while parent is not None and parent.type not in types:
+        parent = parent.parent
+    return parent is not None
+
+
+def _parent(node: tree_sitter.Node) -> tree_sitter.Node:
+    assert node.parent is not None, "only the root has no parent"
+    return node.parent
+
+
+def _child(node: tree_sitter.Node, field: str) -> tree_sitter.Node | None:
+    return node.child_by_field_name(field)
+
+
+def _text(node: tree_sitter.Node | None) -> str:
+    return "" if node is None or node.text is None else node.text.decode()
+
+
+def _run(bash: str, text: str, path: Path) -> tuple[list[list[str]], list[str]]:
+    """Run a harmless script; return the words of the commands that were noted, and the lines of bash's errors."""
+    with tempfile.TemporaryFile() as notes:
+        process = subprocess.Popen(
+            [bash, "--noprofile", "--norc", "--restricted", "-c", f"{_PROLOGUE}\n{text}", str(path)],
+            env={"PATH": "/dev/null", "HOME": str(Path.home()), "NOTES": str(notes.fileno())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(notes.fileno(),),
+            start_new_session=True,
+        )
+        try:
+            _, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{path}: bash did not come to its end within {SECONDS} seconds; use YAML") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        notes.seek(0)
+        words = iter(notes.read().decode(errors="replace").split("\0")[:-1])
+    commands = [[next(words) for _ in range(int(count))] for count in words]
+    lines = errors.decode(errors="replace").splitlines()
+    return commands, [line for line in lines if line and not line.startswith("+")]
