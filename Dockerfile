@@ -1,9 +1,9 @@
-# This image is not built or tested here: the development machines have no GPU and no Docker.
 #   docker build -t mcore_rl .
 #   docker run --rm --gpus all --ipc host -v "$PWD/outputs:/workspace/mcore_rl/outputs" mcore_rl mcore-rl doctor
-# NVIDIA's image brings torch for CUDA, numpy, Transformer Engine and NCCL; docs/versions.md lists releases that fit.
-ARG RELEASE=26.06
-FROM nvcr.io/nvidia/pytorch:${RELEASE}-py3
+# NVIDIA's image brings torch for CUDA, numpy, Transformer Engine and NCCL; docs/versions.md lists releases that fit. The
+# tests check the instructions, and build the image on python:3.12-slim where there is a Docker daemon or buildah.
+ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
+FROM ${BASE}
 WORKDIR /workspace/mcore_rl
 
 # The image pins its own packages by PIP_CONSTRAINT, against the versions of constraints-gpu.txt.

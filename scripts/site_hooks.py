@@ -6,11 +6,15 @@ README.md becomes the first page. Other linked Markdown files become pages, as d
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+import make_version_table
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)\s#]+)(?=[)#])")
@@ -39,6 +43,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Return the page in the form that mkdocs reads: links to pages of the site, file names as titles of code."""
     if page.file.src_uri.startswith("source/"):
         return markdown
+    if page.file.src_uri == "versions.md":
+        markdown = make_version_table.with_table(markdown, make_version_table.records())
     # In code in a table, GitHub reads \| as |, but mkdocs reads it unchanged.
     markdown = re.sub(
         r"^\|.*", lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown, flags=re.M

@@ -24,6 +24,10 @@ from mcore_rl.environments.judge_processes import judge_variables
 from mcore_rl.errors import UserError
 from mcore_rl.utils.process_groups import GroupKeeper
 
+_ROOT = Path(__file__).parents[2]
+SOURCE = str(_ROOT) if (_ROOT / "pyproject.toml").is_file() else "PATH, of its wheel"
+"""What pip installs this package from; its name alone would be whatever the index has under it."""
+
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""
 
@@ -218,7 +222,7 @@ class CoroutinePrograms:
         except TimeoutError:
             return f"was not ready within environment.start_seconds={self.config.start_seconds:g}"
         if told is None:
-            needed = f"; {self.python} needs mcore_rl: pip install --no-deps mcore_rl" * bool(self.config.agent.python)
+            needed = f"; {self.python} needs mcore_rl: pip install --no-deps {SOURCE}" * bool(self.config.agent.python)
             return f"ended when it was started: {_last_line(printed, start)}{needed}"
         return str(told["error"]) if "error" in told else None
 

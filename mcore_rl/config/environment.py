@@ -102,7 +102,8 @@ class AgentConfig(Section):
     would remove its thoughts."""
     python: Directory | None = None
     """Python interpreter of coroutine functions and of `verifiers`, for packages that do not fit into the run's
-    environment; there, mcore_rl needs none of its dependencies (`pip install --no-deps mcore_rl`). null: the run's."""
+    environment; there, mcore_rl needs none of its dependencies (`pip install --no-deps PATH`, a checkout or a wheel).
+    null: the run's."""
     verifiers: dict[str, Any] = Field(default={})
     """Programs `verifiers:TASKSET`: keys of verifiers' configuration `env`."""
     host: Name = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Compare the simulator with published steps on NVIDIA's GPUs and with a step that was measured on an H200.
+"""Compare the simulator with published steps on NVIDIA's GPUs.
 
     python scripts/benchmarks/bench_simulator.py [--rows TEXT …] [--workers 2]
 
@@ -60,11 +60,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
     }),
-    "Llama-8B, 8 layers": ("LlamaConfig", {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
-    }),
 }  # fmt: skip
+"""Sizes of config.json of Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, mistralai/Mixtral-8x22B-v0.1, mistralai/Mixtral-8x7B-v0.1,
+moonshotai/Moonlight-16B-A3B, meta-llama/Meta-Llama-3-8B and meta-llama/Meta-Llama-3-70B on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ class Published:
     layout, context: sizes of TP, PP, virtual chunks and EP; size of CP.
     packs, tokens: number of packs of a step on all GPUs, and tokens of a pack.
     parts: the lengths of a pack's sequences, as divisors of `tokens`.
-    trained: fraction of the tokens that the loss counts.
     source: where the figures were published.
     implementation: kernels and precisions of the measured run that differ from the package's own layers.
     floor: the smallest ratio, or its inverse, with which the benchmark succeeds.
@@ -94,7 +91,6 @@ class Published:
     hardware: str = "h100"
     context: int = 1
     parts: tuple[int, ...] = (1,)
-    trained: float = 1.0
     implementation: Implementation = TE
     floor: float = 0.85
 
@@ -160,10 +156,6 @@ ROWS = [
         )
         for hardware, rate in (("gb200", 23_766), ("gb300", 28_934))
     ),
-    Published(
-        "Llama-8B, 8 layers", 1, (1, 1, 1, 1), 4, 8192, "docs/benchmarks.md, Measured on an H200", 0.777, 60.53,
-        hardware="h200", parts=(2, 4, 8, 16, 32, 32), trained=1 / 3,
-    ),
 ]  # fmt: skip
 
 
@@ -200,7 +192,7 @@ def reports_of(published: Published, workers: int) -> list[RankReport]:
 
 def simulated(published: Published, workers: int) -> list[RankReport]:
     stages, lengths = published.layout[1], published.lengths
-    sequences = Sequences(lengths, tuple(int(length * published.trained) for length in lengths))
+    sequences = Sequences(lengths, lengths)
     of_stage = published.gpus // stages
     with tempfile.TemporaryDirectory() as name:
         config = config_of(published, write_model(published.model, Path(name)))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -53,6 +54,59 @@ def test_recipe_is_the_same_everywhere():
     last = lines[-1].removesuffix(" && mcore-rl doctor")
     assert f"RUN {last}\n" in (ROOT / "Dockerfile").read_text()
     assert "PIP_CONSTRAINT= " in (ROOT / "Dockerfile").read_text()
+
+
+def instructions():
+    """Return the instructions of the Dockerfile as (name, words)."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    return [(line.split()[0], line.split()[1:]) for line in lines]
+
+
+def test_image_has_what_its_steps_need(tmp_path):
+    """Each COPY finds its files in Git, and those before RUN are enough to build the package; CMD starts."""
+    assert {name for name, _ in instructions()} <= {"ARG", "FROM", "WORKDIR", "ENV", "COPY", "RUN", "CMD"}
+    names = [name for name, _ in instructions()]
+    for _, words in [one for one in instructions()[: names.index("RUN")] if one[0] == "COPY"]:
+        for source in words[:-1]:
+            kept = subprocess.run(["git", "ls-files", source], cwd=ROOT, capture_output=True, text=True, check=True)
+            assert kept.stdout, source
+            target = tmp_path / (words[-1] if len(words) == 2 else f"{words[-1]}/{source}")
+            is_directory = (ROOT / source).is_dir()
+            (shutil.copytree if is_directory else shutil.copy)(ROOT / source, target)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--no-build-isolation",
+        "--editable",
+        ".",
+    ]
+    done = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (command,) = [json.loads(" ".join(words)) for name, words in instructions() if name == "CMD"]
+    assert command[0] in PROJECT["scripts"]
+
+
+def builder():
+    """Return the command that builds images here: of Docker, if its daemon answers, or of buildah; None without one."""
+    for name, question in (
+        ("docker", ["docker", "info", "--format", "{{.ServerVersion}}"]),
+        ("buildah", ["buildah", "info"]),
+    ):
+        if shutil.which(name) and subprocess.run(question, capture_output=True, timeout=30).returncode == 0:
+            return name
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(builder() is None, reason="no Docker daemon and no buildah")
+def test_image_builds():
+    command = [builder(), "build", "--build-arg", "BASE=python:3.12-slim", "--tag", "mcore_rl-test", "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def versions_run():

@@ -537,6 +537,7 @@ def test_numbers_of_parameters(family):
     assert family_of(config).active_parameters() == sum(sizes.values()) - sum(idle.values())
 
 
+# Sizes of config.json of google/gemma-4-31B, google/gemma-4-26B-A4B and google/gemma-4-E2B on the Hugging Face hub.
 FULL_OF_GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
 GEMMA4_31B = {
     **{"hidden_size": 5376, "num_hidden_layers": 60, "intermediate_size": 21504, "num_attention_heads": 32},
@@ -576,7 +577,7 @@ def test_parameters_of_nemotron_3_nano_equal_published_figures():
     """NVIDIA's figures for Nemotron 3 Nano: 31.6e9 parameters, of which a token uses 3.2e9, or 3.6e9 with embedding."""
     from transformers import AutoConfig
 
-    hf = AutoConfig.for_model(
+    hf = AutoConfig.for_model(  # sizes of config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 on the hub
         "nemotron_h",
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         **{"hidden_size": 2688, "vocab_size": 131_072},
