@@ -21,12 +21,13 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="a command in a file, a YAML file, or TRL's Python file"
     )
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script that has the command")
     parser.add_argument("--algorithm", choices=PROGRAMS, help="the program here, if the file does not say which")
     parser.add_argument("--num-processes", type=count, metavar="N", help="number of processes of TRL's run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="path of the result (default: the standard output)")
     parsed = parser.parse_args(arguments)
     with exit_on_error():
-        foreign = read_foreign(parsed.file)
+        foreign = read_foreign(parsed.file, parsed.arguments)
         algorithm = parsed.algorithm or foreign.algorithm
         if not algorithm:
             unread = "".join(f"\n  not read: {line}" for line in foreign.unread)

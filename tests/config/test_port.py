@@ -410,7 +410,7 @@ def test_shell_script_is_read_as_bash_reads_it(tmp_path, monkeypatch):
     assert not config.optimizer.offload and config.environment.function == "rewards:compute_score"
     todo = "\n".join(ported.todo)
     assert "python3 -c 'import torch_npu': was not run; taken as failed" in todo
-    assert "trainer.experiment_name: is an experiment <output of date +%F>" in todo
+    assert "trainer.experiment_name: is an experiment <output_of_date>" in todo
     assert "trainer.default_local_dir: is ${CKPT}/x" in todo and "put the directory of" in todo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.yaml", "run.sh"]
 
@@ -432,6 +432,26 @@ def test_shell_script_cannot_act(text, tmp_path, monkeypatch):
     found = read_foreign(tmp_path / "run.sh")
     assert (found.algorithm, found.values) == ("dpo", {"beta": 0.2})
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_outputs_and_arguments_that_are_unknown(tmp_path):
+    """Also where a function calls the program; and a comment ends a command, as in a file of verl's own."""
+    (tmp_path / "run.sh").write_text(
+        "now() { date +%F; }\nname=run_$(now)\nif [ $# -lt 2 ]; then echo usage; exit 1; fi\nlr=$1; out=$2; shift 2\n"
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.experiment_name=$name \\\n"
+        'actor_rollout_ref.actor.optim.lr=$lr trainer.default_local_dir="$out/$(cat < name)" "$@" \\\n'
+        "    # a note\n    actor_rollout_ref.rollout.n=4 \\\n    data.train_batch_size=3\n"
+    )
+    with pytest.raises(UserError, match="the file reads arguments: give them behind its name"):
+        read_foreign(tmp_path / "run.sh")
+    found = read_foreign(tmp_path / "run.sh", ["1e-5", "o", "data.max_prompt_length=7"])
+    assert found.values == {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.optim.lr": 1e-5, "data.max_prompt_length": 7,
+    }  # fmt: skip
+    unread = "\n".join(found.unread)
+    assert "trainer.experiment_name: is run_<output_of_date>" in unread
+    assert "trainer.default_local_dir: is o/<output_of_cat>" in unread
+    assert "actor_rollout_ref.rollout.n=4 data.train_batch_size=3: bash reads this as a command of its own" in unread
 
 
 def test_commands_in_words_of_others(tmp_path):
@@ -504,6 +524,8 @@ def test_files_of_hydra(tmp_path):
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=128 "
          "reward.reward_kwargs.max_resp_len=512", {"grpo.overlong_cache_length": 128}),
+        ("reward_model.enable=True reward_model.model_path=/rm",
+         {"environment.name": "reward_model", "environment.path": Path("/rm")}),
         ("custom_reward_function.path=/x/own.py custom_reward_function.name=score",
          {"environment.name": "verl", "environment.function": "own:score"}),
     ],
@@ -537,6 +559,20 @@ def test_sft_of_verl(tmp_path):
     assert (config.data.columns, config.model.lora.rank, config.seed) == ({"messages": "turns"}, 8, 1)
     assert config.data.overlong == "truncate" and not ported.differs
     assert any(line.startswith("optim.lr: ") for line in ported.became)
+    config, ported = translated(
+        f"{text} optim.lr_decay_style=cosine optim.min_lr=1e-6 data.val_files=v.parquet "
+        "trainer.test_freq=after_each_epoch",
+        tmp_path,
+        "run.sh",
+    )
+    assert (config.optimizer.schedule, config.optimizer.min_lr, config.trainer.validation_interval) == (
+        "cosine",
+        1e-6,
+        None,
+    )
+    assert any(line.startswith("trainer.test_freq: after_each_epoch: an interval counts steps") for line in ported.todo)
+    config, _ = translated(text.replace(" optim.lr=1e-5", ""), tmp_path, "run.sh")
+    assert config.optimizer.lr == 1e-3  # verl's default with Megatron
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,13 @@ def has_command(text: str) -> bool:
     return any(pattern.search(text) for pattern, _ in _STARTS)
 
 
-def of_command(text: str, path: Path) -> Foreign:
+def of_command(text: str, path: Path, script_arguments: Sequence[str] = ()) -> Foreign:
     """Return the configuration of the one command of the shell script `text`, a file at `path`.
 
     Raises:
         UserError: there is no command, or more than one, or a file that it names is missing.
     """
-    commands, told = _commands(text, path)
+    commands, told = _commands(text, path, script_arguments)
     found = [start for words in commands for start in _starts(words)]
     if len(found) != 1:
         modules = [words[place] for words in commands for place in range(1, len(words)) if words[place - 1] == "-m"]
@@ -129,14 +129,18 @@ def _named(name: str, path: Path) -> Path:
     return found
 
 
-def _commands(text: str, path: Path, depth: int = 0) -> tuple[list[list[str]], list[str]]:
+def _commands(
+    text: str, path: Path, script_arguments: Sequence[str] = (), depth: int = 0
+) -> tuple[list[list[str]], list[str]]:
     """Return the words of each command, also of those that stand in a word of another, and what has to be checked."""
-    expanded = expand(text, path)
+    expanded = expand(text, path, script_arguments)
     commands, told = list(expanded.commands), list(expanded.told)
     for words in expanded.commands:
+        if words and re.fullmatch(r"\+{0,2}\w+(\.\w+)+=.*", words[0], re.DOTALL):
+            told.append(f"{' '.join(words)}: bash reads this as a command of its own: a comment or blank line ends one")
         for word in words:
             if depth < 3 and re.search(r"\s", word.strip()) and has_command(word):
-                inner, its_told = _commands(word, path, depth + 1)
+                inner, its_told = _commands(word, path, (), depth + 1)
                 commands, told = [*commands, *inner], [*told, *its_told]
     return commands, told
 

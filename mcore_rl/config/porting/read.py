@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mcore_rl.config.porting.python_file import of_python
 from mcore_rl.errors import UserError
 
 
-def read_foreign(path: Path) -> Foreign:
+def read_foreign(path: Path, script_arguments: Sequence[str] = ()) -> Foreign:
     """Return what `path` configures: a YAML file, a Python file of TRL, or a file with one command.
 
     Raises:
@@ -31,14 +32,14 @@ def read_foreign(path: Path) -> Foreign:
         return of_python(text, path)
     is_yaml = path.suffix in (".yaml", ".yml", ".json")
     if not is_yaml and has_command(text):
-        return of_command(text, path)
+        return of_command(text, path, script_arguments)
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         values = None
         if is_yaml:
             raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return _of_yaml(values, path) if isinstance(values, dict) else of_command(text, path)
+    return _of_yaml(values, path) if isinstance(values, dict) else of_command(text, path, script_arguments)
 
 
 def _of_yaml(values: dict[str, Any], path: Path) -> Foreign:

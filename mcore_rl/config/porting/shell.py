@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from mcore_rl.errors import UserError
 SECONDS = 10
 """Time that bash has for a file."""
 
-UNKNOWN = re.compile(r"<output of [^>]*>|\$\{\w+\}")
+UNKNOWN = re.compile(r"<output_of_[^>]*>|\$\{\w+\}")
 """What stands in a word for the output of a program, and for a variable or argument that the file does not set."""
 
 _BUILTINS = frozenset((
@@ -41,10 +41,10 @@ command_not_found_handle() {
     [[ -z ${COMMAND-} ]] || _note "$COMMAND"
     case $1 in
         asked) return 1;;
-        valued) shift; printf '<output of %s>' "$*";;
-        started) shift; _note "$@";;
-        *) _note "$@";;
+        started) shift;;
     esac
+    _note "$@"
+    [[ ! -p /dev/stdout ]] || printf '<output_of_%s>' "$1"
 }
 cd() { PWD=${!#}; }
 pwd() { printf '%s\n' "$PWD"; }
@@ -58,6 +58,7 @@ enable -n popd pushd source suspend times trap type ulimit umask wait builtin en
 """
 """What bash reads before the file. The options that end a file early are switched off before each of its commands."""
 
+_NAMES = ("variable_name", "special_variable_name")
 _Edit = tuple[int, int, str]
 """Start, end and text of a change, in bytes."""
 
@@ -73,7 +74,7 @@ class Expanded:
     told: list[str]
 
 
-def expand(text: str, path: Path) -> Expanded:
+def expand(text: str, path: Path, arguments: Sequence[str] = ()) -> Expanded:
     """Return the commands of the shell script `text`, a file at `path`, as bash expands their words.
 
     Programs in conditions count as failed, and their output as unknown. HOME and the working directory are those of
@@ -88,10 +89,12 @@ def expand(text: str, path: Path) -> Expanded:
     source = text.encode()
     root = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(source).root_node
     nodes = list(_walk(root))
-    edits, told = _edits(nodes)
+    edits, told = _edits(nodes, len(arguments))
     for start, end, new in sorted(edits, reverse=True):
         source = source[:start] + new.encode() + source[end:]
-    notes, problems = _run(bash, source.decode(), path)
+    notes, problems, status = _run(bash, source.decode(), path, arguments)
+    if status and not arguments and any(_text(node) in ("1", "#") for node in nodes if node.type in _NAMES):
+        told.append("the file reads arguments: give them behind its name")
     offset = _PROLOGUE.count("\n") + 1
     for line in problems:
         found = re.match(r".*?: line (\d+): (.*)", line)
@@ -105,7 +108,7 @@ def _walk(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
         yield from _walk(child)
 
 
-def _edits(nodes: list[tree_sitter.Node]) -> tuple[list[_Edit], list[str]]:
+def _edits(nodes: list[tree_sitter.Node], given: int) -> tuple[list[_Edit], list[str]]:
     """Return the changes that make the file harmless, and lines about programs on which its branches depend."""
     kept = _BUILTINS | _OF_PROLOGUE | {_text(_child(n, "name")) for n in nodes if n.type == "function_definition"}
     known = _OF_BASH | _set_variables(nodes)
@@ -121,21 +124,25 @@ def _edits(nodes: list[tree_sitter.Node]) -> tuple[list[_Edit], list[str]]:
                 told.append(
                     f"line {node.start_point[0] + 1}: {_text(_parent(node))[:60]}: was not run; taken as failed"
                 )
+        elif node.type in ("|", "|&", "&") and not _is_in(
+            node, "command_substitution", "if_statement", "while_statement"
+        ):
+            edits.append((node.start_byte, node.end_byte, ";"))  # one after the other: they write to the same file
         elif node.type == "variable_name":
-            edits += _variable_edits(node, known)
+            edits += _variable_edits(node, known, given)
     return edits, told
 
 
 def _without_redirect(node: tree_sitter.Node) -> _Edit:
     parent, new = _parent(node), ""
     if parent.type == "command_substitution":  # $(< FILE)
-        new = f"valued cat {_text(node).lstrip('< ')}"
+        new = f"started cat {_text(node).lstrip('< ')}"
     elif parent.type == "redirected_statement" and _child(parent, "body") is None:
         new = ":"
     return node.start_byte, node.end_byte, new
 
 
-def _variable_edits(node: tree_sitter.Node, known: frozenset[str]) -> Iterator[_Edit]:
+def _variable_edits(node: tree_sitter.Node, known: frozenset[str], given: int) -> Iterator[_Edit]:
     """Yield the changes for one name of a variable: the file's own path, search paths, and unknown values."""
     name, parent = _text(node), _parent(node)
     if name == "BASH_SOURCE":
@@ -144,28 +151,28 @@ def _variable_edits(node: tree_sitter.Node, known: frozenset[str]) -> Iterator[_
         return
     if parent.type == "variable_assignment" and name in _READONLY:
         yield node.start_byte, node.end_byte, f"_{name}"
-    is_unknown = not _is_in(node, "function_definition") if name.isdigit() else name not in known
+    is_argument = name.isdigit() and int(name) > 0 and not _is_in(node, "function_definition")
+    is_unknown = int(name) > given if is_argument else not name.isdigit() and name not in known
     if is_unknown and _is_plain(parent) and not _is_in(node, "unary_expression", "arithmetic_expansion"):
         in_braces = parent.type == "expansion"
         yield node.start_byte - 1 - in_braces, node.end_byte + in_braces, f"\\${{{name}}}"
 
 
 def _kind(node: tree_sitter.Node) -> str:
-    """Return how a program is replaced: it fails without output, its output is unknown, or it has only its effects."""
-    child, parent, kind = node, node.parent, "started"
+    """Return how a program is replaced: "asked" fails without output, "started" has an output that is not known."""
+    child, parent, is_value = node, node.parent, False
     while parent is not None:
-        if parent.type == "list" and (kind == "valued" or _is_in(parent, "command_substitution")):
+        if parent.type == "list" and (is_value or _is_in(parent, "command_substitution")):
             return "asked"
-        if parent.type == "command_substitution":
-            kind = "valued"
-        if parent.type in ("if_statement", "elif_clause", "while_statement") and kind != "valued":
+        is_value = is_value or parent.type == "command_substitution"
+        if parent.type in ("if_statement", "elif_clause", "while_statement") and not is_value:
             bodies = [
                 part for part in parent.children if part.type in ("then", "do_group", "else_clause", "elif_clause")
             ]
             if bodies and child.end_byte <= bodies[0].start_byte:
                 return "started" if parent.children[0].type == "until" else "asked"
         child, parent = parent, parent.parent
-    return kind
+    return "started"
 
 
 def _set_variables(nodes: list[tree_sitter.Node]) -> frozenset[str]:
@@ -210,11 +217,11 @@ def _text(node: tree_sitter.Node | None) -> str:
     return "" if node is None or node.text is None else node.text.decode()
 
 
-def _run(bash: str, text: str, path: Path) -> tuple[list[list[str]], list[str]]:
-    """Run a harmless script; return the words of the commands that were noted, and the lines of bash's errors."""
+def _run(bash: str, text: str, path: Path, arguments: Sequence[str]) -> tuple[list[list[str]], list[str], int]:
+    """Run a harmless script; return the words of the commands that were noted, the lines of errors, and the status."""
     with tempfile.TemporaryFile() as notes:
         process = subprocess.Popen(
-            [bash, "--noprofile", "--norc", "--restricted", "-c", f"{_PROLOGUE}\n{text}", str(path)],
+            [bash, "--noprofile", "--norc", "--restricted", "-c", f"{_PROLOGUE}\n{text}", str(path), *arguments],
             env={"PATH": "/dev/null", "HOME": str(Path.home()), "NOTES": str(notes.fileno())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -234,4 +241,4 @@ def _run(bash: str, text: str, path: Path) -> tuple[list[list[str]], list[str]]:
         words = iter(notes.read().decode(errors="replace").split("\0")[:-1])
     commands = [[next(words) for _ in range(int(count))] for count in words]
     lines = errors.decode(errors="replace").splitlines()
-    return commands, [line for line in lines if line and not line.startswith("+")]
+    return commands, [line for line in lines if line and not line.startswith("+")], process.returncode

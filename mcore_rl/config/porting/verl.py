@@ -15,6 +15,7 @@ from mcore_rl.config.porting.rules import (
     Outcome,
     Refused,
     Rule,
+    ToDo,
     betas,
     number,
     only_if,
@@ -177,6 +178,14 @@ def _validates(rule: Rule) -> Rule:
     return only_if("data.val_files", bool, "data.val_files is missing", rule)
 
 
+def _frequency(key: str, reason: str) -> Rule:
+    """Return a rule for a number of steps, or a time of verl's SFT."""
+    of_number = positive(key, reason)
+    return lambda value, given: (
+        ToDo(f"an interval counts steps; set {key}") if str(value).startswith("after_") else of_number(value, given)
+    )
+
+
 def _with_reward_model(rule: Rule) -> Rule:
     def of_model(value: Any, given: Given) -> Outcome:
         is_used = any(given(f"{part}.enable") is True for part in _REWARD_MODELS)
@@ -239,8 +248,16 @@ def _of_optimizer(optim: str) -> dict[str, Rule]:
         "lr_warmup_steps": positive("optimizer.warmup_steps", "lr_warmup_steps_ratio counts"),
         "lr_warmup_steps_ratio": _warmup(f"{optim}.lr_warmup_steps"),
         "min_lr_ratio": _lowest_rate(optim),
+        "min_lr": only_if(
+            f"{optim}.lr_decay_style",
+            lambda style: style != "constant",
+            "a constant rate has no minimum",
+            to("optimizer.min_lr"),
+        ),
         "lr_scheduler_type": SCHEDULE,
+        "lr_decay_style": SCHEDULE,
         "warmup_style": SCHEDULE,
+        "override_optimizer_config.optimizer_cpu_offload": true_for(to("optimizer.offload")),
     }
 
 
@@ -321,15 +338,15 @@ VERL: dict[tuple[str, str], Rule] = {
     },
     **{
         ("", key): _with_reward_model(_reward_model)
-        for key in ("reward.reward_model.model_path", "reward_model.model.path")
+        for key in ("reward.reward_model.model_path", "reward_model.model.path", "reward_model.model_path")
     },
     ("", "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size"): to(
         "distillation.teacher_parallel.tensor_model_parallel_size"
     ),
     ("", f"{_OPTIM}.total_training_steps"): positive("trainer.max_steps", "the run counts epochs"),
     ("", "trainer.total_training_steps"): positive("trainer.max_steps", "the run counts epochs"),
-    ("", "trainer.save_freq"): positive("checkpoint.save_interval", "a run always saves at its end"),
-    ("", "trainer.test_freq"): _validates(positive("trainer.validation_interval", "nothing is validated")),
+    ("", "trainer.save_freq"): _frequency("checkpoint.save_interval", "a run always saves at its end"),
+    ("", "trainer.test_freq"): _validates(_frequency("trainer.validation_interval", "nothing is validated")),
     ("", "trainer.val_before_train"): _validates(to("trainer.validate_at_start")),
     ("", "trainer.logger"): trackers,
     ("", "trainer.project_name"): said("the name of the tracker's project"),
