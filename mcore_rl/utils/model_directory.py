@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,26 @@ MODEL_TYPES = (
     *("deepseek_v4", "gemma4_text", "gemma4", "qwen4_exp_text", "qwen4_exp", *VISION_MODEL_TYPES),
 )
 """The `model_type` of all models in `models.megatron.families`; repeated here because that package needs PyTorch."""
+SIZE = re.compile(
+    r"(\w+_)?(num|n)_\w+|(?!mscale)(\w+_)?(size|dim|rank|lowrank|heads|kernel|groups?|blocks|count|mult|interval|ratio)"
+    r"|(\w+_)?max_position_embeddings|(hidden|vocab)_size_per_layer_input|model_max_length|sliding_window|depth|expand"
+    r"|first_k_dense_replace|moe_layer_start_index|max_window_layers|decoder_sparse_step|index_topk|index_kpool|moe_k"
+    r"|indexer_budget|top_k_experts|(compressed_sparse|heavily_compressed)_attention|heads_per_ngram|split_ngram_parts"
+    r"|make_ngram_vocab_size_divisible_by|in_channels|ngram_vocab_size_base|hc_sinkhorn_iters"
+)
+"""Keys of config.json whose values are sizes or numbers of things."""
+MAY_BE_ZERO = {
+    "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_kv_shared_layers", "num_hash_layers",
+    "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_intermediate_size",
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "hidden_size_per_layer_input",
+    "qk_rope_head_dim", "sliding_window", "max_window_layers", "first_k_dense_replace", "moe_layer_start_index",
+    "hc_sinkhorn_iters", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_logits_to_keep",
+}  # fmt: skip
+"""Sizes that are 0 in a model without this part, and positions of layers, which start at 0."""
+PARTS_WITH_SIZES = {
+    "text_config", "rope_parameters", "rope_scaling", "linear_attn_config", "compress_rates", "per_layer_config",
+}  # fmt: skip
+"""Objects in config.json that have sizes. `vision_config` has too, if the model reads images."""
 PUSH = "checkpoint.push_to_hub"
 """Configuration key that names the repository; used in errors."""
 
@@ -231,7 +251,34 @@ def check_model_directory(path: Path, key: str = "model.path") -> dict[str, Any]
         raise UserError(f"{key}: {path / 'config.json'} has no model_type")
     if (model_type := config["model_type"]) not in MODEL_TYPES:
         raise UserError(f"{key}: model type {model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+    for name, value, least in sizes_in(config):
+        if value is not None and (type(value) is not int or value < least):
+            raise UserError(
+                f"{key}: {path / 'config.json'}: {name} must be a whole number of at least {least}, got "
+                f"{json.dumps(value)[:80]}"
+            )
     return config
+
+
+def sizes_in(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name of each size in a config.json, its value, and the least valid value.
+
+    Args:
+        config: the content of config.json; its model type is supported.
+    """
+    parts = PARTS_WITH_SIZES | ({"vision_config"} if config["model_type"] in VISION_MODEL_TYPES else set())
+
+    def below(values: Mapping[str, Any], prefix: str, parts: Collection[str] | None) -> Iterator[tuple[str, Any, int]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                if parts is None or name in parts:
+                    yield from below(value, f"{prefix}{name}.", parts if name == "text_config" else None)
+            elif SIZE.fullmatch(name):
+                # transformers writes head_dim = qk_rope_head_dim for latent attention
+                may_be_zero = name in MAY_BE_ZERO or (name == "head_dim" and "qk_rope_head_dim" in values)
+                yield f"{prefix}{name}", value, 0 if may_be_zero else 1
+
+    return below(config, "", parts)
 
 
 def vision_model_config(path: Path) -> dict[str, Any] | None:

@@ -99,6 +99,7 @@ def make_models(root):
     changed("deep", num_hidden_layers=3)
     changed("text_size", hidden_size="large")
     changed("no_heads", num_attention_heads=0, head_dim=None)
+    changed("no_positions", max_position_embeddings=0)
     changed("narrow_vocabulary", vocab_size=40)
     changed("strange_rope", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
     for name, kept in (("no_tokenizer", ()), ("no_weights", ("tokenizer",)), ("lora", ()), ("pickles", ("tokenizer",))):

@@ -1,5 +1,6 @@
 """Tests that logits equal Hugging Face's, and exports equal the input, for each family and layout."""
 
+import copy
 import importlib.util
 import json
 import re
@@ -10,7 +11,7 @@ from float32 import EPSILON, FORWARD
 from published_directories import add_head
 from safetensors.torch import load_file, save_file
 from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, has_experts, make_config, make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
@@ -259,14 +260,12 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("seed_oss", {"attention_bias": False}, "a bias on the output projection alone"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim below 2"),
-        ("nemotron_h", {"n_groups": 0}, r"mamba_num_heads \(12\) must be a multiple of n_groups \(0\)"),
         ("mimo_v2_flash", {"v_head_dim": 0}, "v_head_dim=0 must be at least 1"),
         (
             "mimo_v2_flash",
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
             "rope_parameters has no entry 'sliding_attention'",
         ),
-        ("deepseek_v32", {"index_topk": 0}, "index_topk=0 must be at least 1"),
         ("hy_v4", {"index_head_dim": 6}, r"index_head_dim=6 must be at least qk_rope_head_dim \(8\)"),
         ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 must be above 0, or null"),
         (
@@ -495,6 +494,113 @@ def test_an_unsupported_model_type_is_refused_with_the_supported_ones(tmp_path):
         check_model_directory(tmp_path)
 
 
+NO_SIZES = re.compile(
+    r".*(_token_id|_token_index|LABEL_\d|label2id.*|seed|pretraining_tp|chunk_size_feed_forward|query_pre_attn_scalar|"
+    r"_sliding_window_pattern|moe_layer_end_index|number_of_conv_states)"
+)
+"""Whole numbers of configurations that are no sizes, or are ignored."""
+
+
+def whole_numbers(values, *parts):
+    """Yield the keys that lead to each whole number."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from whole_numbers(value, *parts, key)
+        elif type(value) is int:
+            yield (*parts, key)
+
+
+def changed_config(path, values, keys, value):
+    """Write a config.json with another value at these keys."""
+    values = part = copy.deepcopy(values)
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def small_and_published_configs():
+    from mcore_rl.models.megatron.families import FAMILIES as MODEL_TYPES
+
+    yield from (make_config(family) for family in FAMILIES)
+    # The defaults of transformers' classes are published models.
+    yield from (AutoConfig.for_model(model_type) for model_type in MODEL_TYPES if model_type in CONFIG_MAPPING)
+
+
+def test_sizes_that_are_no_positive_whole_numbers_are_refused_by_their_names(tmp_path):
+    from mcore_rl.utils.model_directory import VISION_MODEL_TYPES, check_model_directory
+
+    tried = set()
+    for config in small_and_published_configs():
+        values = json.loads(config.to_json_string())
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        check_model_directory(tmp_path)
+        read = [keys for keys in whole_numbers(values) if not NO_SIZES.fullmatch(".".join(keys))]
+        if config.model_type not in VISION_MODEL_TYPES:
+            read = [keys for keys in read if keys[0] != "vision_config"]
+        for keys in read:
+            if (config.model_type, keys) in tried:
+                continue
+            tried.add((config.model_type, keys))
+            for value in (-1, "4", 2.5, True):
+                changed_config(tmp_path, values, keys, value)
+                with pytest.raises(UserError) as error:
+                    check_model_directory(tmp_path)
+                assert f"config.json: {'.'.join(keys)} must be a whole number of at least" in str(error.value)
+                assert str(error.value).endswith(f"got {json.dumps(value)}")
+    assert len({model_type for model_type, _ in tried}) > 30
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *(("llama", "max_position_embeddings"), ("llama", "num_attention_heads"), ("llama", "head_dim")),
+        *(("qwen2_moe", "decoder_sparse_step"), ("deepseek_v32", "index_topk"), ("nemotron_h", "n_groups")),
+        *(("qwen4", "hc_lowrank"), ("deepseek_v4", "compress_rates.heavily_compressed_attention")),
+        ("llama", "rope_parameters.original_max_position_embeddings"),
+    ],
+)
+def test_a_size_of_0_is_refused(family, key, tmp_path):
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
+
+    values = json.loads(make_config(family).to_json_string())
+    changed_config(tmp_path, values, key.split("."), 0)
+    with pytest.raises(UserError, match=rf"config\.json: {re.escape(key)} must be a whole number of at least 1, got 0"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        *(("deepseek_v3", "n_group"), ("deepseek_v3", "v_head_dim"), ("deepseek_v3", "first_k_dense_replace")),
+        *(("qwen2_moe", "num_key_value_heads"), ("qwen3_moe", "num_local_experts"), ("ernie4_5_moe", "moe_k")),
+        *(("kimi_linear", "num_experts"), ("ernie4_5_moe", "moe_num_shared_experts")),
+    ],
+)
+def test_a_size_that_the_model_needs_is_not_null(family, key, tmp_path):
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
+
+    changed_config(tmp_path, json.loads(make_config(family).to_json_string()), [key], None)
+    with pytest.raises(UserError, match=f"{key} must be a number, got null"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *(("llama", "num_key_value_heads", None), ("llama", "head_dim", None), ("qwen2", "sliding_window", None)),
+        *(("deepseek_v3", "q_lora_rank", None), ("deepseek_v3", "first_k_dense_replace", 0)),
+        *(("deepseek_v3", "num_nextn_predict_layers", 0), ("qwen2_moe", "shared_expert_intermediate_size", 0)),
+        *(("gemma4", "hidden_size_per_layer_input", 0), ("gemma4", "num_experts", None)),
+    ],
+)
+def test_sizes_of_parts_that_a_model_lacks_may_be_0_or_null(family, key, value, tmp_path):
+    from mcore_rl.models.megatron.model.hf_config import load_hf_config
+
+    changed_config(tmp_path, json.loads(make_config(family).to_json_string()), [key], value)
+    family_of(load_hf_config(tmp_path)).check(64)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
     """GLM-4.5's files hold one behind the last layer."""
     from mcore_rl.models.megatron.model.hf_config import load_hf_config
@@ -515,8 +621,6 @@ def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
 )
 def test_operations_per_token_equal_published_figures(model_type, published):
     """NVIDIA's figures for sequences of 4,096 tokens, without layers that predict further tokens."""
-    from transformers import AutoConfig
-
     family = family_of(AutoConfig.for_model(model_type))  # the defaults are those of the published models
     mixing = sum(family.token_mixer(layer).flops(4096) for layer in range(family.num_layers)) / 4096
     assert 6 * family.active_parameters() + mixing == pytest.approx(published, rel=0.005)
@@ -565,8 +669,6 @@ GEMMA4_E2B = {
 )
 def test_parameters_of_gemma_4_equal_published_figures(sizes, all_parameters, active):
     """Google's figures; for E2B, that of all parameters includes its towers."""
-    from transformers import AutoConfig
-
     family = family_of(AutoConfig.for_model("gemma4_text", **FULL_OF_GEMMA4, **sizes))
     assert all_parameters is None or family.num_parameters() == pytest.approx(all_parameters, rel=2e-3)
     assert family.active_parameters() == pytest.approx(active, rel=1e-2)
@@ -575,8 +677,6 @@ def test_parameters_of_gemma_4_equal_published_figures(sizes, all_parameters, ac
 @pytest.mark.skipif("nemotron_h" not in FAMILIES, reason="transformers 4 lacks it")
 def test_parameters_of_nemotron_3_nano_equal_published_figures():
     """NVIDIA's figures for Nemotron 3 Nano: 31.6e9 parameters, of which a token uses 3.2e9, or 3.6e9 with embedding."""
-    from transformers import AutoConfig
-
     hf = AutoConfig.for_model(  # sizes of config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 on the hub
         "nemotron_h",
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

@@ -124,8 +124,6 @@ class LatentAttention(ChoosesKeys, KeyValueMixer):
     def check(self) -> None:
         if self.indexer is not None and self.query_rank is None:
             raise UserError("model.path: q_lora_rank=null is not supported, because the indexer reads latent queries")
-        if self.indexer is not None and self.indexer.topk < 1:
-            raise UserError(f"model.path: index_topk={self.indexer.topk} must be at least 1")
         if self.indexer is not None and self.indexer.head_dim < max(self.rotated, 1):
             raise UserError(
                 f"model.path: index_head_dim={self.indexer.head_dim} must be at least qk_rope_head_dim ({self.rotated})"

@@ -36,11 +36,6 @@ class HyperConnected(Family):
     @abstractmethod
     def _streams(self) -> Streams: ...
 
-    def check(self, max_sequence_length: int) -> None:
-        super().check(max_sequence_length)
-        if self.streams_count < 1:
-            raise UserError(f"model.path: hc_mult={self.streams_count} must be at least 1")
-
     def prediction_names(self, k: int) -> PredictionNames | None:
         return None  # layers that predict further tokens would need streams of their own
 

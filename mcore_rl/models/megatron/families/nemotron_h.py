@@ -79,7 +79,7 @@ class NemotronH(Unrotated):
         hf = self.hf
         if others := sorted({*hf.layers_block_type} - {MAMBA, ATTENTION, MLP, EXPERTS}):
             raise UserError(f"model.path: layers_block_type has {others[0]!r}, which is not supported")
-        if hf.n_groups < 1 or hf.mamba_num_heads % hf.n_groups:
+        if hf.mamba_num_heads % hf.n_groups:
             raise UserError(
                 f"model.path: mamba_num_heads ({hf.mamba_num_heads}) must be a multiple of n_groups ({hf.n_groups})"
             )

@@ -60,14 +60,10 @@ class Qwen4Text(Qwen35MoEText):
 
     def check(self, max_sequence_length: int) -> None:
         hf = self.hf
-        least = {"ngram_size": 2, "make_ngram_vocab_size_divisible_by": 1, "split_ngram_parts": 1}
-        for name, smallest in least.items() if hf.ple_layer_ids else ():
-            if getattr(hf, name) < smallest:
-                raise UserError(f"model.path: {name}={getattr(hf, name)} must be at least {smallest}")
+        if hf.ple_layer_ids and hf.ngram_size < 2:
+            raise UserError(f"model.path: ngram_size={hf.ngram_size} must be at least 2")
         if "indexed_attention" in hf.layer_types and hf.indexer_n_heads is None:
             raise UserError("model.path: indexer_n_heads must be set, as in transformers")
-        if hf.hc_lowrank < 1:
-            raise UserError(f"model.path: hc_lowrank={hf.hc_lowrank} must be at least 1")
         super().check(max_sequence_length)
 
     def ngrams(self, layer: int) -> NGramEmbedding | None:

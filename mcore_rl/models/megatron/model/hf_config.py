@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,15 @@ from mcore_rl.models.megatron.layers.fp8 import fp8_fields
 from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory, check_quantization
 from mcore_rl.models.megatron.model.lora import is_expert_target, lora_of
 from mcore_rl.models.megatron.weight_mapping import Mapping
-from mcore_rl.utils.model_directory import check_model_directory, missing_files
+from mcore_rl.utils.model_directory import check_model_directory, missing_files, sizes_in
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+MAY_BE_NULL = {
+    "q_lora_rank", "topk_group", "sliding_window", "n_shared_experts", "num_shared_experts", "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+}  # fmt: skip
+"""Sizes of config.json that are null in a model without this part, though transformers has a number for it."""
 DEEP_EP = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 
 
@@ -90,14 +94,32 @@ def _mtp_depth(family: Family, path: Path) -> int:
 def _read_config(path: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
-    alias = CONFIGURED_AS.get(str(check_model_directory(path)["model_type"]))
+    values = check_model_directory(path)
+    alias = CONFIGURED_AS.get(values["model_type"])
     try:
         if alias is None:
-            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        values = json.loads((path / "config.json").read_bytes())
-        return AutoConfig.for_model(alias, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")})
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        else:
+            given = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+            config = AutoConfig.for_model(alias, **given)
     except Exception as error:  # its validators raise various exception classes
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
+    for name, value, _ in sizes_in(values):
+        if value is None and _is_needed(config, *name.split(".")):
+            raise UserError(f"model.path: {path}/config.json: {name} must be a number, got null")
+    return config
+
+
+def _is_needed(config: Any, *name: str) -> bool:
+    """Return whether transformers leaves a size at null although its class has a number for it.
+
+    Args:
+        name: keys of the parts of `config`, from the outside, and the size's key.
+    """
+    *parts, key = name
+    part = functools.reduce(lambda outer, inner: getattr(outer, inner, None), parts, config)
+    is_left = key not in MAY_BE_NULL and getattr(part, key, 0) is None
+    return is_left and getattr(type(part)(), key, None) is not None
 
 
 def has_separate_head(path: Path, trust_remote_code: bool = False) -> bool:
