@@ -157,7 +157,7 @@ class CommandPrograms:
         self._running.add(process)
         self._keeper.add(process.pid)
         try:
-            told = json.dumps({"record": session.record, "messages": session.messages}, default=str)
+            told = json.dumps({"record": session.record, "messages": session.messages})
             await process.communicate(b"\n" + told.encode() + b"\n")
         finally:
             _kill_group(process)
@@ -268,7 +268,7 @@ class _Worker:
     def tell(self, value: Any) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
+            self.process.stdin.write(json.dumps(value).encode() + b"\n")
 
     async def read(self) -> dict[str, Any] | None:
         """Return what the process tells when it is ready, or why it is not; None if it has ended."""

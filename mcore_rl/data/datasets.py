@@ -16,7 +16,7 @@ import numpy as np
 
 from mcore_rl.config import DataConfig, DistillationConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import Messages, check_messages, has_images, image_sources, is_prefill, with_sources
-from mcore_rl.data.images import IMAGES, PlacedImage, images_of, moved
+from mcore_rl.data.images import IMAGE_COLUMNS, PlacedImage, images_of, moved
 from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
@@ -681,7 +681,7 @@ def _checked_record(record: dict[str, Any]) -> dict[str, Any]:
     content = _content_of(record)
     if isinstance(content, str) or not any(map(has_images, content)):
         return {**record, "prompt": content}
-    others = {key: value for key, value in record.items() if key not in (IMAGES, "image")}
+    others = {key: value for key, value in record.items() if key not in IMAGE_COLUMNS}
     return {**others, "prompt": with_sources(content, [None] * len(image_sources(content)))}
 
 

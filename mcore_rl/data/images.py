@@ -134,6 +134,8 @@ PATH_KEYS = ("image", "image_url", "path", "url")
 """Keys of an image, or of an image part, whose value may be a path."""
 
 
+IMAGE_COLUMNS = (IMAGES, "image")
+"""Columns of a record that have the sources of its images."""
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Fields of a record that may be lists of messages."""
 
@@ -142,7 +144,7 @@ def with_directory(record: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return a record with `directory` before the relative paths of its images."""
     found = dict(record)
     for key, value in record.items():
-        if key in (IMAGES, "image"):
+        if key in IMAGE_COLUMNS:
             found[key] = _in_directory(value, directory)
         elif key in CONVERSATIONS and isinstance(value, list):
             found[key] = [_message_in(item, directory) for item in value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,10 +10,14 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from uuid import UUID
 
+from mcore_rl.data.images import IMAGE_COLUMNS, is_image
 from mcore_rl.errors import UserError
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -173,15 +178,23 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
-    """Yield the records of a .json file. The file has a JSON list of objects or, as JSON Lines, one object per line."""
+    """Yield the records of a .json file.
+
+    The file has a JSON list of objects, a single object or, as JSON Lines, one object per line.
+    """
     with open(source, "rb") as file:
-        first = next((text for line in file if (text := line.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    if first.startswith(b"{"):
+        first = next((text for line in file if (text := line.strip(b"\xef\xbb\xbf \t\r\n"))), b"")
+    if first.startswith(b"{") and not first.endswith((b"{", b"[", b",")):  # the object ends in its line
         yield from _read_lines(source)
         return
-    records = _parse(Path(source).read_bytes(), source)
+    wanted = "must be a JSON list of objects, a single object, or have one JSON object in each line"
+    try:
+        records = _parse(Path(source).read_bytes(), source)
+    except UserError as error:
+        raise UserError(f"{error}; the file {wanted}") from None
+    records = [records] if isinstance(records, dict) else records
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{source}: must be a JSON list of objects, or have one JSON object in each line")
+        raise UserError(f"{source}: {wanted}")
     yield from _rows(source, records, len(records))
 
 
@@ -219,11 +232,112 @@ def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
 
     try:
         with pyarrow.parquet.ParquetFile(source) as file:
-            batches = file.iter_batches(batch_size=RECORDS_AT_ONCE)
-            rows = (_clean(row) for batch in batches for row in batch.to_pylist())
-            yield from _rows(source, rows, file.metadata.num_rows)
+            schema = file.schema_arrow
+            check_columns(source, schema)
+            rows = (row for batch in file.iter_batches(batch_size=RECORDS_AT_ONCE) for row in batch.to_pylist())
+            numbered = enumerate(rows, start=1)
+            records = (record_of(row, schema, f"{source}, record {number}") for number, row in numbered)
+            yield from _rows(source, records, file.metadata.num_rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source}: is not a complete Parquet file: {' '.join(str(error).split())}") from None
+
+
+def check_columns(source: str, schema: Any) -> None:
+    """Raise UserError if records of a table with this Arrow schema would not be JSON objects.
+
+    Two columns or fields have one name, or a map has keys that are not texts.
+    """
+    import pyarrow.types as of
+
+    def check(column: str, kind: Any) -> None:
+        if of.is_map(kind) and not (of.is_string(kind.key_type) or of.is_large_string(kind.key_type)):
+            raise UserError(
+                f"{source}: the column {column} has a map with keys of the type {kind.key_type}; keys must be strings"
+            )
+        if of.is_struct(kind):
+            refuse_repeated(f"objects in the column {column} have two fields", [field.name for field in kind])
+        for number in range(kind.num_fields):
+            check(column, kind.field(number).type)
+
+    def refuse_repeated(what: str, names: list[str]) -> None:
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{source}: {what} of the name {repeated[0]}; rename or remove one of them")
+
+    refuse_repeated("has two columns", schema.names)
+    for field in schema:
+        check(field.name, field.type)
+
+
+def record_of(row: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
+    """Return a row of a table as a record; maps become objects, which Arrow gives as lists of pairs.
+
+    If only some records have a key of a nested object, the format of tables adds nulls to the other records, which are
+    left out here. Keys of the record itself and of maps are all kept, so that a null value differs from a missing key.
+
+    Raises:
+        UserError: a map has a key twice.
+    """
+    import pyarrow.types as of
+
+    def converted(value: Any, kind: Any, column: str) -> Any:
+        if value is None or not kind.num_fields:
+            return value
+        if of.is_map(kind):
+            found = {key: converted(item, kind.item_type, column) for key, item in value}
+            if len(found) < len(value):
+                keys = [key for key, _ in value]
+                repeated = next(key for key in found if keys.count(key) > 1)
+                raise UserError(f"{where}: a map in the column {column} has the key {repeated} twice")
+            return found
+        if of.is_struct(kind):
+            return {
+                field.name: converted(value[field.name], field.type, column)
+                for field in kind
+                if value[field.name] is not None
+            }
+        return [converted(item, kind.value_type, column) for item in value] if isinstance(value, list) else value
+
+    return {field.name: converted(row[field.name], field.type, field.name) for field in schema}
+
+
+def with_texts(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a table with its bytes decoded as UTF-8. Images, and bytes that are no text, stay bytes."""
+
+    def decoded(value: Any) -> Any:
+        if isinstance(value, bytes):
+            with contextlib.suppress(UnicodeDecodeError):
+                return value.decode()
+        if isinstance(value, list):
+            return [decoded(item) for item in value]
+        if isinstance(value, dict) and not is_image(value):
+            return {key: decoded(item) for key, item in value.items()}
+        return value
+
+    return {key: value if key in IMAGE_COLUMNS else decoded(value) for key, value in record.items()}
+
+
+def json_of(record: Any) -> bytes:
+    """Return a record, or a part of it, as JSON. Values of tables that JSON does not have, such as dates, become texts.
+
+    Raises:
+        ValueError: a column has bytes, or another value that is no text.
+    """
+    try:
+        return json.dumps(record, default=_text_of).encode()
+    except TypeError:
+        for column, value in record.items():
+            try:
+                json.dumps(value, default=_text_of)
+            except TypeError as error:
+                raise ValueError(f"the column {column} has {error}; write text, or leave the column out") from None
+        raise
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    is_bytes = isinstance(value, bytes)
+    raise TypeError("bytes that are not UTF-8 text" if is_bytes else f"a value of the type {type(value).__name__}")
 
 
 def _hub_is_reachable() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import threading
@@ -32,7 +31,7 @@ from mcore_rl.data.chat import (
     without,
 )
 from mcore_rl.data.images import ImageReader, PlacedImage, with_directory
-from mcore_rl.data.readers import Records, files_of, read_records
+from mcore_rl.data.readers import Records, files_of, json_of, read_records, with_texts
 from mcore_rl.data.responses import render_prompt, tokenize_conversation
 from mcore_rl.data.texts import completed_text_tokens, prompt_text_tokens
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
@@ -386,12 +385,14 @@ class TokenizationSpec:
         directory = source.absolute().parent if reads_images(tokenizer) and source.is_file() else None
         for place, record in records.parsed():
             try:
-                record = self._renamed(record)
+                record = with_texts(self._renamed(record))
                 if directory is not None:
                     record = with_directory(record, directory)
                 unit = self.unit_of(tokenizer, record)
                 if self.needs_response and not all(sequence.is_trainable for sequence in unit):
                     raise ValueError("the record has no response tokens")
+                kept = self._limited(unit)
+                extra = None if kept is None or self.extra_of is None else json_of(self.extra_of(record))
             except ValueError as error:
                 raise UserError(f"{place}: {error}") from None
             chunk.counts["records"] += 1
@@ -399,15 +400,13 @@ class TokenizationSpec:
             chunk.counts["with_images"] += any(sequence.images for sequence in unit)
             ends = end_token_ids(tokenizer)
             chunk.counts["teach_end"] += any(not ends.isdisjoint(sequence.trained_ids) for sequence in unit)
-            kept = self._limited(unit)
             if kept is None:
                 chunk.counts["dropped"] += 1
                 chunk.counts[dropped_with(max(map(len, unit)))] += 1
                 continue
             chunk.counts["truncated"] += kept != unit
             chunk.counts.update(() if self.seen_in is None else self.seen_in(kept, record))
-            extra = None if self.extra_of is None else self.extra_of(record)
-            chunk.add(kept, None if extra is None else json.dumps(extra, default=str).encode())
+            chunk.add(kept, extra)
         return chunk
 
     def _renamed(self, record: dict[str, Any]) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class _Worker:
     def _write(self, value: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
+            self.process.stdin.write(json.dumps(value).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             self.gone = True

@@ -153,9 +153,20 @@ def test_json(text, tmp_path):
     assert [text_of(unit[0]) for unit in dataset.units] == ["p<|unk|><|end|>", "pb<|end|>"]
 
 
-def test_json_of_one_record(tmp_path):
-    (tmp_path / "one.json").write_text('{"prompt": "p", "completion": "b"}')
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_json_of_one_record(indent, as_list, tmp_path):
+    record = {"prompt": "p", "completion": "b"}
+    (tmp_path / "one.json").write_text(json.dumps([record] if as_list else record, indent=indent))
     assert len(load_sft_dataset(str(tmp_path / "one.json"), TOKENIZER, settings_of())) == 1
+
+
+def test_json_of_objects_over_several_lines_says_what_is_wanted(tmp_path):
+    text = json.dumps({"prompt": "p", "completion": "b"}, indent=2)
+    (tmp_path / "two.json").write_text(f"{text}\n{text}\n")
+    wanted = "the file must be a JSON list of objects, a single object, or have one JSON object in each line"
+    with pytest.raises(UserError, match=f"two.json: not valid JSON: Extra data at line 5, column 1; {wanted}"):
+        load_sft_dataset(str(tmp_path / "two.json"), TOKENIZER, settings_of())
 
 
 def test_parquet(tmp_path):

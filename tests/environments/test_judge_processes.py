@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -65,8 +65,7 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
     odd = judged(environment, [Sample(log("say", response), {}) for response in ("raise odd", "tell odd")])
     assert [step.error for step in odd] == [r"ValueError: a cut emoji: \ud83d", r"a cut emoji: \ud83d"]
-    dated = {"scale": 4, "asked": datetime(2024, 2, 29)}  # as Parquet has it
-    again = judged(environment, [Sample(log("say", "abcd"), dated)])
+    again = judged(environment, [Sample(log("say", "abcd"), {"scale": 4})])
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()
     assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
