@@ -33,18 +33,9 @@ FractionBelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bo
 
 
 def _form(value: Any) -> str:
-    return "(several)" if isinstance(value, dict) else "(one)"
-
-
-def _no_list(form: str) -> BeforeValidator:
-    """Return a validator that refuses a list of sources; its error shows `form`, the form for several sources."""
-
-    def refuse(value: Any) -> Any:
-        if isinstance(value, list):
-            raise ValueError(f"must be one source, or several as {form}, not a list")
-        return value
-
-    return BeforeValidator(refuse)
+    if isinstance(value, dict):
+        return "(several)"
+    return "(joined)" if isinstance(value, list | tuple) else "(one)"
 
 
 def _whose(value: Any) -> str:
@@ -52,18 +43,15 @@ def _whose(value: Any) -> str:
     return "(parts)" if by_source else "(whole)"
 
 
+_OneSource = Annotated[Name, Tag("(one)")] | Annotated[tuple[Name, ...], Field(min_length=1), Tag("(joined)")]
 Sources = Annotated[
-    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, PositiveFloat], Field(min_length=1), Tag("(several)")],
-    Discriminator(_form),
-    _no_list("{SOURCE: WEIGHT, …}"),
+    _OneSource | Annotated[dict[Name, PositiveFloat], Field(min_length=1), Tag("(several)")], Discriminator(_form)
 ]
-"""A source, or several sources with their weights."""
+"""A source, a list of sources that are read one after the other, or several sources with their weights."""
 NamedSources = Annotated[
-    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, Name], Field(min_length=1), Tag("(several)")],
-    Discriminator(_form),
-    _no_list("{NAME: SOURCE, …}"),
+    _OneSource | Annotated[dict[Name, Name], Field(min_length=1), Tag("(several)")], Discriminator(_form)
 ]
-"""A source, or several sources by name."""
+"""A source, a list of sources that are read one after the other, or several sources by name."""
 Columns = Annotated[
     Annotated[dict[Name, Name], Tag("(whole)")] | Annotated[dict[Name, dict[Name, Name]], Tag("(parts)")],
     Discriminator(_whose),

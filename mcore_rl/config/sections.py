@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -192,10 +193,12 @@ class DataConfig(Section):
 
     train: Sources
     """A .jsonl, .json or .parquet file, a directory of such files, or NAME or NAME:SPLIT of a dataset on the hub. Or
-    several sources, each with its weight in the mixture: `{chat.jsonl: 3, math.jsonl: 1}`. A source that is exhausted
-    starts again. An epoch has as many samples as all sources together."""
+    a list of these, whose records are one source: `[a.jsonl, b.parquet]`. Or several sources, each with its weight in
+    the mixture: `{chat.jsonl: 3, math.jsonl: 1}`. A source of a mixture that is exhausted starts again. An epoch has as
+    many samples as all sources together."""
     validation: NamedSources | None = None
-    """A source for validation, or several by name: `{math: math_test.jsonl}`. The names appear in the metrics."""
+    """A source for validation, a list of files that are one source, or several sources by name:
+    `{math: math_test.jsonl}`. The names appear in the metrics."""
     max_sequence_length: PositiveInt = 1024
     """Maximum number of tokens of a sequence, prompt and response together. The default is smaller for a model with
     fewer positions: their number."""
@@ -209,7 +212,7 @@ class DataConfig(Section):
     `question`. Or for single sources: `{math.jsonl: {prompt: question, completion: answer}}`. The columns of other
     sources keep their names."""
     max_samples: PositiveInt | None = None
-    """Read only this many records of each source of `train`."""
+    """Read only this many records of each source of `train`, also of each in a list."""
     cache_dir: Path | None = None
     """Directory of tokenized data, which later runs reuse; the default is `$MCORE_RL_CACHE` or ~/.cache/mcore_rl."""
 
@@ -231,11 +234,11 @@ class DataConfig(Section):
     def _sources_are_there_once(self) -> DataConfig:
         found: dict[str, str] = {}
         for source in self.train_sources:
-            other = found.setdefault(os.path.realpath(source), source)
-            if other != source:
-                raise ValueError(
-                    f"train: {other} and {source} are the same source; leave one out, and add up their weights"
-                )
+            path = os.path.realpath(source)
+            if path in found:
+                sum_up = ", and add up their weights" if isinstance(self.train, dict) else ""
+                raise ValueError(f"train: {found[path]} and {source} are the same source; leave one out{sum_up}")
+            found[path] = source
         for path, source in found.items():
             for directory in Path(path).parents:
                 if str(directory) in found:
@@ -245,13 +248,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _weights_have_a_sum(self) -> DataConfig:
-        if not isinstance(self.train, str) and math.isinf(sum(self.train.values())):
+        if isinstance(self.train, dict) and math.isinf(sum(self.train.values())):
             raise ValueError("train: the sum of the weights is infinite; use smaller weights")
         return self
 
     @model_validator(mode="after")
     def _columns_are_of_something(self) -> DataConfig:
-        sources = {*self.train_sources, *self.validation_sets.values()}
+        sources = set(self.sources)
         for key, names in self.columns.items():
             if not isinstance(names, str) and key not in sources:
                 raise ValueError(
@@ -275,18 +278,32 @@ class DataConfig(Section):
     @property
     def train_sources(self) -> list[str]:
         """All sources of training data."""
-        return [self.train] if isinstance(self.train, str) else list(self.train)
+        return _sources_in(self.train)
 
     @property
-    def validation_sets(self) -> dict[str, str]:
-        """Sources of validation data by name; a single source has the name ""."""
-        if self.validation is None or isinstance(self.validation, str):
-            return {} if self.validation is None else {"": self.validation}
-        return self.validation
+    def validation_sets(self) -> Mapping[str, str | tuple[str, ...]]:
+        """Sources of validation data by name; a single source, or a list of sources, has the name ""."""
+        if self.validation is None:
+            return {}
+        return self.validation if isinstance(self.validation, dict) else {"": self.validation}
+
+    @property
+    def validation_sources(self) -> list[str]:
+        """All sources of validation data."""
+        return [name for source in self.validation_sets.values() for name in _sources_in(source)]
+
+    @property
+    def sources(self) -> list[str]:
+        """All sources of data."""
+        return [*self.train_sources, *self.validation_sources]
 
     def read_chat_template(self) -> str | None:
         """Return the text of the chat template."""
         return read_chat_template(self.chat_template)
+
+
+def _sources_in(source: str | Iterable[str]) -> list[str]:
+    return [source] if isinstance(source, str) else list(source)
 
 
 def read_chat_template(template: str | None) -> str | None:

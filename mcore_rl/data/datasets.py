@@ -21,6 +21,7 @@ from mcore_rl.data.readers import SUFFIXES, files_of, require
 from mcore_rl.data.texts import TEXT_NOTES
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import (
+    JoinedTokenStore,
     MixedTokenStore,
     Order,
     SequenceGroup,
@@ -154,8 +155,8 @@ class DistillationDataset(Dataset):
         return tokenize_prompt(tokenizer, prompt, tools).input_ids
 
 
-Source = str | Mapping[str, float]
-"""A source of records: a path or name, or a mixture (a map from path or name to sample weight)."""
+Source = str | Sequence[str] | Mapping[str, float]
+"""A source of records: a path or name, several of them, or a mixture (a map from path or name to sample weight)."""
 
 
 def named(source: Source) -> str:
@@ -198,7 +199,8 @@ def load_store(
         UserError: a record is invalid; the message names its file and line.
     """
     if not isinstance(source, str):
-        return MixedTokenStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
+        stores = {name: load_store(name, tokenizer, data, what, say, cache) for name in source}
+        return MixedTokenStore(stores, source) if isinstance(source, Mapping) else JoinedTokenStore(stores.values())
     what = replace(what, columns=data.columns_of(source))
     if cache is not None:
         store = cache.store(source, tokenizer, what, say)
@@ -745,7 +747,7 @@ def check_first_records(config: TrainingConfig) -> None:
     may_have = config.model.trust_remote_code or has_chat_template(path) or has_only_config(path)
     own = "a template" if may_have else None
     tokenizer = UnloadedTokenizer(data.read_chat_template() or own)
-    for source in (*data.train_sources, *data.validation_sets.values()):
+    for source in data.sources:
         if all(map(_begins_quickly, files_of(source))):
             with contextlib.suppress(TokensNeeded):
                 dataset_loader(config)(source, tokenizer, data)

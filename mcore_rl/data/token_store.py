@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -437,52 +437,25 @@ def _described(encoded: Sequence[bytes]) -> bytes:
     return repr([[(image.start, image.identity) for image in decode_images(text)] for text in encoded]).encode()
 
 
-class MixedTokenStore(TokenStore):
-    """A mixture: the units of several stores, one store after the other.
+class JoinedTokenStore(TokenStore):
+    """The units of several stores, one store after the other.
 
     Args:
-        stores: stores by the names of their sources.
-        weights: relative sample weight of each source.
-
-    Raises:
-        UserError: a source is empty, or its share of the samples rounds to zero.
+        stores: the stores.
+        quotas: numbers that belong to the stores and to the fingerprint of all.
     """
 
-    def __init__(self, stores: Mapping[str, TokenStore], weights: Mapping[str, float]) -> None:
-        self._stores: Sequence[TokenStore] = list(stores.values())
-        self.quotas = quotas_of([weights[name] for name in stores])
-        for (name, store), quota in zip(stores.items(), self.quotas, strict=True):
-            if not len(store):
-                raise UserError(
-                    f"data.train: no record of {name} is short enough for data.max_sequence_length; leave this "
-                    "source out"
-                )
-            if not quota:
-                raise UserError(
-                    f"data.train: with its weight, {name} gets less than one of every {PERIOD:,} samples; leave this "
-                    "source out, or raise its weight"
-                )
-        self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))
-        # The file's name without its directory, if that is unique.
-        short = [plain_name(Path(name).stem) for name in stores]
-        self.labels = short if len(set(short)) == len(short) else [plain_name(name) for name in stores]
-        digest = hashlib.sha256(
-            repr([(s.fingerprint, q) for s, q in zip(self._stores, self.quotas, strict=True)]).encode()
-        )
+    def __init__(self, stores: Iterable[TokenStore], quotas: Sequence[int] = ()) -> None:
+        self._stores = list(stores)
+        self._ends = list(accumulate(map(len, self._stores)))
+        parts = zip_longest((store.fingerprint for store in self._stores), quotas)
         counts: Counter[str] = sum((store.counts for store in self._stores), Counter())
-        meta = {"fingerprint": digest.hexdigest(), "counts": dict(counts)}
+        meta = {"fingerprint": hashlib.sha256(repr([*parts]).encode()).hexdigest(), "counts": dict(counts)}
         super().__init__({}, {**meta, "sequences_per_unit": self._stores[0].meta["sequences_per_unit"]})
 
     @property
     def num_tokens(self) -> int:
         return sum(store.num_tokens for store in self._stores)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        return {name: quota / PERIOD for name, quota in zip(self._names, self.quotas, strict=True)}
-
-    def order(self, seed: int) -> MixedOrder:
-        return MixedOrder(tuple(map(len, self._stores)), tuple(self.quotas), seed)
 
     def lengths(self) -> np.ndarray:
         return np.concatenate([store.lengths() for store in self._stores])
@@ -502,11 +475,49 @@ class MixedTokenStore(TokenStore):
         store, own = self._place(index // self._rows)
         return store._sequence(own * self._rows + index % self._rows)
 
-    def source_of(self, unit: int) -> str | None:
-        return self.labels[bisect_right(self._ends, unit)]
-
     def _place(self, index: int) -> tuple[TokenStore, int]:
         """Return the store that contains unit `index`, and the unit's index in that store."""
         number = bisect_right(self._ends, index)
         store = self._stores[number]
         return store, index - (self._ends[number] - len(store))
+
+
+class MixedTokenStore(JoinedTokenStore):
+    """A mixture of several stores.
+
+    Args:
+        stores: stores by the names of their sources.
+        weights: relative sample weight of each source.
+
+    Raises:
+        UserError: a source is empty, or its share of the samples rounds to zero.
+    """
+
+    def __init__(self, stores: Mapping[str, TokenStore], weights: Mapping[str, float]) -> None:
+        self.quotas = quotas_of([weights[name] for name in stores])
+        for (name, store), quota in zip(stores.items(), self.quotas, strict=True):
+            if not len(store):
+                raise UserError(
+                    f"data.train: no record of {name} is short enough for data.max_sequence_length; leave this "
+                    "source out"
+                )
+            if not quota:
+                raise UserError(
+                    f"data.train: with its weight, {name} gets less than one of every {PERIOD:,} samples; leave this "
+                    "source out, or raise its weight"
+                )
+        self._names = list(stores)
+        # The file's name without its directory, if that is unique.
+        short = [plain_name(Path(name).stem) for name in stores]
+        self.labels = short if len(set(short)) == len(short) else [plain_name(name) for name in stores]
+        super().__init__(stores.values(), self.quotas)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: quota / PERIOD for name, quota in zip(self._names, self.quotas, strict=True)}
+
+    def order(self, seed: int) -> MixedOrder:
+        return MixedOrder(tuple(map(len, self._stores)), tuple(self.quotas), seed)
+
+    def source_of(self, unit: int) -> str | None:
+        return self.labels[bisect_right(self._ends, unit)]

@@ -205,7 +205,7 @@ def input_paths(config: TrainingConfig) -> dict[str, Path]:
     """Return the paths of all files and directories that a run reads, as a map from configuration key to path."""
     data, template = config.data, config.data.chat_template
     files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
-    files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
+    files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sources)}
     if template is not None and "{" not in template:  # the template itself
         files["data.chat_template"] = Path(template)
     return {**model_directories(config), **files}

@@ -76,7 +76,7 @@ def check_lengths(config: TrainingConfig) -> None:
 
 def check_sources(config: TrainingConfig) -> None:
     """Raise UserError if a data file is missing or does not contain records, or if its first record is invalid."""
-    for source in (*config.data.train_sources, *config.data.validation_sets.values()):
+    for source in config.data.sources:
         check_file(source)
     check_first_records(config)
 

@@ -107,6 +107,15 @@ def test_file_of_verl_becomes_the_documented_command(tmp_path):
     assert translated(command, tmp_path)[0] == config
 
 
+def test_lists_of_files_of_verl_are_one_source(tmp_path):
+    text = VERL.replace("gsm8k/train.parquet", "[a.parquet, b.parquet]").replace(
+        "/test.parquet]", "/test.parquet, c.parquet]"
+    )
+    config, _ = translated(text, tmp_path, "verl.yaml")
+    assert config.data.train == ("a.parquet", "b.parquet")
+    assert config.data.validation == ("gsm8k/test.parquet", "c.parquet")
+
+
 @pytest.mark.parametrize(
     ("freezes", "image_key", "tower"),
     [

@@ -169,6 +169,22 @@ def test_json_of_objects_over_several_lines_says_what_is_wanted(tmp_path):
         load_sft_dataset(str(tmp_path / "two.json"), TOKENIZER, settings_of())
 
 
+def test_a_list_of_sources_is_one_source(tmp_path):
+    write(tmp_path / "a.jsonl", [{"prompt": "p", "completion": "c" * size} for size in (1, 2)])
+    (tmp_path / "b.json").write_text(json.dumps([{"q": "p", "completion": "ccc"}]))
+    sources = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.json"))
+    columns = {sources[1]: {"prompt": "q"}}
+    data = DataConfig(train=list(sources), validation=list(sources), columns=columns, max_sequence_length=100)
+    assert data.train_sources == data.validation_sources == list(sources)
+    assert data.validation_sets == {"": sources}
+    dataset = load_sft_dataset(data.train, TOKENIZER, data)
+    assert [len(unit[0]) for unit in dataset.units] == [3, 4, 5]
+    assert sorted(dataset.order(0).indices(0, 3)) == [0, 1, 2], "each record once in an epoch"
+    assert [dataset.units.source_of(index) for index in range(3)] == [None] * 3
+    limited = DataConfig(train=list(sources), columns=columns, max_samples=1)
+    assert [len(unit[0]) for unit in load_sft_dataset(limited.train, TOKENIZER, limited).units] == [3, 5]
+
+
 def test_parquet(tmp_path):
     import datasets
 
@@ -237,8 +253,11 @@ def test_columns_of_each_source(tmp_path):
         ({"train": {"d/a.jsonl": 1, "d": 2}}, "train: d/a.jsonl is one of the files in d; leave one of the two out"),
         ({"train": {"a.jsonl": 1e308, "b.jsonl": 1e308}}, "train: the sum of the weights is infinite"),
         ({"train": {"a.jsonl": 1, "./a.jsonl": 2}}, "train: a.jsonl and ./a.jsonl are the same source; leave one out"),
-        ({"train": ["a.jsonl", "b.jsonl"]}, r"(?s)train.*or several as {SOURCE: WEIGHT, …}, not a list"),
-        ({"validation": []}, r"(?s)validation.*or several as {NAME: SOURCE, …}, not a list"),
+        ({"train": ["a.jsonl", "b.jsonl", "a.jsonl"]}, "train: a.jsonl and a.jsonl are the same source; leave one out"),
+        ({"train": ["d/a.jsonl", "d"]}, "train: d/a.jsonl is one of the files in d; leave one of the two out"),
+        ({"train": []}, r"(?s)train.*at least 1 item"),
+        ({"train": [""]}, r"(?s)train.*must not be empty"),
+        ({"validation": []}, r"(?s)validation.*at least 1 item"),
     ],
 )
 def test_sources_and_columns_that_do_not_go_together(section, message):

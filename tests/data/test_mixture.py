@@ -134,7 +134,7 @@ def test_the_best_metric_is_of_a_set_that_there_is(tmp_path):
         ({"train": {"a.jsonl": 0}}, "data.train.a.jsonl"),
         ({"train": {"a.jsonl": True}}, "data.train.a.jsonl"),
         ({"train": {"a.jsonl": "much"}}, "data.train.a.jsonl"),
-        ({"train": ["a.jsonl"]}, "data.train"),
+        ({"train": []}, "data.train"),
         (
             {"train": "a.jsonl", "validation": {"a/b": "a.jsonl"}},
             "validation: the name 'a/b' of a set may contain only letters",

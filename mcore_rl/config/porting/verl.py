@@ -39,9 +39,7 @@ MODEL = "actor_rollout_ref.model"
 def _sources(key: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         files = list(value) if isinstance(value, list | tuple) else [value]
-        if len(files) == 1:
-            return {key: files[0]}
-        return {key: dict.fromkeys(files, 1.0) if key == "data.train" else {f"part{i}": f for i, f in enumerate(files)}}
+        return {key: files[0] if len(files) == 1 else files}
 
     return rule
 
