@@ -1,5 +1,6 @@
 """Errors that are reported in one line. Any other exception is a bug and keeps its traceback."""
 
+import signal
 from collections.abc import Sequence
 
 
@@ -36,6 +37,17 @@ class TrainingError(RuntimeError):
 
 class NotFiniteError(TrainingError):
     """A loss or a gradient is NaN or infinite. A run that restarts from the last checkpoint would fail again."""
+
+
+class Stopped(Exception):
+    """A signal has stopped a run before its last step. The run is saved, and the same command continues it.
+
+    status: exit status of the run: 128 + the signal's number, as a shell gives it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 128 + number
 
 
 class WorkerError(RuntimeError):

@@ -22,7 +22,7 @@ from mcore_rl.cli.plan import describe_layouts
 from mcore_rl.config import TrainingConfig, build_config, changed_values, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
-from mcore_rl.errors import TrainingError, UserError, UserErrors, is_lost_peer
+from mcore_rl.errors import Stopped, TrainingError, UserError, UserErrors, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
@@ -34,7 +34,9 @@ from mcore_rl.utils.torchrun import (
     is_launched,
     is_under_torchrun,
     launcher,
+    local_rank,
     local_world_size,
+    may_restart,
     processors,
     rank,
     set_world_size,
@@ -51,6 +53,9 @@ SPIN_COUNT = 10_000_000
 
 LONGEST_LINE = 200
 """Largest number of characters of a `key=value` on the console; a longer one is shortened."""
+
+STATUS_FILE = "MCORE_RL_STATUS_FILE"
+"""Environment variable by which `launch` names a file to its ranks. They write the status of a stopped run to it."""
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
 """Map from a command-line option to the configuration key that it sets. Every run needs these keys."""
@@ -102,7 +107,7 @@ def run_script(
         prog: name of the program in messages; by default, the name of its file.
 
     The exit status is 0 after success, 1 after a failure with a traceback, 2 after a user's error, 3 if training cannot
-    continue (one line for 2 and 3), and 130 after Ctrl-C before training. torchrun exits with 1 after any failure.
+    continue (one line for 2 and 3), and 128 + N if signal N ended the run first. torchrun turns all but 0 into 1.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
@@ -255,6 +260,8 @@ def exit_on_error() -> Iterator[None]:
         leave(2, str(error))
     except TrainingError as error:
         leave(3, str(error))
+    except Stopped as stop:
+        _leave_stopped(stop)
     except KeyboardInterrupt:
         leave(130, "interrupted")
     except Exception as error:
@@ -298,6 +305,26 @@ def leave(status: int, message: str | Sequence[str], lost_peer: bool = False) ->
     named = rank() > 0 or (status == 1 and is_launched())
     print_error(f"[rank {rank()}] {line}" if named else line)
     os._exit(status)
+
+
+def _leave_stopped(stop: Stopped) -> NoReturn:
+    """End this process, whose run a signal has stopped, with the status of `stop`.
+
+    torchrun regards another status than 0 as a failure: it ends the node's other ranks, and with --max-restarts it
+    starts all ranks again. So the status is 0 if torchrun would restart them. It is also 0 below `launch`, which reads
+    the run's status from a file.
+    """
+    flush_output()
+    if file := os.environ.get(STATUS_FILE):
+        if local_rank() == 0:
+            Path(file).write_text(str(stop.status))
+        os._exit(0)
+    if may_restart():
+        os._exit(0)
+    if rank() > 0:
+        _wait_to_be_ended()
+    _write_error_file(str(stop))
+    os._exit(stop.status)
 
 
 def _wait_to_be_ended() -> None:

@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from types import FrameType
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, leave
+from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, STATUS_FILE, leave
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
 from mcore_rl.utils.packages import check_packages, import_torch
@@ -54,7 +55,8 @@ def launch(options: Sequence[str], command: Sequence[str], module: str = "mcore_
         module: module that the ranks run instead of `mcore-rl`, with these arguments.
 
     Returns:
-        0 after success; otherwise the exit status of the first rank that failed, or 128 + the number of its signal.
+        0 after success; 128 + the number of the signal that has stopped the run; otherwise the exit status of the first
+        rank that failed, or 128 + the number of the signal that ended it.
     """
     parser = _parser()
     from torch.distributed import DistError
@@ -72,6 +74,8 @@ def launch(options: Sequence[str], command: Sequence[str], module: str = "mcore_
     for number in HANDED_ON:
         signal.signal(number, _hand_on)
     store = _listen_locally(launched)
+    status = tempfile.NamedTemporaryFile()  # noqa: SIM115 (removed with this process)
+    os.environ[STATUS_FILE] = status.name
     try:
         run(launched)
     except ChildFailedError as error:
@@ -89,7 +93,7 @@ def launch(options: Sequence[str], command: Sequence[str], module: str = "mcore_
         leave(2, f"{error} (torchrun --help tells the launch's options)")
     finally:
         del store  # closes its port
-    return 0
+    return int(status.read() or 0)
 
 
 def nodes_and_processes(options: Sequence[str]) -> tuple[int, int, argparse.Namespace]:

@@ -17,7 +17,7 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.collectives import broadcast_object
-from mcore_rl.errors import NotFiniteError, TrainingError, UserError
+from mcore_rl.errors import NotFiniteError, Stopped, TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run import directory as run_directory
 from mcore_rl.run import watchdog
@@ -94,17 +94,17 @@ class StopSignals:
         if not self._received:
             self._receive(signal.SIGHUP)
 
-    def requested(self) -> str | None:
-        """Return the name of a signal that any rank has received, or None. Also set `save_is_due`. Collective.
+    def requested(self) -> int:
+        """Return the number of a signal that any rank has received, or 0. Also set `save_is_due`. Collective.
 
-        The returned name and `save_is_due` are the same on every rank.
+        The returned number and `save_is_due` are the same on every rank.
         """
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
         both = torch.tensor([self._received, int(due)], device=platform.device())
         torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX)
-        received, self.save_is_due = int(both[0]), bool(both[1])
-        return signal.Signals(received).name if received else None
+        self.save_is_due = bool(both[1])
+        return int(both[0])
 
     def saved(self) -> None:
         """Start to count `save_seconds` again, because a checkpoint has been saved."""
@@ -176,24 +176,32 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
-        """Run all steps, then export the model; return the exported directory, or None if no model is exported."""
+        """Run all steps, then export the model; return the exported directory, or None if no model is exported.
+
+        Raises:
+            Stopped: a signal has stopped the run before its last step.
+        """
         minutes = self.config.checkpoint.save_minutes
         self.checkpoints = RunCheckpoints(
             self.config, self.policy, self.say, self.inputs.checkpoints, self.inputs.identity
         )
         self.signals = StopSignals(None if minutes is None else minutes * 60)
         try:
-            done, signal = self._resume(), None
+            done, number = self._resume(), 0
             with contextlib.closing(self.reporter), self.reporter.live():
                 if done == 0 and self.config.trainer.validate_at_start:
                     self._validate_before_training()
-                while done < self.total_steps and signal is None and not self._patience_is_over:
+                while done < self.total_steps and not number and not self._patience_is_over:
                     done += 1
-                    signal = self._run_step(done)
-            return self._finish(done, signal)
+                    number = self._run_step(done)
+            stops = number > 0 and done < self.total_steps
+            exported = self._finish(done, stopped_by=number if stops else 0)
         except BaseException as error:
             self.checkpoints.finish_alone(error)
             raise
+        if stops:
+            raise Stopped(number)
+        return exported
 
     def _resume(self) -> int:
         """Restore the checkpoint to resume, if any, and prepare the run; return the number of completed steps."""
@@ -221,10 +229,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             if self.best is not None:
                 self.best.is_bettered(0, metrics)
 
-    def _run_step(self, step: int) -> str | None:
+    def _run_step(self, step: int) -> int:
         """Train one step, and validate, report and save if they are due.
 
-        Return the name of the signal that stops the run, or None.
+        Return the number of the signal that stops the run, or 0.
         """
         metrics = self._or_stop(self.train_step, step, trained=step - 1)
         self._move_reference(step)
@@ -236,15 +244,15 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         if _divides(self.config.trainer.log_interval, step) or step in (1, self.total_steps):
             self.reporter.progress(step, metrics)
         self.reporter.advance(step)
-        signal = self.signals.requested()
-        last = step == self.total_steps or signal is not None or self._patience_is_over
+        number = self.signals.requested()
+        last = step == self.total_steps or number > 0 or self._patience_is_over
         watchdog.enter(f"step {step}: checkpoint")
         self.checkpoints.poll()
         by_interval = last or bettered or _divides(self.config.checkpoint.save_interval, step)
         if by_interval or self.signals.save_is_due:
             self.checkpoints.save(step, self._state(), last, passing=not by_interval)
             self.signals.saved()
-        return signal
+        return number
 
     def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
         """Return whether the validation with these metrics is the best so far.
@@ -263,15 +271,16 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         consumed = self.consumed_samples if consumed_samples is None else consumed_samples
         return {"consumed_samples": consumed, **({"best": self.best.state()} if self.best else {})}
 
-    def _finish(self, done: int, signal: str | None) -> Path | None:
-        """Print the summary, and export the model unless a signal stopped the run before its last step."""
+    def _finish(self, done: int, stopped_by: int) -> Path | None:
+        """Print the summary, and export the model unless a signal, whose number is given, has stopped the run."""
         for line in self.reporter.summary(done):
             self.say(line)
         best, exported = self.best, None
         if best is not None:
             self.say(f"  {best}" + (f": {self.checkpoints.store.iteration(best.step)}" if best.step else ""))
-        if signal and done < self.total_steps:
-            self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
+        if stopped_by:
+            name = signal.Signals(stopped_by).name
+            self.say(f"stopped by {name} after step {done}; the same command goes on from here")
         else:
             if done < self.total_steps and best is not None:
                 self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")

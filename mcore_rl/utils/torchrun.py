@@ -69,6 +69,11 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
+def may_restart() -> bool:
+    """Return whether torchrun would restart the ranks of this launch if one of them failed."""
+    return restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
 def has_rendezvous_id() -> bool:
     """Return whether torchrun was given --rdzv-id, so that the launch has the same id on all nodes."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"

@@ -18,7 +18,8 @@ from forked_programs import run_forked
 from ports import free_port
 from small_models import make_model
 
-from mcore_rl.cli.entry_point import _shortened, _threads_spin
+from mcore_rl.cli.entry_point import _shortened, _threads_spin, exit_on_error
+from mcore_rl.errors import Stopped
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 COMMAND = [sys.executable, "-m", "mcore_rl"]
@@ -325,16 +326,18 @@ def test_train_with_two_processes_succeeds(config, tmp_path):
 
 
 ENDS = [
-    pytest.param("launcher", signal.SIGTERM, 0, id="Slurm ends the job", marks=pytest.mark.long),
-    pytest.param("group", signal.SIGINT, 0, id="Ctrl-C", marks=pytest.mark.long),
+    pytest.param("launcher", signal.SIGTERM, 143, id="Slurm ends the job", marks=pytest.mark.long),
+    pytest.param("group", signal.SIGINT, 130, id="Ctrl-C", marks=pytest.mark.long),
     pytest.param("rank", signal.SIGKILL, 137, id="a rank is killed", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize(("who", "number", "status"), ENDS)
-def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp_path):
-    out = tmp_path / "out"
-    command = [*COMMAND, *LAUNCH, str(config), f"output_dir={out}"]
+def test_train_ended_by_signal_prints_few_lines_and_ends_a_script(who, number, status, config, tmp_path):
+    """The launcher would restart ranks that fail, but not ranks that a signal has stopped."""
+    out, restarts = tmp_path / "out", [] if number == signal.SIGKILL else ["--max-restarts", "1"]
+    train = [*COMMAND, *LAUNCH[:2], *restarts, *LAUNCH[2:], str(config), f"output_dir={out}"]
+    command = ["bash", "-ec", '"$@"; echo the next command', "bash", *train]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -347,13 +350,14 @@ def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp
             for line in process.stdout:
                 if line.startswith("step "):
                     break
-            ranks = psutil.Process(process.pid).children()
+            (launcher,) = psutil.Process(process.pid).children()
+            ranks = launcher.children()
             assert len(ranks) == 2
-            launcher_and_ranks = [psutil.Process(process.pid), *ranks]
+            launcher_and_ranks = [launcher, *ranks]
             connections = [one for member in launcher_and_ranks for one in member.net_connections()]
             assert {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
             {
-                "launcher": lambda: process.send_signal(number),
+                "launcher": lambda: launcher.send_signal(number),
                 "group": lambda: os.killpg(process.pid, number),
                 "rank": lambda: ranks[1].send_signal(number),
             }[who]()
@@ -363,7 +367,7 @@ def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp
     assert process.returncode == status, text
     lines = [line for line in text.splitlines() if not line.startswith("step ")]
     saved = [path.name for path in CheckpointStore(out / "checkpoints").iterations()]
-    if status:
+    if number == signal.SIGKILL:
         assert lines[-1] == "error: rank 1 was ended by SIGKILL", text
         assert not saved
     else:
@@ -376,6 +380,31 @@ def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "ranks are left"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "written"),
+    [
+        ({}, 143, ""),
+        ({"MCORE_RL_STATUS_FILE": "file"}, 0, "143"),
+        ({"MCORE_RL_STATUS_FILE": "file", "LOCAL_RANK": "1"}, 0, ""),
+        ({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, 0, ""),
+        ({"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "2"}, 143, ""),
+    ],
+    ids=["one process", "below the launcher", "another rank", "torchrun would restart", "last start"],
+)
+def test_status_of_a_stopped_run(environment, status, written, tmp_path, monkeypatch):
+    def leave(status):
+        raise SystemExit(status)
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", leave)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise Stopped(signal.SIGTERM)
+    assert (ended.value.code, (tmp_path / "file").read_text()) == (status, written)
 
 
 def test_console_shows_no_text_of_a_header_and_beginnings_of_long_values():

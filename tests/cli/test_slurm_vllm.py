@@ -26,7 +26,7 @@ printf 'n1\nn2\nn3\n'""",
 echo "$*" >> "$STARTED"
 case "$*" in
 *serve_vllm*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
-*) trap 'echo saved >> "$STARTED"; exit 0' USR1
+*) trap 'echo saved >> "$STARTED"; exit 138' USR1
    for _ in $(seq 200); do [ -n "$FAILS" ] && ! grep -q ready "$STARTED" && sleep 0.1; done
    [ -z "$FAILS" ] || exit 3 ;;
 esac
@@ -56,7 +56,7 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
             time.sleep(0.05)
         if not fails:
             process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == (3 if fails else 0)
+        assert process.wait(30) == (3 if fails else 138)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -468,7 +468,7 @@ def test_run_that_prints_nowhere_is_stopped_by_a_signal(files, tmp_path):
                 break
         process.stdout.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(120) == 130
     assert len(saved(tmp_path / "out")) == 1
 
 

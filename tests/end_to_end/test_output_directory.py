@@ -19,7 +19,7 @@ from small_models import make_model
 from test_training_programs import run as run_program
 
 from mcore_rl.config import DPOConfig, RMConfig, SFTConfig, load_config
-from mcore_rl.errors import WorkerError
+from mcore_rl.errors import Stopped, WorkerError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore, step_of
@@ -39,7 +39,10 @@ def train(algorithm, path, overrides):
     metrics.console.file = out
     with redirect_stdout(out):
         module = importlib.import_module(f"mcore_rl.algorithms.{algorithm}")
-        getattr(module, f"train_{algorithm}")(load_config(CONFIGS[algorithm], path, overrides))
+        try:
+            getattr(module, f"train_{algorithm}")(load_config(CONFIGS[algorithm], path, overrides))
+        except Stopped as stop:
+            print(f"exit status {stop.status}")
     return out.getvalue()
 
 
@@ -356,7 +359,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(files, tmp_path):
     overrides = [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=4"]
     arguments = (files / "config.yaml", overrides, [signal.SIGINT])
     (text,) = run_processes(train_with_signals, *arguments, world_size=1)
-    assert "stopped by SIGINT after step 2; the same command goes on from here" in text
+    assert text.endswith("stopped by SIGINT after step 2; the same command goes on from here\nexit status 130\n")
     assert [path.name for path in CheckpointStore(tmp_path / "out" / "checkpoints").iterations()] == ["iter_0000002"]
     assert not (tmp_path / "out" / "hf").exists()
     assert not (tmp_path / "out" / "run.lock").exists()
