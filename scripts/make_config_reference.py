@@ -29,6 +29,8 @@ Only the model and the data are required: `--model PATH --data FILE` replaces th
   file begins with `# yaml-language-server: $schema=dpo.schema.json`.
 - `base: other.yaml` includes another file, relative to the directory of the file. Sections are merged key by key;
   other values are replaced.
+- `generation=null`, or `generation: null` in a file, removes a section that an included file or the file itself has:
+  the section has its defaults. `model` and `data` have no defaults.
 - `${NAME}` in a value or an override is replaced by the environment variable NAME. `${NAME:-text}` is replaced by
   `text` if the variable is not set. `$${NAME}` stands for the text `${NAME}`. A variable that is not set is an error,
   unless an override gives another value. In the `headers` of a judge, `${NAME}` is replaced only by the judge, so

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 def refuse_bool(value: Any) -> Any:
@@ -60,7 +61,21 @@ Columns = Annotated[
 
 
 class Section(BaseModel):
+    """A section of the configuration. If a section inside it is null, that section has its default."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _remove_null_sections(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or not cls._has_default_section(key)}
+
+    @classmethod
+    def _has_default_section(cls, key: str) -> bool:
+        default = cls.model_fields[key].default if key in cls.model_fields else None
+        return isinstance(default, BaseModel) or is_dataclass(default)
 
 
 def whole_number(text: str) -> int | None:

@@ -364,7 +364,7 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
         return f"{name} is required"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "dataclass_type"):
-        found = "nothing" if problem["input"] is None else repr(problem["input"])
+        found = "nothing (null)" if problem["input"] is None else repr(problem["input"])
         return f"{name}: must be a section of keys, found {found}"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # the message names the key
         is_key = message.partition(":")[0] in _fields_at(config_type, location)
@@ -373,6 +373,8 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
         message += f" (got {'keys' if isinstance(problem['input'], dict) else 'a list'})"
     if isinstance(problem["input"], str | int | float | bool):
         message += f" (got {problem['input']!r})"
+    if problem["input"] is None:
+        message += " (got null)"
     return f"{name}: {message}"
 
 

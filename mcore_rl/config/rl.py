@@ -407,9 +407,9 @@ class RLConfig(TrainingConfig):
     @classmethod
     def _set_batch_size(cls, values: Any) -> Any:
         """Set the global batch size to the number of a step's responses."""
-        if not (isinstance(values, dict) and isinstance(values.get(cls.algorithm, {}), dict)):
+        if not (isinstance(values, dict) and isinstance(values.get(cls.algorithm) or {}, dict)):
             return values
-        given, defaults = values.get(cls.algorithm, {}), cls.model_fields[cls.algorithm].default
+        given, defaults = values.get(cls.algorithm) or {}, cls.model_fields[cls.algorithm].default
         names = ("num_prompts_per_step", "num_generations_per_prompt")
         sizes = [given.get(name, getattr(defaults, name)) for name in names]
         batch = values.get("batch") or {}

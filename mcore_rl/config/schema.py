@@ -248,8 +248,12 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
         for name, kind in definition["properties"].items():
             if "oneOf" in kind:  # forms of a section; the name that chooses one may be in another file
                 kind["anyOf"] = kind.pop("oneOf")
+            elif "$ref" in kind and "default" in kind:
+                kind["anyOf"] = [{"$ref": kind.pop("$ref")}]
             elif {"enum", "anyOf", "const"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
                 outer = {key: kind.pop(key) for key in ("title", "description", "default") if key in kind}
                 definition["properties"][name] = {**outer, "anyOf": [kind, VARIABLE]}
+            if "default" in kind and any("$ref" in form for form in kind.get("anyOf", ())):
+                kind["anyOf"].append({"type": "null"})  # a section that is null has its default
     schema["properties"][BASE] = {"type": "string", "description": "A file that this file includes."}
     return schema

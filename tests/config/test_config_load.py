@@ -4,6 +4,7 @@ import pytest
 import yaml
 from programs import ROOT
 
+from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import (
     DPOConfig,
     GRPOConfig,
@@ -18,6 +19,7 @@ from mcore_rl.config import (
     resolved_yaml,
 )
 from mcore_rl.config.load import expand_headers
+from mcore_rl.config.schema import forms_of_section
 from mcore_rl.errors import UserError, UserErrors
 
 CONFIGS = ROOT / "configs"
@@ -74,6 +76,33 @@ def test_overrides_and_types(write):
     config = load_config(DPOConfig, write(MINIMAL), ["optimizer.lr=3e-4", "dpo.reference=precompute"])
     assert config.optimizer.lr == 3e-4  # YAML itself reads 3e-4 as a string
     assert config.dpo.reference == "precompute"
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_section_that_is_null_has_its_default(program, tmp_path):
+    text = f"output_dir: {tmp_path / 'out'}\nmodel: {{path: model}}\ndata: {{train: x}}\n"
+    required = {"distillation": {"teacher": "model"}} if program.config.algorithm == "distill" else {}
+    plain = build_config(program.config, {**yaml.safe_load(text), **required}, [], "")
+    for name, field in program.config.model_fields.items():
+        if name in ("model", "data", *required):
+            with pytest.raises(UserError, match=f"{name}: must be a section of keys, found nothing \\(null\\)"):
+                build_config(program.config, {**yaml.safe_load(text), **required}, [f"{name}=null"], "")
+        elif forms_of_section(field.annotation):
+            given = {**yaml.safe_load(text), **required}
+            assert build_config(program.config, given, [f"{name}=null"], "") == plain, name
+
+
+def test_null_removes_a_section_of_the_included_file(write, tmp_path):
+    base = write(MINIMAL_RL + "generation: {backend: vllm, vllm: {num_servers: 2, weight_updates: delta}}")
+    config = load_config(GRPOConfig, base, ["generation.vllm=null"])
+    assert (config.generation.backend, config.generation.vllm.num_servers) == ("vllm", 1)
+    config = load_config(GRPOConfig, base, ["generation=null", "generation.offload=true"])
+    assert (config.generation.backend, config.generation.offload) == ("megatron", True)
+    child = tmp_path / "child.yaml"
+    child.write_text(f"base: {base.name}\ngeneration:\ngrpo: null")
+    config = load_config(GRPOConfig, child)
+    assert config.generation == type(config.generation)()
+    assert config.batch.global_batch_size == 16 * 8, "the default of grpo"
 
 
 def test_resolved_configuration_reads_back(write, tmp_path):

@@ -58,9 +58,20 @@ def test_the_schema_takes_variables():
     jsonschema.validate(values, json_schema(PROGRAMS["dpo"].config))
 
 
+def test_the_schema_takes_null_for_a_section_with_a_default():
+    values = {"loss": None, "environment": None, "generation": {"vllm": None}, "model": {"lora": None}}
+    jsonschema.validate(values, json_schema(PROGRAMS["grpo"].config))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("optimizer", {"lr": 2}), ("optimizer", {"lrr": 1e-3}), ("seed", 1.5), ("batch", {"global_batch_size": 0})],
+    [
+        ("model", None),
+        ("optimizer", {"lr": 2}),
+        ("optimizer", {"lrr": 1e-3}),
+        ("seed", 1.5),
+        ("batch", {"global_batch_size": 0}),
+    ],
 )
 def test_the_schema_refuses_what_the_program_refuses(key, value):
     config = PROGRAMS["dpo"].config

@@ -1,6 +1,7 @@
 """Files with one mistake each, and a correct model, data and configurations."""
 
 import json
+import re
 import shutil
 
 import torch
@@ -184,7 +185,7 @@ def make_configs(root):
     (root / "empty.yaml").write_text("")
     (root / "twice.yaml").write_text(text + "trainer:\n  max_epochs: 1\n")
     (root / "twice_inside.yaml").write_text(text.replace("lr: 0.001", "lr: 0.001\n  lr: 0.002"))
-    (root / "no_values.yaml").write_text(text.replace("optimizer:\n  lr: 0.001", "optimizer:"))
+    (root / "no_values.yaml").write_text(re.sub("model:\n.*", "model:", text))
     (root / "flat.yaml").write_text("optimizer: 3\n")
 
 
