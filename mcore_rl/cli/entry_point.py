@@ -25,7 +25,7 @@ from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import Stopped, TrainingError, UserError, UserErrors, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import model_directories
-from mcore_rl.run.preflight import preflight
+from mcore_rl.run.preflight import missing_trackers, preflight
 from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
 from mcore_rl.utils.packages import check_packages, import_torch
@@ -192,14 +192,16 @@ def _printed(config: TrainingConfig) -> str:
 def _announce(config: TrainingConfig, source: str) -> None:
     """Print `source` (the file of the configuration), the number of processes, and the values that are not defaults.
 
-    For a dry run, also describe the parallel layouts.
+    For a dry run, also describe the parallel layouts, and warn of trackers that a run would refuse.
     """
     if rank() == 0:
         processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
         console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
         console.print(f"not at their defaults: {'  '.join(map(_shortened, changed_values(config)))}", markup=False)
-        for line in describe_layouts(config, world_size()) if config.dry_run else ():
-            console.print(line, markup=False)
+        if config.dry_run:
+            missing = (f"warning: a run would be refused: {problem}" for problem in missing_trackers(config))
+            for line in (*missing, *describe_layouts(config, world_size())):
+                console.print(line, markup=False)
 
 
 def _shortened(line: str) -> str:

@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -544,7 +543,8 @@ class TrainerConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Trackers of metrics, in addition to the console and metrics.jsonl."""
+    """Trackers of metrics, in addition to the console and metrics.jsonl. Without a tracker's package, a run is refused,
+    and a dry run warns."""
 
     tensorboard: bool = False
     """Write metrics to output_dir/tensorboard; needs the `tensorboard` extra."""
@@ -558,10 +558,7 @@ class LoggingConfig(Section):
     """Name of the run on Weights & Biases and MLflow; the default is a generated one."""
 
     @model_validator(mode="after")
-    def _installed(self) -> LoggingConfig:
-        for name in ("tensorboard", "wandb", "mlflow"):
-            if getattr(self, name) not in (None, False) and find_spec(name) is None:
-                raise ValueError(f"{name}: install the {name} extra with pip install 'mcore_rl[{name}]'")
+    def _used(self) -> LoggingConfig:
         if self.wandb_tags and self.wandb is None:
             raise ValueError("wandb_tags: need a W&B project; set wandb to its name, or leave wandb_tags out")
         if self.run_name is not None and self.wandb is None and self.mlflow is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
@@ -34,6 +35,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     """
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
         raise NotFiniteError(f"{ended}; a restart would end in the same way, so the run is not restarted")
+    if not config.dry_run and (problems := missing_trackers(config)):
+        raise UserError("; ".join(problems))
     check_layout(config, world_size)
     check_sources(config)  # before lengths: a missing column is the more basic mistake
     check_lengths(config)
@@ -45,6 +48,16 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     check_output(config)
     if rank() == 0 or config.checkpoint.resume not in ("auto", "none"):  # other ranks may see other files in output_dir
         find_checkpoints(config)
+
+
+def missing_trackers(config: TrainingConfig) -> list[str]:
+    """Return a message for each tracker of `logging` whose package is not installed."""
+    asked = (name for name in ("tensorboard", "wandb", "mlflow") if getattr(config.logging, name) not in (None, False))
+    return [
+        f"logging.{name}: install the {name} extra with pip install 'mcore_rl[{name}]'"
+        for name in asked
+        if find_spec(name) is None
+    ]
 
 
 def check_layout(config: TrainingConfig, world_size: int) -> None:

@@ -44,7 +44,7 @@ from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.model.hf_config import load_hf_config
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.run import checkpoints as checkpointing
-from mcore_rl.run import metrics, watchdog
+from mcore_rl.run import metrics, preflight, watchdog
 from mcore_rl.run.checkpoints import RunCheckpoints
 from mcore_rl.run.metrics import MetricsReporter, read_step_log
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -550,9 +550,13 @@ def test_a_terminal_shows_a_bar_and_others_do_not(tmp_path, monkeypatch):
             assert (part in shown.getvalue()) == is_terminal
 
 
-def test_wandb_that_is_not_installed_is_told_before_anything_starts(tmp_path):
-    with pytest.raises(UserError, match="wandb: install the wandb extra"):
-        load(SFTConfig, tmp_path, ["logging.wandb=project"], batch={"global_batch_size": 2})
+def test_every_tracker_that_is_not_installed_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    asked = {"tensorboard": "true", "wandb": "project", "mlflow": "trials"}
+    for name, value in asked.items():
+        config = load(SFTConfig, tmp_path, [f"logging.{name}={value}"], batch={"global_batch_size": 2})
+        with pytest.raises(UserError, match=f"logging.{name}: install the {name} extra"):
+            preflight.preflight(config, 1, {})
 
 
 # ------------------------------------------------------------------ what stays of a run that went further

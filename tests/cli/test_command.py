@@ -247,8 +247,12 @@ def test_a_dry_run_prints_layouts_and_wrong_data_before_it_imports_pytorch(confi
         command = [*COMMAND, "train", "sft", config, "--dry-run", "4", *overrides]
         return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env=environment)
 
-    planned = dry_run("parallel.pipeline_model_parallel_size=2", "batch.global_batch_size=4")
+    tracked = [*COMMAND, "train", "sft", str(config), "logging.wandb=project"]  # this package is not installed
+    refused = subprocess.run(tracked, capture_output=True, text=True, timeout=90, env=environment)
+    assert refused.returncode == 2 and "error: logging.wandb: install the wandb extra" in refused.stderr
+    planned = dry_run("parallel.pipeline_model_parallel_size=2", "batch.global_batch_size=4", "logging.wandb=project")
     assert planned.returncode == 77, planned.stderr
+    assert "warning: a run would be refused: logging.wandb: install the wandb extra" in planned.stdout
     assert (
         "4 processes: tensor 1 x context 1 x data 2 x pipeline 2\n  layers of the pipeline stages: 1, 1"
         in planned.stdout

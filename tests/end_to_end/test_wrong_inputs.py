@@ -448,9 +448,9 @@ def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root
 OF_A_RUN_ALONE = (
     *("output_dir=", "checkpoint.resume=", "checkpoint.overwrite=", "--record", "--replay"),
     *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python", "headers: {"),
-    *("no_weights", "pickles", "lacks_a_file"),
+    *("no_weights", "pickles", "lacks_a_file", "logging.wandb="),
 )
-"""Replace the parts of a run that the simulation does not have: output files, judges, servers, weights."""
+"""Replace the parts of a run that the simulation does not have: output files, judges, servers, weights, trackers."""
 
 SIMULATED = [
     (script, arguments, message)
