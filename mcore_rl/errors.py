@@ -50,6 +50,10 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
+class DiskFullError(TrainingError):
+    """A file of a run cannot be written, because no space is left for it."""
+
+
 class WorkerError(RuntimeError):
     """A rank failed, died or took too long; the message has the rank's number and, if available, its traceback."""
 

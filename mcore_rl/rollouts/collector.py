@@ -25,6 +25,7 @@ from mcore_rl.rollouts.worker import PendingRollouts, PromptRequests, RolloutWor
 from mcore_rl.run.metrics import JsonLinesLog, OptionalLog
 from mcore_rl.run.setup import RunInputs
 from mcore_rl.utils.console import PrintLine
+from mcore_rl.utils.files import naming_full_disk
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
@@ -126,7 +127,8 @@ class RolloutCollector:
             weights = hash_of_weights(own_weights(self.policy.model))
             sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
             sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-            self.recording.append(step, recorded_step(weights, sampling, recorded))
+            with naming_full_disk(self.recording.path.parent):
+                self.recording.append(step, recorded_step(weights, sampling, recorded))
 
     def log_samples(
         self, step: int, rollouts: RolloutBatch, advantages: Float[Tensor, " samples"] | None

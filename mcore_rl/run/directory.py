@@ -19,7 +19,7 @@ from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore
-from mcore_rl.utils.files import remove_listed, unlisted_files
+from mcore_rl.utils.files import naming_full_disk, remove_listed, unlisted_files
 from mcore_rl.utils.lock_file import LockFile, LockHeld
 from mcore_rl.utils.torchrun import launch_id
 
@@ -195,12 +195,17 @@ class RunDirectory:
             return None
 
     def mark(self, identity: str, config: str) -> None:
-        """Mark the directory as this run's: write the run's identity (JSON) and its resolved configuration (YAML)."""
+        """Mark the directory as this run's: write the run's identity (JSON) and its resolved configuration (YAML).
+
+        Raises:
+            DiskFullError: the disk has no space for the files.
+        """
         (self.path / NOT_FINITE).unlink(missing_ok=True)
-        for name, text in ((MARKER, identity), ("config.yaml", config)):
-            temporary = self.path / f".{name}.partial"
-            temporary.write_text(text)
-            temporary.replace(self.path / name)
+        with naming_full_disk(self.path):
+            for name, text in ((MARKER, identity), ("config.yaml", config)):
+                temporary = self.path / f".{name}.partial"
+                temporary.write_text(text)
+                temporary.replace(self.path / name)
 
 
 def is_report(path: Path) -> bool:

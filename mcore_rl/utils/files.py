@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mcore_rl.errors import UserError
+from mcore_rl.errors import DiskFullError, UserError
 
 MANIFEST_FILE = "manifest.json"
 
 
 WEIGHTS = (".safetensors", ".distcp")
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors after which a file cannot grow: the disk is full, or a quota or the largest size is reached."""
 
 
 FileDigests = dict[str, tuple[int, str]]
@@ -151,6 +159,66 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(destination: Path) -> Iterator[Path]:
+    """Context with an empty directory; afterwards it becomes the directory `destination`, with a manifest of its files.
+
+    After an error, the directory is removed.
+
+    Raises:
+        DiskFullError: the disk has no space for the files.
+        UserError: `destination` contains files that its manifest does not list; nothing is replaced.
+    """
+    parent = destination.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for leftover in parent.glob(f".{destination.name}.*.partial"):
+        shutil.rmtree(leftover)
+    with naming_full_disk(parent):
+        new = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
+        try:
+            yield new
+            write_manifest(new, digests_of(new, files_below(new)))
+            flush_directory(new)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    replace_listed(new, destination)
+
+
+@contextlib.contextmanager
+def naming_full_disk(directory: Path) -> Iterator[None]:
+    """Context that writes below `directory`; an error that a full disk causes becomes a DiskFullError."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := full_disk(error, directory)) is None:
+            raise
+        raise DiskFullError(f"{directory} cannot be written ({reason}); make room there") from None
+
+
+def full_disk(error: BaseException, directory: Path) -> str | None:
+    """Return the system's reason and the free space of `directory` if `error` has one of `NO_SPACE` as its cause.
+
+    The error of PyTorch's writer of files names only a position in the file; the system's error is its context. The
+    error of safetensors has the number in its text.
+    """
+    link: BaseException | None = error
+    while link is not None and (found := _system_error(link)) not in NO_SPACE:
+        link = link.__cause__ or link.__context__
+    if link is None or found is None:
+        return None
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return f"{os.strerror(found)}, {shutil.disk_usage(existing).free / 2**30:,.2f} GiB free"
+
+
+def _system_error(error: BaseException) -> int | None:
+    """Return the number of the system's error, if `error` has one."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def _umask() -> int:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.utils.checkpoint_store import CheckpointStore
-from mcore_rl.utils.files import FileDigests, digests_of
+from mcore_rl.utils.files import FileDigests, digests_of, naming_full_disk
 from mcore_rl.utils.parent_process import signal_at_end_of
 
 if TYPE_CHECKING:
@@ -140,14 +140,16 @@ class ShardJob:
             block: shared memory that contains the tensors.
             say_written: function that is called when the shard is on disk.
         """
-        results = self._write(block)
-        written = Written(results, digests_of(self.directory, sorted({r.storage_data.relative_path for r in results})))
-        temporary = self.directory / f"rank_{self.rank:05d}.partial"
-        temporary.write_bytes(pickle.dumps(written))
-        temporary.rename(report_file(self.directory, self.rank))
-        say_written()
-        if self.commit is not None:
-            self.commit(_everyone_written(self.directory, self.ranks))
+        with naming_full_disk(self.directory.parent):
+            results = self._write(block)
+            names = sorted({result.storage_data.relative_path for result in results})
+            written = Written(results, digests_of(self.directory, names))
+            temporary = self.directory / f"rank_{self.rank:05d}.partial"
+            temporary.write_bytes(pickle.dumps(written))
+            temporary.rename(report_file(self.directory, self.rank))
+            say_written()
+            if self.commit is not None:
+                self.commit(_everyone_written(self.directory, self.ranks))
 
     def _write(self, block: memoryview) -> list[Any]:
         from torch.distributed.checkpoint import FileSystemWriter, SavePlan

@@ -487,7 +487,9 @@ def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
     for step in range(1, 6):
         reporter.record(step, {"loss": 1.0})
     assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]
-    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("metrics.jsonl cannot be written") == 1
+    assert re.search(r"metrics\.jsonl cannot be written \(No space left on device, [\d,.]+ GiB free\)", printed)
 
 
 @pytest.mark.parametrize("odd", [b"\0\0\0\n", b'{"loss": 1}\n', b'\xff\xfe{"step": 2}\n', b"\0" * 9 + b'{"step": 2}\n'])

@@ -29,6 +29,7 @@ from mcore_rl.models.megatron.weights.adapters import adapters_in
 from mcore_rl.models.megatron.weights.conversion import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.utils.console import PrintLine, Progress, size_text
+from mcore_rl.utils.files import naming_full_disk
 from mcore_rl.utils.model_directory import digest_of_weights
 
 if TYPE_CHECKING:
@@ -351,7 +352,7 @@ class _ResumableFile:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with open(path, "ab") as file:
+    with naming_full_disk(path.parent), open(path, "ab") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -12,15 +12,16 @@ import pytest
 import torch
 import yaml
 from forked_programs import ForkedProgram
+from full_disk import no_room
 from programs import ROOT
 from safetensors.torch import load_file
 from small_models import and_long, make_model
 
-from mcore_rl.errors import UserError
+from mcore_rl.errors import DiskFullError, UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, quick_problems
-from mcore_rl.utils.files import digests_of
+from mcore_rl.utils.files import digests_of, naming_full_disk
 
 FILES = ("common.pt", "metadata.json", ".metadata", "__0_0.distcp", "config.yaml")
 
@@ -85,6 +86,15 @@ DAMAGE = {
         "__0_0.distcp is missing",
     ),
 }
+
+
+def test_full_disk_is_named_in_place_of_the_position_in_pytorchs_file(tmp_path):
+    names_it = naming_full_disk(tmp_path / "checkpoints")
+    with no_room(), pytest.raises(DiskFullError) as refused, names_it, open(tmp_path / "shard", "wb") as file:
+        torch.save(torch.zeros(9000), file)
+    assert str(refused.value).startswith(f"{tmp_path / 'checkpoints'} cannot be written (File too large, ")
+    with pytest.raises(RuntimeError, match="another error"), naming_full_disk(tmp_path):
+        raise RuntimeError("another error")
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from full_disk import no_room
 from small_models import make_model
 from transformers import AutoConfig, AutoTokenizer
 
-from mcore_rl.errors import UserError
+from mcore_rl.errors import DiskFullError, UserError
 from mcore_rl.models.megatron.model.hf_config import load_hf_config
 from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.model.lora import write_peft_directory
@@ -70,6 +72,19 @@ def export(path, destination, **options):
     tensors = [(name, source.read(name)) for name in sorted(source.names())]
     write_hf_directory(tensors, destination, path, load_hf_config(path), is_writer=True, **options)
     return files_of(destination)
+
+
+NO_ROOM = r"{} cannot be written \(File too large, [\d,]+\.\d\d GiB free\); make room there$"
+
+
+def test_export_on_a_full_disk_names_the_directory_and_leaves_nothing(path, tmp_path):
+    out = tmp_path / "out"
+    with no_room(), pytest.raises(DiskFullError, match=NO_ROOM.format(out)):
+        export(path, out / "hf")
+    settings = {"r": 2, "target_modules": ["q_proj"]}
+    with no_room(), pytest.raises(DiskFullError, match=NO_ROOM.format(out)):
+        write_peft_directory([("a", torch.zeros(900))], out / "adapter", path, settings, is_writer=True)
+    assert not list(out.iterdir())
 
 
 def files_of(directory):

@@ -43,6 +43,7 @@ from mcore_rl.models.megatron.parallel_state import process_groups, random_state
 from mcore_rl.platform import bytes_for, offsets_of, views_of
 from mcore_rl.utils import shard_process
 from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.files import naming_full_disk
 from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor
 
 from megatron.core.dist_checkpointing.core import (
@@ -504,7 +505,12 @@ class PendingSave:
 
     def _on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run the file operation `action` on rank 0 with a time limit; return its result on all ranks."""
-        result: T = run_on_rank_zero(lambda: within(self._file_seconds, action))
+
+        def write() -> T:
+            with naming_full_disk(self.store.directory):
+                return within(self._file_seconds, action)
+
+        result: T = run_on_rank_zero(write)
         return result
 
     @property

@@ -10,8 +10,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of, has_reward_head
 from mcore_rl.models.megatron.families.base import MTP_DEPTH
-from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.files import replacing
 from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, copy_companions, name_padding, read_index
 
 MAX_SHARD_BYTES = 4 * 1024**3
@@ -390,17 +388,27 @@ def write_hf_directory(
         chat_template: chat template to write in place of the source's.
 
     Raises:
+        DiskFullError: the disk has no space for the files.
         UserError: `destination` contains files that no export has written.
     """
     if not is_writer:
         for _ in tensors:
             pass
         return
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in destination.parent.glob(f".{destination.name}.*.partial"):
-        shutil.rmtree(leftover)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
-    writer = ShardedWriter(temporary, max_shard_bytes)
+    with replacing(destination) as directory:
+        _write_files(tensors, directory, source, hf_config, max_shard_bytes, chat_template)
+
+
+def _write_files(
+    tensors: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    source: Path,
+    hf_config: Any,
+    max_shard_bytes: int,
+    chat_template: str | None,
+) -> None:
+    """Write the files of `write_hf_directory` into the empty `directory`."""
+    writer = ShardedWriter(directory, max_shard_bytes)
     earlier, family = SafetensorsDirectory(source), family_of(hf_config)
     repeats = _repeated(earlier, family)
     kept = dict[str, Tensor]()
@@ -418,13 +426,10 @@ def write_hf_directory(
     config = type(hf_config).from_dict({k: v for k, v in hf_config.to_dict().items() if k != MTP_DEPTH})
     config.dtype = family_of(config).hf.dtype = dtype
     config.architectures = hf_config.architectures
-    config.save_pretrained(temporary)
-    copy_companions(source, temporary, chat_template)
+    config.save_pretrained(directory)
+    copy_companions(source, directory, chat_template)
     if has_reward_head(hf_config) and family.score_padding is not None:
-        name_padding(temporary, family.score_padding)
-    write_manifest(temporary, digests_of(temporary, files_below(temporary)))
-    flush_directory(temporary)
-    replace_listed(temporary, destination)
+        name_padding(directory, family.score_padding)
 
 
 RENAMED = (

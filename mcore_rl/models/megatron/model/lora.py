@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from mcore_rl.models.megatron.weight_mapping import (
     TensorSource,
     tensor_shapes,
 )
-from mcore_rl.utils.files import digests_of, files_below, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.files import replacing
 from mcore_rl.utils.model_directory import copy_companions, digest_of_weights
 
 TOWER_TARGETS = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -277,16 +275,12 @@ def write_peft_directory(
             there are any.
 
     Raises:
+        DiskFullError: the disk has no space for the files.
         UserError: `destination` contains files that no export has written.
     """
     whole = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     if not is_writer:
         return
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in destination.parent.glob(f".{destination.name}.*.partial"):
-        shutil.rmtree(leftover)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
-    save_file(whole, temporary / TENSORS_FILE, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -295,12 +289,11 @@ def write_peft_directory(
         "inference_mode": True,
         **settings,
     }
-    (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (temporary / BASE_FILE).write_text(json.dumps({"weights": digest_of_weights(base)}) + "\n")
-    copy_companions(base, temporary, chat_template)
-    write_manifest(temporary, digests_of(temporary, files_below(temporary)))
-    flush_directory(temporary)
-    replace_listed(temporary, destination)
+    with replacing(destination) as directory:
+        save_file(whole, directory / TENSORS_FILE, metadata={"format": "pt"})
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (directory / BASE_FILE).write_text(json.dumps({"weights": digest_of_weights(base)}) + "\n")
+        copy_companions(base, directory, chat_template)
 
 
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
