@@ -58,6 +58,10 @@ class WorkerError(RuntimeError):
     """A rank failed, died or took too long; the message has the rank's number and, if available, its traceback."""
 
 
+class TimeLimitError(WorkerError):
+    """The ranks took longer than their time limit, and none has failed."""
+
+
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
 """Lower-case texts in an error's message that indicate that another rank has ended."""
 

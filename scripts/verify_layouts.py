@@ -6,7 +6,8 @@
 Runs on the CPU, also on machines with GPUs, unless --device=cuda is given. Processes that have no GPU of their own
 share GPUs and communicate through host memory.
 
-Prints the relative differences of each layout from one process; exits with 1 if a difference is larger than rounding.
+Prints the relative differences of each layout from one process. The exit status is 1 if a difference is larger than
+rounding, and otherwise 4 if a layout was cut off by the time limit of five minutes for each layout.
 With --dtype bfloat16, the differences are from one process in float32, and may be 1.5 times those of one process in
 bfloat16 (3 times for a single parameter).
 """
@@ -28,6 +29,7 @@ from mcore_rl.config.algorithms import own_layouts
 from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import UserError
+from mcore_rl.testing.cluster.verdicts import NO_TIME_STATUS
 from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.model_directory import check_model_directory
 
@@ -120,13 +122,16 @@ def verify(arguments, config, layouts):
         for layout, reason in refused:
             print(f"left out: {layout}: {reason}")
         print(TABLE_HEADER)
-        right = True
+        right = on_time = True
         for layout, difference in check_layouts(config, data, layouts, arguments.steps, start):
             print(table_row(layout, difference), flush=True)
+            if difference is None:
+                on_time = False
+                continue
             if arguments.show_steps:
                 print(*steps_table(layout, difference), sep="\n", flush=True)
             right &= difference.within()
-    return 0 if right else 1
+    return 1 if not right else 0 if on_time else NO_TIME_STATUS
 
 
 def with_layers(config, implementation, start=None):

@@ -33,6 +33,8 @@ from mcore_rl.testing.cluster.plan import PARTS, SHARES, CheckDirectory, Plan, d
 from mcore_rl.testing.cluster.verdicts import (
     FAILED,
     LEFT_OUT,
+    NO_TIME,
+    NO_TIME_STATUS,
     NOT_RUN,
     PASSED,
     TABLE_HEADER,
@@ -112,8 +114,8 @@ def _without_processes(options: Sequence[str]) -> Iterator[str]:
 def verify(arguments: Sequence[str]) -> None:
     """Run `mcore-rl verify ARGUMENTS`, and exit.
 
-    The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, and 128
-    plus the number of a signal that ended the check.
+    The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, 4 if
+    none has failed but there was no time for some, and 128 plus the number of a signal that ended the check.
     """
     options, words = split(arguments)
     late = [word for word in words if word.startswith("--n") and split([word])[0]]
@@ -358,7 +360,7 @@ class Check:
     def _run_part(self, part: str, limit: float) -> Outcome:
         """Run a part for at most `limit` seconds; return its outcome."""
         if limit < LEAST_SECONDS:
-            return Outcome(part, NOT_RUN, "the time was over")
+            return Outcome(part, NO_TIME, "the time was over")
         if ended := self._ended_node():
             return Outcome(part, NOT_RUN, ended)
         if self.plan.world_size == 1 and part in ("layouts", "refit"):
@@ -367,7 +369,7 @@ class Check:
         started = time.monotonic()
         run = {"layouts": self._run_layouts, "resume": self._run_resume, "speed": self._run_speed}
         try:
-            problem = run.get(part, lambda limit: self._run_ranks(part, part, limit))(limit)
+            problem = run.get(part, lambda limit: self._run_ranks(part, part, limit).reason)(limit)
             outcome = Outcome(part, FAILED, problem) if problem else judge_part(self.plan, part)
         except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
             outcome = Outcome(part, FAILED, f"its results cannot be read ({type(error).__name__}: {error})")
@@ -375,28 +377,33 @@ class Check:
             outcome = Outcome(part, FAILED, f"the output directory cannot be written ({error.strerror})")
         return replace(outcome, seconds=time.monotonic() - started)
 
-    def _run_ranks(self, name: str, part: str, limit: float, *arguments: str) -> str:
-        """Launch all ranks of a part; return why the launch failed, or ""."""
+    def _run_ranks(self, name: str, part: str, limit: float, *arguments: str) -> Ended:
+        """Launch all ranks of a part; return how the launch ended."""
         options = self.nodes.options_of_launch(name)
         if part in ("resume", "grpo"):  # training programs
             algorithm = "grpo" if part == "grpo" else "dpo"
             words = ["-m", "mcore_rl", "train", algorithm, *options, str(self.plan.directory / f"configs/{name}.yaml")]
-            return self._start(name, words, limit).reason
+            return self._start(name, words, limit)
         words = ["-m", verify_part.MODULE, *options, part, str(self.plan.directory), *arguments]
-        return self._start(name, words, limit, shows_stacks=True).reason
+        return self._start(name, words, limit, shows_stacks=True)
 
     def _run_layouts(self, limit: float) -> str:
-        """Compare all layouts, several in each launch. After a launch that failed, go on with the layouts after it."""
+        """Compare all layouts, several in each launch. After a launch that failed, go on with the layouts after it.
+
+        Layouts without a result afterwards had no time.
+        """
         ends, numbers = time.monotonic() + limit, list(range(len(self.plan.cases)))
         while numbers and (left := ends - time.monotonic()) >= LEAST_SECONDS:
             launch = numbers[:AT_ONCE]
-            problem = self._run_ranks(f"layouts_{launch[0]}", "layouts", left, *map(str, launch))
+            ended = self._run_ranks(f"layouts_{launch[0]}", "layouts", left, *map(str, launch))
+            if ended.is_cut_off:
+                break
             result = self.plan.read_result("layouts")
             rows = result.get("rows", {})
             done = [number for number in launch if str(self.plan.cases[number]) in rows]
-            if problem or not done:
+            if ended.reason or not done:
                 failed = next(number for number in launch if number not in done)
-                rows[str(self.plan.cases[failed])] = {"error": problem or "wrote no result"}
+                rows[str(self.plan.cases[failed])] = {"error": ended.reason or "wrote no result"}
                 if self.nodes.number == 0:
                     self.plan.write_result("layouts", {**result, "rows": rows})
                 done.append(failed)
@@ -406,16 +413,16 @@ class Check:
     def _run_resume(self, limit: float) -> str:
         """Run the uninterrupted run, then a run that resumes from its checkpoint."""
         ends = time.monotonic() + limit
-        first = self._run_ranks("resume_1", "resume", limit * 0.6)
+        first = self._run_ranks("resume_1", "resume", limit * 0.6).reason
         if first:
             return f"before saving: {first}"
-        second = self._run_ranks("resume_2", "resume", ends - time.monotonic())
+        second = self._run_ranks("resume_2", "resume", ends - time.monotonic()).reason
         return f"after resuming: {second}" if second else ""
 
     def _run_speed(self, limit: float) -> str:
         """Measure the steps on all ranks; simulate them on the first node."""
         ends = time.monotonic() + limit
-        problem = self._run_ranks("speed", "speed", limit * 0.7)
+        problem = self._run_ranks("speed", "speed", limit * 0.7).reason
         if problem or self.nodes.number > 0:
             return problem
         words = ["-m", verify_part.MODULE, "simulation", str(self.plan.directory)]
@@ -448,7 +455,7 @@ class Check:
         hosts = [node["host"] for node in self.nodes.described]
         names = Anonymous(self.plan.directory, hosts, self.nodes.addresses)
         devices = [{"gpus": node["gpus"], "versions": node["versions"]} for node in self.nodes.described]
-        failed = [outcome.part for outcome in self.outcomes if not outcome.is_right]
+        failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
         bad = [launch["name"] for launch in self.launches if launch["reason"]]
         whole = {
             "program": "mcore-rl verify",
@@ -478,9 +485,10 @@ class Check:
 
     def _finish(self) -> int:
         """Print where the results are; return the exit status."""
-        failed = [outcome.part for outcome in self.outcomes if not outcome.is_right]
+        failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
+        late = [outcome.part for outcome in self.outcomes if outcome.verdict == NO_TIME]
         if self.nodes.number == 0:
-            if not failed:  # with them, a failed command can be run again
+            if not failed and not late:  # with them, a failed command can be run again
                 for name in ("models", "resume", "grpo", "speed"):
                     shutil.rmtree(self.plan.directory / name, ignore_errors=True)
             files = {"to send": "verify.html", "all figures": "verify.json"}
@@ -492,6 +500,8 @@ class Check:
         passed, left_out = verdicts.count(PASSED), verdicts.count(LEFT_OUT)
         if failed:
             told = f"failed: {', '.join(failed)}; logs: {self.plan.directory / 'logs'}"
+        elif late:
+            told = f"no time for {', '.join(late)}: give more by --minutes"
         elif not passed:
             told = f"nothing was checked: {counted(left_out, 'part')} left out"
         elif left_out:
@@ -499,4 +509,6 @@ class Check:
         else:
             told = "all parts passed"
         print(told, flush=True)
-        return int(bool(failed) or not passed or "verify.json" in self.missing)
+        if failed or "verify.json" in self.missing or not (passed or late):
+            return 1
+        return NO_TIME_STATUS if late else 0

@@ -30,11 +30,13 @@ class Ended:
 
     status: its exit status; None if it was killed, because the time was over or another node's process had failed.
     reason: first line of its error; "" if there is none.
+    is_cut_off: whether it was killed because its time was over.
     """
 
     status: int | None
     seconds: float
     reason: str
+    is_cut_off: bool = False
 
 
 class Interrupted(Exception):
@@ -83,7 +85,7 @@ def run_process(
     Raises:
         Interrupted: this program has received a signal.
     """
-    started, status, reason, family = time.monotonic(), None, "", Family()
+    started, status, reason, family, is_cut_off = time.monotonic(), None, "", Family(), False
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -100,7 +102,7 @@ def run_process(
                 signals.check()
                 family.look(process.pid)
                 if time.monotonic() - started >= limit:
-                    reason = f"took longer than its {limit:.0f} s"
+                    reason, is_cut_off = f"took longer than its {limit:.0f} s", True
                     family.write_stacks(stack_signal)
                     break
                 if is_over():
@@ -115,7 +117,7 @@ def run_process(
     seconds = time.monotonic() - started
     if status:
         reason = first_error(log.read_text(errors="replace")) or f"ended with status {status}"
-    return Ended(status, seconds, reason)
+    return Ended(status, seconds, reason, is_cut_off)
 
 
 class Family:

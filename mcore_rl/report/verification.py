@@ -18,6 +18,8 @@ import mcore_rl
 from mcore_rl.utils.console import counted, size_text
 
 STYLE = Path(__file__).parent / "page.css"
+OPEN = ("left out", "no time")
+"""Verdicts on parts that neither passed nor failed."""
 SHORTEST_NAME = 3
 _ADDRESS = re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:(?:\.\d{1,3}){3})?(?![\w:])")
@@ -140,8 +142,9 @@ def _replace(path: Path, text: str) -> None:
 def page(whole: Mapping[str, Any]) -> str:
     """Return the page of a check as HTML, without scripts and references to other files."""
     parts = whole["parts"]
-    passed, left_out = (sum(part["verdict"] == verdict for part in parts) for verdict in ("passed", "left out"))
-    counts = f"{passed} of {len(parts)} parts passed" + (f", {left_out} left out" if left_out else "")
+    verdicts = [part["verdict"] for part in parts]
+    others = [f", {number} {verdict}" for verdict in OPEN if (number := verdicts.count(verdict))]
+    counts = f"{verdicts.count('passed')} of {len(parts)} parts passed" + "".join(others)
     devices = sorted({gpu for node in whole["nodes"] for gpu in node["gpus"]}) or ["CPU"]
     versions = ", ".join(f"{name} {value}" for name, value in whole["nodes"][0]["versions"].items())
     described = {
@@ -180,7 +183,7 @@ class Markup(str):
 
 
 def _verdict(verdict: str) -> Markup:
-    kind = "good" if verdict == "passed" else "warm" if verdict == "left out" else "bad"
+    kind = "good" if verdict == "passed" else "warm" if verdict in OPEN else "bad"
     return Markup(f'<strong style="color: var(--{kind})">{_shown(verdict)}</strong>')
 
 

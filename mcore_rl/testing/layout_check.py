@@ -33,7 +33,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TimeLimitError, UserError
 from mcore_rl.losses.preference import build_dpo_loss
 from mcore_rl.testing.processes import CPU, Start, run_processes
 
@@ -403,8 +403,10 @@ def check_layouts(
     layouts: Sequence[ParallelLayout],
     steps: int = 3,
     start: Start = CPU,
-) -> Iterable[tuple[ParallelLayout, Difference]]:
+) -> Iterable[tuple[ParallelLayout, Difference | None]]:
     """Yield each layout, as soon as it has been computed, with its difference from a single process.
+
+    The difference is None if the layout takes longer than `LAYOUT_SECONDS`.
 
     If `model.dtype` is bfloat16, the differences are from a single process in float32, and the first layout is one
     process in bfloat16; see `compare_in_bfloat16`.
@@ -423,16 +425,21 @@ def check_layouts(
         first: LayoutResult = ranks[0]
         return first
 
-    model, one = config.model, result(ParallelLayout())
-    if model.dtype == "bfloat16":
-        exact = result(ParallelLayout(), in_float32(config))
+    def difference(layout: ParallelLayout) -> Difference | None:
+        try:
+            own = result(layout)
+        except TimeLimitError:
+            return None
+        return replace(compare(own, one), limit=limit) if exact is None else compare_in_bfloat16(own, one, exact)
+
+    one = result(ParallelLayout())
+    exact = result(ParallelLayout(), in_float32(config)) if config.model.dtype == "bfloat16" else None
+    limit = family_of(hf_config_of(config.model)).gradient_tolerance
+    if exact is not None:
         yield ParallelLayout(), compare_in_bfloat16(one, one, exact)
-        for layout in (layout for layout in layouts if layout != ParallelLayout()):
-            yield layout, compare_in_bfloat16(result(layout), one, exact)
-        return
-    limit = family_of(hf_config_of(model)).gradient_tolerance
+        layouts = [layout for layout in layouts if layout != ParallelLayout()]
     for layout in layouts:
-        yield layout, replace(compare(result(layout), one), limit=limit)
+        yield layout, difference(layout)
 
 
 LAYOUT_SECONDS = 300
@@ -450,8 +457,10 @@ TABLE_HEADER = (
 )
 
 
-def table_row(layout: ParallelLayout, difference: Difference) -> str:
+def table_row(layout: ParallelLayout, difference: Difference | None) -> str:
     """Return the line for a layout in the table of relative differences, below `TABLE_HEADER`."""
+    if difference is None:
+        return f"{layout!s:<28}  NO TIME (took longer than {LAYOUT_SECONDS} s)"
     numbers = (difference.loss, difference.metrics, difference.scores)
     worst = difference.worst_gradient
     if isinstance(difference, RoundingDifference):

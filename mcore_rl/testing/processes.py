@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl import platform
-from mcore_rl.errors import WorkerError
+from mcore_rl.errors import TimeLimitError, WorkerError
 from mcore_rl.testing import host_backend
 from mcore_rl.testing.gpus import environment_of
 
@@ -87,7 +87,8 @@ def run_processes(
     `function` must be importable by name, and its results picklable.
 
     Raises:
-        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All ranks have been killed.
+        WorkerError: a rank failed or died. All ranks have been killed.
+        TimeLimitError: the ranks took longer than `timeout` seconds. All have been killed.
     """
     for _ in range(MEETINGS - 1):
         with contextlib.suppress(MeetingError):
@@ -181,8 +182,10 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
                 raise MeetingError(f"rank {rank}: {results[rank]}")
             if failure is not None:
                 failures.append(f"rank {rank}: {results[rank]}")
-    if failures or pending:
-        raise WorkerError("\n".join(failures) or f"ranks {sorted(pending.values())} took longer than {timeout} s")
+    if failures:
+        raise WorkerError("\n".join(failures))
+    if pending:
+        raise TimeLimitError(f"ranks {sorted(pending.values())} took longer than {timeout} s")
     return [results[rank] for rank in range(len(connections))]
 
 

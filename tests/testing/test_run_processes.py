@@ -2,11 +2,12 @@
 
 import multiprocessing
 import os
+import time
 
 import pytest
 import torch
 
-from mcore_rl.errors import WorkerError
+from mcore_rl.errors import TimeLimitError, WorkerError
 from mcore_rl.testing.gpus import HIDDEN, VISIBLE, environment_for, environment_of, hide_gpus
 from mcore_rl.testing.processes import MEETINGS, Start, run_cases, run_processes
 
@@ -67,6 +68,11 @@ def fail(rank):
     if torch.distributed.get_rank() == rank:
         raise ValueError("this one")
     torch.distributed.barrier()
+
+
+def test_run_processes_tells_a_time_limit_from_a_failure():
+    with pytest.raises(TimeLimitError, match=r"ranks \[0, 1\] took longer than 0.5 s"):
+        run_processes(time.sleep, 60, world_size=2, timeout=0.5)
 
 
 def test_run_cases_returns_results_by_case_and_rank():

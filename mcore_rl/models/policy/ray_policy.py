@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import UserError, WorkerError
+from mcore_rl.errors import TimeLimitError, UserError, WorkerError
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
@@ -118,7 +118,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
             if not ready:
                 self._end()
-                raise WorkerError(f"ranks {sorted(rank_of[ref] for ref in waiting)} took longer than {timeout} s")
+                raise TimeLimitError(f"ranks {sorted(rank_of[ref] for ref in waiting)} took longer than {timeout} s")
             try:
                 results[rank_of[ready[0]]], failure = ray.get(ready[0])
             except ray.exceptions.RayError as error:

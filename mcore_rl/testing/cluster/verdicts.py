@@ -12,7 +12,9 @@ from mcore_rl.run.metrics import read_step_log
 from mcore_rl.testing.cluster.plan import GRPO_STEPS, RESUME_STEPS, SAVED_STEP, Plan
 from mcore_rl.utils.console import counted, size_text
 
-PASSED, FAILED, LEFT_OUT, NOT_RUN = "passed", "FAILED", "left out", "NOT RUN"
+PASSED, FAILED, LEFT_OUT, NOT_RUN, NO_TIME = "passed", "FAILED", "left out", "NOT RUN", "no time"
+NO_TIME_STATUS = 4
+"""Exit status of a check in which nothing failed, but which had no time for some parts or layouts."""
 LOSS_LIMIT = 1e-4
 """Largest difference of two losses in float32 after updates under two layouts, relative to the loss, or to 1."""
 
@@ -21,7 +23,7 @@ LOSS_LIMIT = 1e-4
 class Outcome:
     """The outcome of a part.
 
-    verdict: `PASSED`, `FAILED`, `LEFT_OUT` or `NOT_RUN`.
+    verdict: `PASSED`, `FAILED`, `LEFT_OUT`, `NOT_RUN` or `NO_TIME`.
     figure: the most important figures, or the reason of the verdict, in one line.
     figures: all figures, as JSON values.
     """
@@ -33,12 +35,13 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def is_right(self) -> bool:
-        return self.verdict in (PASSED, LEFT_OUT)
+    def has_failed(self) -> bool:
+        return self.verdict in (FAILED, NOT_RUN)
 
 
 Judged = tuple[str, str, dict[str, Any]]
-"""Why a part has failed ("" if it has not), its most important figures in one line, and all its figures."""
+"""Why a part has failed ("" if it has not), its most important figures in one line, and all its figures. The figure
+"no_time" lists what the time limit has left open."""
 
 
 def judge_part(plan: Plan, part: str) -> Outcome:
@@ -48,7 +51,8 @@ def judge_part(plan: Plan, part: str) -> Outcome:
         "grpo": _grpo,
     }  # fmt: skip
     problem, figure, figures = judges[part](plan)
-    return Outcome(part, FAILED if problem else PASSED, problem or figure, figures=figures)
+    verdict = FAILED if problem else NO_TIME if figures.get("no_time") else PASSED
+    return Outcome(part, verdict, problem or figure, figures=figures)
 
 
 def _not_finite(value: Any) -> str:
@@ -80,13 +84,18 @@ def _layouts(plan: Plan) -> Judged:
     rows: dict[str, Any] = figures.get("rows", {})
     problems = [f"{name}: {what}" for name, row in rows.items() if (what := _problem_of_layout(row))]
     right = len(rows) - len(problems)
-    problems += [f"{case}: not run" for case in plan.cases if str(case) not in rows]
+    agreeing = f"{right} of {counted(len(plan.cases), 'layout')} agree with one process"
+    if open_cases := [str(case) for case in plan.cases if str(case) not in rows]:
+        figures["no_time"] = open_cases
+        agreeing += f"; no time for {', '.join(open_cases)}"
     if problems:
-        return f"{right} of {len(plan.cases)} layouts agree with one process; {'; '.join(problems)}", "", figures
+        return f"{agreeing}; {'; '.join(problems)}", "", figures
+    if open_cases:
+        return "", agreeing, figures
     worst = max(row["float32"]["gradients"] for row in rows.values())
     rounded = max((row["bfloat16"] for row in rows.values()), key=lambda found: found["ratio"] / found["ratio_limit"])
     figure = (
-        f"{right} of {counted(len(plan.cases), 'layout')} agree with one process; gradients differ by {worst:.0e}, in "
+        f"{agreeing}; gradients differ by {worst:.0e}, in "
         f"bfloat16 {rounded['worst_quantity']} by {rounded['ratio']:.2f} × the rounding of one process, at most "
         f"{rounded['ratio_limit']:g}"
     )
