@@ -42,7 +42,7 @@ from mcore_rl.data.tokenize import (
 )
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, silent
-from mcore_rl.utils.model_directory import has_chat_template, has_only_config
+from mcore_rl.utils.model_directory import check_tokenizer, has_chat_template, has_only_config
 
 
 @dataclass(frozen=True)
@@ -739,13 +739,14 @@ def check_first_records(config: TrainingConfig) -> None:
     This check loads no tokenizer, because loading takes seconds.
 
     Raises:
-        UserError: a record is invalid; the message names its file and line.
+        UserError: the model has no tokenizer, or a record is invalid; the message names its file and line.
     """
     data = config.data.model_copy(update={"max_samples": 1})
     path = config.model.path
-    # A directory without a tokenizer can be planned with; what it lacks is told later.
-    may_have = config.model.trust_remote_code or has_chat_template(path) or has_only_config(path)
-    own = "a template" if may_have else None
+    is_plan = has_only_config(path)  # a dry run needs no tokenizer
+    if not is_plan:
+        check_tokenizer(path)
+    own = "a template" if is_plan or config.model.trust_remote_code or has_chat_template(path) else None
     tokenizer = UnloadedTokenizer(data.read_chat_template() or own)
     for source in data.sources:
         if all(map(_begins_quickly, files_of(source))):

@@ -37,10 +37,8 @@ from mcore_rl.data.texts import completed_text_tokens, prompt_text_tokens
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence, dropped_with
 from mcore_rl.errors import UserError
 from mcore_rl.utils.console import PrintLine, Progress, silent
-from mcore_rl.utils.model_directory import vision_model_config
+from mcore_rl.utils.model_directory import check_tokenizer, vision_model_config
 from mcore_rl.utils.torchrun import processors
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(
@@ -66,8 +64,7 @@ def load_tokenizer(
     from jinja2 import Environment, TemplateError
     from transformers import AutoTokenizer
 
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"model.path: no tokenizer found in {path} (none of {', '.join(TOKENIZER_FILES)})")
+    check_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json

@@ -343,6 +343,15 @@ def has_only_config(path: Path) -> bool:
     return (path / "config.json").is_file() and not any(file for pattern in others for file in path.glob(pattern))
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raise UserError if a model directory has no file of a tokenizer."""
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"model.path: no tokenizer found in {path} (none of {', '.join(TOKENIZER_FILES)})")
+
+
 TEMPLATES = "additional_chat_templates"
 """Subdirectory of a model's further chat templates, such as one for tools."""
 LEFT_OUT = {

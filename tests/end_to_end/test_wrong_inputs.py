@@ -365,6 +365,8 @@ OTHERS = [
      "chat.jsonl, line 1: messages need a chat template, but the tokenizer has none; set data.chat_template"),
     ("grpo", ["model.path={root}/no_template", "data.train={root}/chat.jsonl"],
      "chat.jsonl, line 1: messages need a chat template, but the tokenizer has none"),
+    ("sft", ["model.path={root}/no_tokenizer", "data.train={root}/chat.jsonl"],
+     "model.path: no tokenizer found in {root}/no_tokenizer"),
     ("sft", ["data.validation={root}/empty.jsonl"], "empty.jsonl is empty"),
     ("sft", ["data.validation={root}/no_role.jsonl", "trainer.validation_interval=1"], "no_role.jsonl, line 1: messages"),
 ]  # fmt: skip
