@@ -44,6 +44,16 @@ mcore-rl doctor
 `mcore-rl schema dpo` prints the JSON schema of a configuration.
 `mcore-rl doctor` lists the installed packages, the features that need the missing ones, and what must be mended."""
 
+TRAIN_USAGE = """\
+usage: mcore-rl train ALGORITHM [torchrun's options] CONFIG [section.key=value …]
+       mcore-rl train ALGORITHM [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+"""
+TRAIN_HELP = """\
+`mcore-rl train dpo --help` prints the options and keys of a program, `mcore-rl train dpo --help optimizer` explains the
+keys of a section, and `torchrun --help` prints the options of the launch, such as --nproc-per-node. They come first."""
+DOCTOR = "List the installed packages, the features that need the missing ones, and what must be mended."
+STATUS_OF_DOCTOR = "The exit status is 1 if a run could not start."
+
 NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "datasets", "pydantic")
 OPTIONAL = {
     "transformer-engine": "Megatron's fused attention and layers on GPUs (pip install 'mcore_rl[gpu]')",
@@ -67,11 +77,11 @@ IN_CONTAINERS = "Megatron's fused attention and layers on GPUs (NVIDIA's contain
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    asks_for_help = words[-1:] in (["-h"], ["--help"]) and words[:-1] in ([], ["train"], ["schema"])
-    if not words or asks_for_help:
-        print(USAGE)
+    if not words or words in (["-h"], ["--help"]):
+        show(USAGE)
         sys.exit(0 if words else 2)
-    if words == ["doctor"]:
+    if words[0] == "doctor":
+        Parser(prog="mcore-rl doctor", description=DOCTOR, epilog=STATUS_OF_DOCTOR).parse_args(words[1:])
         with exit_on_error():
             sys.exit(print_doctor())
     if words[0] == "report":
@@ -96,14 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             + " or mcore-rl doctor"
         )
         leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")
+    if words[0] == "schema":
+        schema(words[1:])
+        return
+    if words[1:2] in (["-h"], ["--help"]):
+        show(help_of_train())
+        return
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")
-    command, algorithm, rest = words[0], words[1], words[2:]
-    if command == "schema":
-        if rest:
-            leave(2, f"mcore-rl schema {algorithm}: takes nothing more, got {' '.join(rest)}")
-        show(json.dumps(json_schema(PROGRAMS[algorithm].config), indent=1))
-        return
+    algorithm, rest = words[1], words[2:]
     if not torchrun.is_launched():
         with exit_on_error():
             launch_options, rest = split(rest)  # imports torch if there are options
@@ -113,6 +124,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if late:
             leave(2, f"{late[0]}: options of the launch come first: mcore-rl train {algorithm} {late[0]} … CONFIG")
     train(algorithm, rest, f"mcore-rl train {algorithm}")
+
+
+def help_of_train() -> str:
+    """Return the text of `mcore-rl train --help`: the usage, the programs, and where their options are explained."""
+    programs = (f"    {name:<8} {program.description}" for name, program in PROGRAMS.items())
+    return "\n".join((TRAIN_USAGE, "Train a model. ALGORITHM is one of:", "", *programs, "", TRAIN_HELP))
+
+
+def schema(arguments: Sequence[str]) -> None:
+    """Run `mcore-rl schema`: print the JSON schema of a program's configuration."""
+    parser = Parser(prog="mcore-rl schema", description="Print the JSON schema of a configuration, for editors.")
+    parser.add_argument("algorithm", choices=PROGRAMS, help="the program that reads the configuration")
+    show(json.dumps(json_schema(PROGRAMS[parser.parse_args(arguments).algorithm].config), indent=1))
 
 
 def report(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
