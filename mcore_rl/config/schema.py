@@ -61,10 +61,11 @@ def section_of(config: type[BaseModel], name: str) -> SectionReference:
 
 
 def as_list(sections: list[SectionReference]) -> Iterator[str]:
-    """Yield lines for a terminal with the names of all keys."""
+    """Yield lines for a terminal with the names of all keys, each once. A section inside another has its own line."""
+    inner = {section.name for section in sections}
     for section in sections:
-        names = ", ".join(key.name for key in section.keys)
-        line = f"{section.name or '(none)'}: {names}"
+        names = dict.fromkeys(key.name for key in section.keys if f"{section.name}.{key.name}" not in inner)
+        line = f"{section.name or '(none)'}: {', '.join(names)}"
         yield textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="      ")
 
 

@@ -1,5 +1,6 @@
 """Tests that the documentation of the configuration agrees with its classes."""
 
+import re
 from pathlib import Path
 
 import jsonschema
@@ -8,7 +9,7 @@ from make_config_reference import OTHER_NAMES, PAGE, other_names, page
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, read_yaml
-from mcore_rl.config.schema import as_text, json_schema, reference_of, section_of
+from mcore_rl.config.schema import as_list, as_text, json_schema, reference_of, section_of
 from mcore_rl.errors import UserError
 
 EXPLAINED_BY_THEIR_SECTION = {"dpo", "kto", "loss", "distillation", "vllm"}
@@ -28,6 +29,17 @@ def test_every_key_is_there(program):
     sections = reference_of(program.config)
     outside = {key.name for key in sections[0].keys}
     assert outside | {section.name for section in sections if section.name and "." not in section.name} == fields
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_help_names_every_key_once(program):
+    sections = reference_of(program.config)
+    text = " ".join(" ".join(line.split()) for line in as_list(sections))
+    parts = re.split(r"(?:^| )([\w.]+|\(none\)): ", text)[1:]
+    listed = [f"{name}.{key}" for name, keys in zip(parts[::2], parts[1::2], strict=True) for key in keys.split(", ")]
+    assert len(set(listed)) == len(listed)
+    named = {f"{section.name or '(none)'}.{key.name}" for section in sections for key in section.keys}
+    assert set(listed) == named - {section.name for section in sections}
 
 
 def test_the_page_is_as_written():
