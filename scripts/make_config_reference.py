@@ -5,6 +5,7 @@ python scripts/make_config_reference.py
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,16 +42,30 @@ Only the model and the data are required: `--model PATH --data FILE` replaces th
 
 
 def page() -> str:
-    """Return the page: sections that all programs have, then the additional or different keys of some programs."""
+    """Return the page: sections that all programs have, then the additional or different keys of some programs.
+
+    A section that several programs have with other keys has their names in its heading, so that each heading has its
+    own anchor.
+    """
     lines = [INTRODUCTION, "# All programs", "", *as_markdown(reference_of(TrainingConfig))]
+    further = list(parts())
+    counts = Counter(section.name for section in reference_of(TrainingConfig))
+    counts.update(section.name for _, sections in further for section in sections)
+    repeated = [name for name, count in counts.items() if count > 1]
+    for programs, sections in further:
+        lines += [f"# mcore-rl train {programs}", "", *as_markdown(sections, programs, repeated)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def parts() -> Iterator[tuple[str, list[SectionReference]]]:
+    """Yield names of programs, and the sections with the keys that only these programs have."""
     on_rollouts = [name for name, program in PROGRAMS.items() if issubclass(program.config, RLConfig)]
     for name, program in PROGRAMS.items():
         base: type[TrainingConfig] = RLConfig if name in on_rollouts else TrainingConfig
         if name == on_rollouts[0]:
-            lines += [f"# {' and '.join(on_rollouts)}", "", *as_markdown(added(TrainingConfig, RLConfig))]
+            yield " and ".join(on_rollouts), added(TrainingConfig, RLConfig)
         if own := added(base, program.config):
-            lines += [f"# {name}", "", *as_markdown(own)]
-    return "\n".join(lines).rstrip() + "\n"
+            yield name, own
 
 
 def added(base: type[TrainingConfig], config: type[TrainingConfig]) -> list[SectionReference]:

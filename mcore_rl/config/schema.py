@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -69,10 +69,15 @@ def as_list(sections: list[SectionReference]) -> Iterator[str]:
         yield textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="      ")
 
 
-def as_markdown(sections: list[SectionReference], level: str = "##") -> Iterator[str]:
-    """Yield the lines of a Markdown page with one table per section."""
+def as_markdown(sections: list[SectionReference], programs: str = "", repeated: Container[str] = ()) -> Iterator[str]:
+    """Yield the lines of a Markdown page with one table per section.
+
+    Args:
+        programs: names of the programs that have these sections; headings of the sections `repeated` include them.
+    """
     for section in sections:
-        yield f"{level} `{section.name}`" if section.name else f"{level} Outside of sections"
+        of_programs = f" of {programs}" if section.name in repeated else ""
+        yield f"## `{section.name}`{of_programs}" if section.name else "## Outside of sections"
         yield ""
         if section.meaning:
             yield section.meaning

@@ -31,6 +31,12 @@ def test_every_key_is_there(program):
     assert outside | {section.name for section in sections if section.name and "." not in section.name} == fields
 
 
+def test_every_heading_of_the_page_has_its_own_anchor():
+    headings = re.findall(r"^#+ (.*)$", page(), re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+    assert len(set(anchors)) == len(anchors), sorted(name for name in anchors if anchors.count(name) > 1)
+
+
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_help_names_every_key_once(program):
     sections = reference_of(program.config)
