@@ -197,9 +197,15 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
         "; this trial has a shorter time limit, because other ranks wait" if limit < config.time_limit_seconds else ""
     )
     named = f"environment.function={config.function}" if config.function else f"environment.name={config.name}"
+    remedy = ""
+    if config.compares and "reward_model" in samples[0].record:
+        remedy = (
+            "; a record with reward_model has verl's form: set environment.name=verl, and environment.function to the "
+            "module:function that verl's run calls"
+        )
     raise UserError(
         f"{named}: a response to a record of data.train cannot be judged: {errors[0]} "
-        f"(the record has {fields}{shortened})"
+        f"(the record has {fields}{shortened}){remedy}"
     )
 
 

@@ -321,6 +321,7 @@ DATA = [
     ("grpo", "prompt_list.jsonl", "line 1: prompt must be a list of messages, found a list with a text"),
     ("grpo", "long.jsonl", "no prompt is short enough to leave room for max_new_tokens=8: 2 of 2 dropped (longer than 40 tokens; the median is 60, the longest 60; data.max_sequence_length=68 keeps all"),
     ("grpo", "no_answer.jsonl", "environment.name=exact_match: .*cannot be judged: KeyError: 'answer' (the record has solution)"),
+    ("grpo", "verl.jsonl", "KeyError: 'answer' (the record has data_source, reward_model); a record with reward_model has verl's form: set environment.name=verl, and environment.function to"),
 ]  # fmt: skip
 
 JUDGED = "environment={name: reward_model, path: '{root}/%s'%s}"
@@ -449,7 +450,14 @@ def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root
 
 OF_A_RUN_ALONE = (
     *("output_dir=", "checkpoint.resume=", "checkpoint.overwrite=", "--record", "--replay"),
-    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python", "headers: {"),
+    *(
+        "function: 'nowhere:f'",
+        "function: 'math:nothing'",
+        "no_answer.jsonl",
+        "verl.jsonl",
+        "vllm: {python",
+        "headers: {",
+    ),
     *("no_weights", "pickles", "lacks_a_file", "logging.wandb="),
 )
 """Replace the parts of a run that the simulation does not have: output files, judges, servers, weights, trackers."""

@@ -77,6 +77,7 @@ def make_data(root):
         "prompt_list": {"prompt": ["a"]},
         "long": {"prompt": "a" * 60, "completion": "b"},
         "no_answer": {"prompt": "a", "solution": "b"},
+        "verl": {"prompt": "a", "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "b"}},
     }  # fmt: skip
     for name, record in records.items():
         jsonl(root / f"{name}.jsonl", record, record)
