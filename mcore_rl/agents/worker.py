@@ -23,6 +23,7 @@ from mcore_rl.models.generation.megatron.served_generation import ServedGenerati
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.rollouts.worker import Conversation, PromptRequests, RolloutWorker
 from mcore_rl.run.directory import AGENT_LOG, JUDGE_LOG
+from mcore_rl.utils.console import PrintLine, silent
 
 
 class AgentWorker(RolloutWorker):
@@ -36,13 +37,20 @@ class AgentWorker(RolloutWorker):
         UserError: the program or the judge cannot be started. Raised on every rank.
     """
 
-    def __init__(self, config: RLConfig, generation: GenerationInterface, tokenizer: Any, topology: Topology) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        topology: Topology,
+        say: PrintLine = silent,
+    ) -> None:
         self.config, self.agent = config, config.environment.agent
         of_session = config.environment.of_session
         judge = None
         if topology.leads_replica and of_session is not None:
             judge = JudgeProcesses(of_session, config.output_dir / JUDGE_LOG)
-        super().__init__(generation, judge, tokenizer, 1, config.parallel.meeting_seconds, topology)
+        super().__init__(generation, judge, tokenizer, 1, config.parallel.meeting_seconds, topology, say)
         self.served = ServedGeneration(generation) if isinstance(generation, MegatronGeneration) else None
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop) if topology.leads_replica else None
         settle(starting, self.meeting_seconds)
@@ -87,7 +95,8 @@ class AgentWorker(RolloutWorker):
     def run(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> RolloutBatch:
         begun = self.begin(prompts, sample_ids, greedy)
         if self.served is not None:
-            self.served.serve(begun.work, greedy)
+            with self._telling_progress(begun):
+                self.served.serve(begun.work, greedy)
         return self.collect(begun)
 
     @property

@@ -44,6 +44,8 @@ def train_distill(config: DistillationConfig) -> Path | None:
             seed=config.seed,
         )
         student.prepare_for_generation(params, config.data.max_sequence_length, inputs.tokenizer)
+        assert student.generation is not None, "prepared"
+        student.generation.say = rank_zero_printer(student.is_writer)
     objective = DistillationObjective(config, student, loaded, inputs.tokenizer)
     exported = SupervisedTrainer(config, inputs, student, objective).run()
     for teacher in loaded.values():

@@ -160,23 +160,24 @@ def rollout_worker(
     config: RLConfig, inputs: RunInputs[PromptDataset], policy: MegatronPolicy
 ) -> Iterator[RolloutWorker]:
     """Context with a `RolloutWorker`. It starts generation engine and environment, and closes both at the end."""
+    say = rank_zero_printer(policy.is_writer)
     with contextlib.ExitStack() as started:
         if config.environment.name == "agent":
             from mcore_rl.agents.worker import AgentWorker  # needs the packages of the extra `agents`
 
-            generation = build_generation(config, policy, inputs.tokenizer, rank_zero_printer(policy.is_writer))
+            generation = build_generation(config, policy, inputs.tokenizer, say)
             started.callback(generation.close)
-            agents = AgentWorker(config, generation, inputs.tokenizer, policy.topology)
+            agents = AgentWorker(config, generation, inputs.tokenizer, policy.topology, say)
             started.callback(agents.close)
             yield agents
             return
         environment = build_environment(config, policy, inputs)
         if environment is not None:
             started.callback(environment.close)
-        generation = build_generation(config, policy, inputs.tokenizer, rank_zero_printer(policy.is_writer))
+        generation = build_generation(config, policy, inputs.tokenizer, say)
         started.callback(generation.close)
         turns, seconds = config.environment.max_turns, config.parallel.meeting_seconds
-        worker = RolloutWorker(generation, environment, inputs.tokenizer, turns, seconds, policy.topology)
+        worker = RolloutWorker(generation, environment, inputs.tokenizer, turns, seconds, policy.topology, say)
         started.callback(worker.close)
         yield worker
 
@@ -199,13 +200,13 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
     """Return the engine that generates responses with the weights of `policy`, a `MegatronPolicy`.
 
     Args:
-        say: prints the events of vLLM's servers.
+        say: prints the events of vLLM's servers, and the progress of long generation.
     """
     if config.generation.backend == "vllm":
         unused = range(policy.model.num_ids, policy.model.vocab_size)
         params = replace(sampling_params_of(config, tokenizer), unused_ids=unused)
         return VLLMGeneration(config, policy, params, tokenizer, say)
-    return megatron_generation_of(config, policy, tokenizer)
+    return megatron_generation_of(config, policy, tokenizer, say)
 
 
 def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> MegatronPolicy:

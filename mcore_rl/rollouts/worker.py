@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,8 +30,9 @@ from mcore_rl.models.generation.interfaces import (
     prompts_to_answer,
 )
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch, SummaryExchange
+from mcore_rl.utils.console import GenerationProgress, PrintLine, silent
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS, POLL_SECONDS = 10.0, 0.5
 
 PromptRequests = Sequence[tuple[int, Prompt]]
 """Prompts with their indices in the dataset, repeated for each response."""
@@ -42,6 +44,8 @@ class Conversation:
 
     rollout: Rollout
     prompt: Prompt
+    is_over: bool = False
+    """Whether the conversation has ended, if it runs in the background."""
 
     @property
     def sample(self) -> Sample:
@@ -104,6 +108,7 @@ class RolloutWorker:
         environment: an `Environment`, on the first rank of each replica, or a `CollectiveEnvironment`, on every rank.
         meeting_seconds: interval at which ranks synchronize while some of them judge; it must be well below the timeout
             of collectives.
+        say: prints the progress of long generation; on the first rank only.
     """
 
     def __init__(
@@ -114,9 +119,10 @@ class RolloutWorker:
         max_turns: int,
         meeting_seconds: float = 5.0,
         topology: Topology = Topology(),  # noqa: B008 (frozen)
+        say: PrintLine = silent,
     ) -> None:
         self.generation, self.tokenizer, self.topology = generation, tokenizer, topology
-        self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
+        self.max_turns, self.meeting_seconds, self.say = max_turns, meeting_seconds, say
         self.judges_together = hasattr(environment, "step")
         self.environment: Any = environment
         self.weight_version = 0
@@ -171,14 +177,13 @@ class RolloutWorker:
         Prompts are assigned to the replicas in turn; all conversations of a prompt run on the same replica.
         """
         if not self.topology.leads_replica:
-            return PendingRollouts((), None, len(prompts))
+            return PendingRollouts((), None, len(prompts), ())
         replica, replicas = self.topology.data.rank, self.topology.data.size
         groups = groupby(range(len(prompts)), key=lambda place: prompts[place][0])
         places = [p for number, (_, group) in enumerate(groups) if number % replicas == replica for p in group]
         own = _conversations(prompts, sample_ids, places)
-        return PendingRollouts(
-            places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop), len(prompts)
-        )
+        work = asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop)
+        return PendingRollouts(places, work, len(prompts), own)
 
     def collect(self, begun: PendingRollouts) -> RolloutBatch:
         """Wait for the conversations that `begin` started; return all replicas' rollouts in the order of the prompts.
@@ -186,7 +191,8 @@ class RolloutWorker:
         The ranks synchronize often enough that no collective times out. If conversations fail on some ranks, the
         exception of the lowest such rank is raised on all ranks.
         """
-        led = settle(begun.work, self.meeting_seconds) or []
+        with self._telling_progress(begun):
+            led = settle(begun.work, self.meeting_seconds) or []
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
     def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
@@ -199,8 +205,35 @@ class RolloutWorker:
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
         return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
+    @contextlib.contextmanager
+    def _telling_progress(self, begun: PendingRollouts) -> Iterator[None]:
+        """Context that waits for conversations in the background; meanwhile, lines about them are printed."""
+        if begun.work is None or self.say is silent:
+            yield
+            return
+        telling = asyncio.run_coroutine_threadsafe(self._tell_progress(begun.conversations), self._loop)
+        try:
+            yield
+        finally:
+            telling.cancel()
+
+    async def _tell_progress(self, conversations: Sequence[Conversation]) -> None:
+        def counts() -> tuple[int, int]:
+            tokens = sum(sum(conversation.rollout.response_lengths) for conversation in conversations)
+            return sum(conversation.is_over for conversation in conversations), tokens
+
+        progress = GenerationProgress(len(conversations), self.topology.data.size, self.say, counts()[1])
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            progress.reached(counts)
+
     async def _lead_all(self, conversations: Sequence[Conversation], greedy: bool) -> list[Rollout]:
-        return await asyncio.gather(*(self._run_conversation(conversation, greedy) for conversation in conversations))
+        return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
+
+    async def _lead(self, conversation: Conversation, greedy: bool) -> Rollout:
+        rollout = await self._run_conversation(conversation, greedy)
+        conversation.is_over = True
+        return rollout
 
     async def _run_conversation(self, conversation: Conversation, greedy: bool) -> Rollout:
         """Run a conversation from its prompt to its end."""
@@ -285,11 +318,13 @@ class PendingRollouts:
     places: for each conversation of this rank, its place among the conversations of all replicas.
     work: future of the rollouts; None if this rank runs no conversations.
     total: number of conversations of all replicas.
+    conversations: the conversations of this rank.
     """
 
     places: Sequence[int]
     work: Future[list[Rollout]] | None
     total: int
+    conversations: Sequence[Conversation]
 
 
 async def _cancel_all() -> None:

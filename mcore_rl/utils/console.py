@@ -59,6 +59,37 @@ class Progress:
             self._say(f"{self._what}: {count:,} records, {part:.0%}, about {left:,.0f} s left")
 
 
+class GenerationProgress:
+    """Prints the responses and tokens that are generated, every 10 seconds; for shorter work, it prints nothing.
+
+    Args:
+        replicas: number of replicas among which the prompts are divided; the lines are about the first of them.
+        total: number of responses of this replica.
+        tokens: number of tokens that existed before; they are not part of the rate.
+    """
+
+    def __init__(self, total: int, replicas: int, say: PrintLine, tokens: int = 0) -> None:
+        self._total, self._say, self._before = total, say, tokens
+        self._what = "generating" if replicas == 1 else f"generating (replica 0 of {replicas})"
+        self._started = self._told = time.monotonic()
+
+    def reached(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Print a line if 10 seconds have passed since the start or the previous line.
+
+        Args:
+            counts: function that returns the numbers of complete responses and of tokens; called only for a line.
+        """
+        now = time.monotonic()
+        if now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            done, tokens = counts()
+            rate = (tokens - self._before) / (now - self._started)
+            self._say(
+                f"{self._what}: {done:,} of {counted(self._total, 'response')}, {counted(tokens, 'token')}, "
+                f"{rate:,.0f} tokens/s"
+            )
+
+
 class RunConsole(Console):
     """A console that does not end the run if standard output cannot be written, but prints nothing more.
 

@@ -41,6 +41,7 @@ from mcore_rl.models.generation.megatron.decoder import Decoder, SequenceCache
 from mcore_rl.models.generation.megatron.layer_caches import BLOCK_SIZE, blocks_for
 from mcore_rl.models.generation.sampling import Draw, SamplingParams, random_states, sample, uniforms
 from mcore_rl.models.megatron.model.gpt_model import ModelShard
+from mcore_rl.utils.console import GenerationProgress, PrintLine, silent
 
 MAX_GRAPHS = 64
 """Maximum number of CUDA graphs. Once it is reached, all are freed, and recording starts anew."""
@@ -250,6 +251,7 @@ class ContinuousBatch:
         prefill_tokens: maximum number of prompt tokens in a forward pass.
         lag: number of steps by which the host is late in reading a step's data. It does not affect results.
         uses_graphs: whether steps have fixed sizes, so that a GPU replays them as CUDA graphs.
+        progress: prints how far `run` is; None to print nothing.
     """
 
     def __init__(
@@ -262,9 +264,10 @@ class ContinuousBatch:
         prefill_tokens: int,
         lag: int,
         uses_graphs: bool = False,
+        progress: GenerationProgress | None = None,
     ) -> None:
         self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
-        self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
+        self.rows, self.prefill_tokens, self.lag, self.progress = rows, prefill_tokens, lag, progress
         self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
         self.cache = SequenceCache(decoder)
         # For each running sequence: its last token, the token's position, the state of its random numbers, its shift.
@@ -302,10 +305,16 @@ class ContinuousBatch:
                     self._step()
                     if any(s.is_over for s in self.going):
                         self._arrange(self.going, self.state)
+                if self.progress is not None:
+                    self.progress.reached(self._counts)
             self._look(lag=0)
             return self._responses()
         finally:
             self._forget_graphs()  # graphs refer to this object, and would keep the memory of its cache
+
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of complete responses and of sampled tokens, as far as the host knows them."""
+        return len(self.all) - len(self.queue) - len(self.going), sum(s.response_length for s in self.all)
 
     # ------------------------------------------------------------ steps
 
@@ -573,6 +582,7 @@ class MegatronGeneration(GenerationInterface):
     """Generates with a model that is in training, in the same processes.
 
     lag: see `ContinuousBatch`.
+    say: prints the progress of long generation; on the first rank only.
     makes_room: the policy that releases its gradients and optimizer state during generation; None to release nothing.
 
     Args:
@@ -613,6 +623,7 @@ class MegatronGeneration(GenerationInterface):
         self.stop_strings = StopStrings(params.stop_strings, tokenizer)
         self.lag = int(platform.is_asynchronous())
         self.makes_room: TrainedHere | None = None
+        self.say: PrintLine = silent
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Prepare generation. If `makes_room` is set, offload the policy's training state, but not its weights."""
@@ -662,11 +673,18 @@ class MegatronGeneration(GenerationInterface):
         responses: list[Response] = []
         with self.decoder.generating():
             if mine:
-                rows = min(len(mine), self.max_batch_size)
-                batch = ContinuousBatch(
-                    self.decoder, mine, params, self.stop_strings, rows, self.prefill_tokens, self.lag, self.uses_graphs
-                )
-                responses = batch.run()
+                replicas = self.topology.data.size * self.topology.context.size
+                responses = ContinuousBatch(
+                    self.decoder,
+                    mine,
+                    params,
+                    self.stop_strings,
+                    min(len(mine), self.max_batch_size),
+                    self.prefill_tokens,
+                    self.lag,
+                    self.uses_graphs,
+                    GenerationProgress(len(mine), replicas, self.say),
+                ).run()
             self.decoder.run_idle()
         return self._collect(mine, responses, [prompt for _, prompt in asked], sharing)
 
@@ -749,8 +767,14 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
     )
 
 
-def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> MegatronGeneration:
-    """Return an object that generates with the model of `policy`, a `MegatronPolicy`; `config` sets the options."""
+def megatron_generation_of(
+    config: RLConfig, policy: Any, tokenizer: Any, say: PrintLine = silent
+) -> MegatronGeneration:
+    """Return an object that generates with the model of `policy`, a `MegatronPolicy`; `config` sets the options.
+
+    Args:
+        say: see `MegatronGeneration`.
+    """
     generation = MegatronGeneration(
         policy.model,
         sampling_params_of(config, tokenizer),
@@ -760,6 +784,7 @@ def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> Meg
         recorded=replayed_choices(config.model),
         cuda_graphs=config.generation.cuda_graphs,
     )
+    generation.say = say
     if config.generation.offload:
         generation.makes_room = policy
     return generation

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -44,7 +44,7 @@ from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm.weights import CONTROL_SECONDS, VLLMWeights, WeightSource
 from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.utils.console import PrintLine
+from mcore_rl.utils.console import GenerationProgress, PrintLine
 
 T = TypeVar("T")
 
@@ -171,6 +171,7 @@ class VLLMGeneration(StreamingGeneration):
                 self.submit(prompt, sample_id, prompt, greedy, images=of_prompt or ())
                 for (sample_id, prompt), of_prompt in zip(rows, images, strict=True)
             ]
+            self._wait_for_all(asked, self.policy.topology.data.size if isinstance(data, LocalBatch) else 1)
             return [self._result(future, prompt) for future, (_, prompt) in zip(asked, rows, strict=True)]
 
         if isinstance(data, LocalBatch):
@@ -182,6 +183,21 @@ class VLLMGeneration(StreamingGeneration):
         else:
             responses = self._on_first_rank(ask)
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
+
+    def _wait_for_all(self, asked: Sequence[Future[Response]], replicas: int) -> None:
+        """Wait until all requests have ended, or one has failed; print the progress."""
+
+        def counts() -> tuple[int, int]:
+            ended = [future for future in asked if future.done() and future.exception() is None]
+            return len(ended), sum(len(future.result().token_ids) for future in ended)
+
+        progress = GenerationProgress(len(asked), replicas, self.say)
+        for future in asked:
+            while not future.done():
+                wait([future], POLL_SECONDS)
+                progress.reached(counts)
+            if (error := future.exception()) is not None and not isinstance(error, RequestError):
+                return
 
     def _result(self, asked: Future[Response], prompt: Sequence[int]) -> Response:
         """Wait for a request and return its response, or an empty response if the request has failed.
