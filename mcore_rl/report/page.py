@@ -119,6 +119,7 @@ def page(runs: Sequence[Run]) -> str:
         figures=_figures(charts),
         runs=[_overview(run) for run in runs],
         sections=charts,
+        left_out=list(_left_out_lines(runs)),
         validation=list(_validation(runs)),
         samples=sample_rows(runs),
         sampled=[_sampled(run) for run in runs if run.samples],
@@ -429,8 +430,9 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return those sections of the page that have charts; the charts cover all metrics of the runs."""
-    names = list(dict.fromkeys(name for run in runs for name in _series(run)))
+    """Return those sections of the page that have charts; the charts cover all metrics but those of `left_out`."""
+    hidden = left_out(runs)
+    names = [name for name in dict.fromkeys(name for run in runs for name in _series(run)) if name not in hidden]
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
     }
@@ -445,6 +447,36 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         if shown := [chart for chart in drawn if chart.figure.data]:
             found.append(Section(section, shown))
     return found
+
+
+def left_out(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the metrics that no chart shows: for each, the metric of its section that has the same curves.
+
+    The value is "" for a metric that is always 0. If a metric differs from another one in any run, it is drawn. Metrics
+    of a validation set are only compared with each other.
+    """
+    found, first = dict[str, str](), dict[tuple[object, ...], str]()
+    of_runs = [_series(run) for run in runs]
+    for name in dict.fromkeys(name for series in of_runs for name in series):
+        curves = [(number, series[name]) for number, series in enumerate(of_runs) if name in series]
+        if not any(value for _, curve in curves for value in curve.values):
+            found[name] = ""
+            continue
+        points = ((number, curve.steps.tobytes(), curve.values.tobytes()) for number, curve in curves)
+        validated_on = name.removesuffix(_of_training(name))
+        same = first.setdefault((_place(name)[0], validated_on, *points), name)
+        if same != name:
+            found[name] = same
+    return found
+
+
+def _left_out_lines(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the sentences of the page about `left_out`."""
+    hidden = left_out(runs)
+    if zero := [name for name, same in hidden.items() if not same]:
+        yield f"Always 0: {', '.join(zero)}."
+    if equal := [f"{name} (as {same})" for name, same in hidden.items() if same]:
+        yield f"Equal to another curve: {', '.join(equal)}."
 
 
 def _place(name: str) -> tuple[str, str]:

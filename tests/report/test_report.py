@@ -15,7 +15,7 @@ import pytest
 from programs import ROOT
 
 from mcore_rl.cli.main import write_report
-from mcore_rl.report.page import MAX_POINTS, findings, page, phases, sample_rows, sections, thinned
+from mcore_rl.report.page import MAX_POINTS, findings, left_out, page, phases, sample_rows, sections, thinned
 from mcore_rl.report.runs import Series, read_runs
 from mcore_rl.run.directory import REPORT_MARK, RunDirectory
 from mcore_rl.run.identity import RunIdentity
@@ -72,6 +72,27 @@ def test_curves_stand_in_groups(tmp_path):
     assert {"num_tokens", "skipped_update"} <= set(found["Other"]), "nothing that was measured is left out"
     (margin,) = (c for s in sections(read_runs([tmp_path / "b"])) for c in s.charts if c.title == "margin")
     assert list(margin.figure.data[0].y) == [1.75, 1.75]
+
+
+def test_curves_that_are_zero_or_equal_to_another_are_named_and_not_drawn(tmp_path):
+    def line(step, **more):
+        speed = {"tokens_per_second": 2.0 * step, "training_tokens_per_second": 2.0 * step}
+        of_loss = {"loss": 1 / step, "nll_loss": 1 / step, "sft_loss": 0.0, "grad_norm": 1 / step}
+        return {"step": step, **of_loss, **speed, "num_failed": 0, **more}
+
+    first = write_run(tmp_path / "a", [line(step) for step in (1, 2)])
+    runs = read_runs([first])
+    assert left_out(runs) == {
+        "nll_loss": "loss", "sft_loss": "", "training_tokens_per_second": "tokens_per_second", "num_failed": "",
+    }  # fmt: skip
+    drawn = {trace.name for section in sections(runs) for chart in section.charts for trace in chart.figure.data}
+    assert drawn == {"loss", "grad_norm", "tokens_per_second"}, "grad_norm is in another section than the loss"
+    text = page(runs)
+    assert "Always 0: sft_loss, num_failed." in text
+    assert "Equal to another curve: nll_loss (as loss), training_tokens_per_second (as tokens_per_second)." in text
+    second = write_run(tmp_path / "b", [line(1), line(2, nll_loss=9.0, num_failed=1)])
+    assert list(left_out(read_runs([first, second]))) == ["sft_loss", "training_tokens_per_second"]
+    assert "Curves left out" not in page(read_runs([dpo(tmp_path / "c")])), "all of its curves are drawn"
 
 
 def test_phases_add_up_to_the_step(tmp_path):
@@ -318,7 +339,8 @@ def test_a_run_has_one_color_and_a_metric_one_dash(tmp_path):
 def test_validation_has_the_color_of_its_curve(tmp_path):
     values = ("reward_mean", "validation_reward_mean", "validation_math/reward_mean", "reward_positive_fraction")
     pair = ("rewards_rejected_mean", "rewards_chosen_mean", "validation_rewards_chosen_mean")
-    lines = [{"step": step, **dict.fromkeys((*values, *pair), 0.5), "accuracy": 1.0} for step in (1, 2)]
+    numbers = {name: place / 8 for place, name in enumerate((*values, *pair), 1)}
+    lines = [{"step": step, **numbers, "accuracy": 1.0} for step in (1, 2)]
     (run,) = read_runs([write_run(tmp_path / "a", lines)])
     charts = {chart.title: chart.figure.data for section in sections([run]) for chart in section.charts}
     training, *validation = charts["reward"]
