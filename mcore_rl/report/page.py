@@ -27,6 +27,7 @@ from mcore_rl.data.chat import has_images
 from mcore_rl.data.images import thumbnail
 from mcore_rl.report.runs import Run, Series
 from mcore_rl.run.directory import REPORT_MARK
+from mcore_rl.run.metric_meanings import Metric, meaning_of
 from mcore_rl.utils.console import size_text
 
 SUSPICIOUS_MISMATCH = 1.05
@@ -366,7 +367,6 @@ GROUPS = {
         "reward": r"reward_mean",
         "deviation of rewards": r"reward_std",
         "rewards of pairs": r"rewards_(chosen|rejected)_mean",
-        "rewards of responses": r"rewards_(desirable|undesirable)_mean",
         "sums of rewards": r"rewards_(desirable|undesirable)_sum",
         "margin": r"reward_margin",
         "log-probabilities": r"logprobs_(chosen|rejected)_mean",
@@ -388,7 +388,7 @@ GROUPS = {
     },
     "Responses": {
         "length (tokens)": r"response_length_.*",
-        "fractions": r"truncated_fraction|failed_fraction|kept_fraction",
+        "fractions": r"truncated_fraction|failed_fraction",
         "turns": r"turns_mean",
     },
     "Mismatch between sampler and trainer": {
@@ -418,9 +418,16 @@ CHOSEN, REJECTED = "rewards_chosen_mean", "rewards_rejected_mean"
 
 @dataclass
 class Chart:
+    """A chart of the page.
+
+    note: how the curves are thinned; "" if they are not.
+    meanings: pairs (names, meaning) of the metrics.
+    """
+
     title: str
     figure: go.Figure
     note: str = ""
+    meanings: Sequence[tuple[str, str]] = ()
 
 
 @dataclass
@@ -535,7 +542,18 @@ def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
     thin = (
         f"{longest:,} steps: of every {per_point} or so the least and the greatest value are drawn" if longest else ""
     )
-    return Chart(title, figure, thin)
+    return Chart(title, figure, thin, list(_meanings(curves)))
+
+
+def _meanings(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs (names, meaning) of those metrics that have a description; metrics with the same one are together."""
+    described: dict[Metric, list[str]] = {}
+    for name in names:
+        if (metric := meaning_of(name)) is not None:
+            described.setdefault(metric, []).append(name)
+    for metric, fitting in described.items():
+        good = f" A good run: {metric.good}." if metric.good else ""
+        yield ", ".join(fitting), f"{metric.meaning}. Unit: {metric.unit}.{good}"
 
 
 def _is_validation(name: str) -> bool:

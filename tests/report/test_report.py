@@ -95,6 +95,15 @@ def test_curves_that_are_zero_or_equal_to_another_are_named_and_not_drawn(tmp_pa
     assert "Curves left out" not in page(read_runs([dpo(tmp_path / "c")])), "all of its curves are drawn"
 
 
+def test_charts_explain_their_curves(tmp_path):
+    lines = [{"step": step, "validation_loss": step / 2, "loss": float(step), "own": 1.0} for step in (1, 2)]
+    charts = {chart.title: chart for s in sections(read_runs([write_run(tmp_path / "a", lines)])) for chart in s.charts}
+    ((names, meaning),) = charts["loss"].meanings
+    assert names == "loss" and meaning.startswith("Value that the optimizer minimises") and "Unit: nats" in meaning
+    assert not charts["own"].meanings, "a metric of another program"
+    assert "Value that the optimizer minimises" in page(read_runs([tmp_path / "a"]))
+
+
 def test_phases_add_up_to_the_step(tmp_path):
     (run,) = read_runs([grpo(tmp_path / "a", steps=1000)])
     chart = phases(run, "")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from forked_programs import ForkedProgram
 
+from mcore_rl.run.metric_meanings import meaning_of
+
 ROOT = Path(__file__).parent.parent.parent
 SUPPORT = ROOT / "tests" / "support"
 TIMEOUT = 240
@@ -49,7 +51,12 @@ def run(script, *arguments, processes=1, check=True, launcher=False):
 
 
 def metrics_of(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+    """Return the lines of a log. The page of metrics must describe all metrics of metrics.jsonl."""
+    lines = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+    if name == "metrics.jsonl":
+        names = {metric for line in lines for metric in line if metric != "step"}
+        assert not [metric for metric in names if meaning_of(metric) is None], "add them to metric_meanings.yaml"
+    return lines
 
 
 def comparable(directory):
