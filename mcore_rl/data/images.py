@@ -327,8 +327,9 @@ class ImageReader:
         """Return an image as PNG: upright, in RGB, and in the size to which the processor resizes it.
 
         A program that reads it by the same `preprocessor_config.json` does not resize it again, so it computes the
-        same pixels, even if it would resize by another algorithm. Only long, narrow images that are larger than the
-        processor's limit would be resized once more; they keep their size here.
+        same pixels, even if it would resize by another algorithm. Some images would be resized once more: long, narrow
+        ones that are larger than the processor's limit and, if its limits are near each other, those whose new size is
+        outside of them after rounding. They keep their own size here.
 
         Raises:
             UserError: the file is missing, or has changed since its record was tokenized.

@@ -70,6 +70,15 @@ def test_a_picture_that_would_be_resized_twice_keeps_its_size(reader, tmp_path):
     assert Image.open(io.BytesIO(reader.resized_png(image))).size == (1000, 6)
 
 
+def test_a_picture_that_near_limits_would_resize_twice_keeps_its_size(tmp_path):
+    limits = {"size": {"shortest_edge": 1024, "longest_edge": 1024}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | limits))
+    reader = ImageReader(tmp_path)
+    image = reader.placed(str(write_picture(tmp_path / "a.png", 40, 24)), 0)
+    assert 64 * image.grid[1] * image.grid[2] != 1024, "sides of whole tokens do not meet the limits"
+    assert Image.open(io.BytesIO(reader.resized_png(image))).size == (40, 24)
+
+
 # ------------------------------------------------------------------ requests
 
 
