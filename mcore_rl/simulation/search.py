@@ -106,7 +106,8 @@ def simulate(
     Raises:
         UserError: the run would refuse the configuration, or it cannot be simulated.
     """
-    if isinstance(config, RLConfig) and config.rollouts.train_global_batch_size is not None:
+    whole = config.batch.global_batch_size
+    if isinstance(config, RLConfig) and config.rollouts.train_global_batch_size not in (None, whole):
         raise UserError(
             f"{config.algorithm}.train_global_batch_size: minibatches cannot be simulated; leave this key out, "
             "and multiply the optimizer's part of the time by the number of minibatches"

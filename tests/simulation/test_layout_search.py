@@ -8,10 +8,11 @@ from simulated_cases import EQUAL, MIXTURE, SEQUENCES, call, config_of
 from simulated_report import killed_at_tp2, kills_server_at_tp2
 from small_models import make_model
 
-from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
+from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.errors import UserError
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.search import _each, chosen_ranks, layouts_to_try, search, table
+from mcore_rl.simulation.search import _each, chosen_ranks, layouts_to_try, search, simulate, table
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,19 @@ def test_search_reports_killed_process_for_its_layout_only(simulation, model, mo
     assert [row.split("  ")[0] for row in rows] == ["layout", fits.text, killed.text]
     assert assumed.startswith("all with sequence parallelism") and chosen == "for the first: the configuration as it is"
     assert {"parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"} == {*killed.overrides}
+
+
+def test_only_several_minibatches_are_not_simulated(model, monkeypatch):
+    monkeypatch.setattr("mcore_rl.simulation.search._each", lambda *_: [])
+
+    def simulated(size):
+        rollouts = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "train_global_batch_size": size}
+        config = config_of(model, GRPOConfig, grpo=rollouts)
+        return simulate(config, 1, [0], SEQUENCES)
+
+    assert simulated(8) == simulated(None) == [], "a single minibatch is the whole batch"
+    with pytest.raises(UserError, match=r"grpo\.train_global_batch_size: minibatches cannot be simulated"):
+        simulated(4)
 
 
 @pytest.mark.exhaustive
