@@ -24,8 +24,9 @@ function draw() {
   charts.forEach((chart, number) => {
     const { data, layout: own } = figures[number];
     const { template, xaxis, yaxis, ...kept } = own;
-    // Every name has a line below the chart.
-    const names = data.filter((trace) => data.length > 1 && trace.name).length;
+    // Every name has a line below the chart, unless it is the chart's title.
+    const title = chart.parentElement.querySelector("figcaption").textContent;
+    const names = data.filter((trace) => trace.name && (data.length > 1 || trace.name !== title)).length;
     const margin = { l: 10, r: 10, t: 12, b: 44 + 19 * names };
     chart.style.height = `${290 + 19 * names}px`;
     const axes = { xaxis: { ...themed.xaxis, ...xaxis }, yaxis: { ...themed.yaxis, ...yaxis }, margin };
