@@ -217,6 +217,8 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
     words = list(parsed.words)
     path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
+    if str(options["data.train"]).startswith("["):  # a list of sources, written as in an override
+        words.insert(0, f"data.train={options.pop('data.train')}")
     given = {key: value for key, value in options.items() if value is not None}
     values: dict[str, Any] = {"dry_run": True} if parsed.dry_run else {}
     for key, value in given.items():

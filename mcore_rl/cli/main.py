@@ -27,8 +27,8 @@ from mcore_rl.utils.packages import check_packages, import_torch, is_own_build, 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
 mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
-mcore-rl port FILE [--algorithm {{…}}] [--num-processes N] [--output FILE]
-mcore-rl verify [torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PART,PART]
+mcore-rl port FILE [ARGUMENT …] [--env NAME=VALUE] [--algorithm {{…}}] [--num-processes N] [--output FILE]
+mcore-rl verify [torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PARTS] [--minutes N]
 mcore-rl report RUN [RUN …] [--output FILE]
 mcore-rl schema {{…}}
 mcore-rl doctor
@@ -50,7 +50,8 @@ usage: mcore-rl train ALGORITHM [torchrun's options] CONFIG [section.key=value �
 """
 TRAIN_HELP = """\
 `mcore-rl train dpo --help` prints the options and keys of a program, `mcore-rl train dpo --help optimizer` explains the
-keys of a section, and `torchrun --help` prints the options of the launch, such as --nproc-per-node. They come first."""
+keys of a section, and `torchrun --help` prints the options of the launch, such as --nproc-per-node, which stand before
+CONFIG."""
 DOCTOR = "List the installed packages, the features that need the missing ones, and what must be mended."
 STATUS_OF_DOCTOR = "The exit status is 1 if a run could not start."
 

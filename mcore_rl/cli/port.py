@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config.porting.foreign import Foreign
 from mcore_rl.config.porting.port import Ported, as_yaml, port
 from mcore_rl.config.porting.read import read_foreign
+from mcore_rl.config.porting.shell import Script
 from mcore_rl.errors import UserError
 
 
@@ -22,12 +24,20 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
         "file", type=Path, metavar="FILE", help="a command in a file, a YAML file, or TRL's Python file"
     )
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script that has the command")
+    parser.add_argument(
+        "--env",
+        action="append",
+        type=_variable,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable that the script reads",
+    )
     parser.add_argument("--algorithm", choices=PROGRAMS, help="the program here, if the file does not say which")
     parser.add_argument("--num-processes", type=count, metavar="N", help="number of processes of TRL's run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="path of the result (default: the standard output)")
     parsed = parser.parse_args(arguments)
     with exit_on_error():
-        foreign = read_foreign(parsed.file, parsed.arguments)
+        foreign = read_foreign(parsed.file, Script(tuple(parsed.arguments), dict(parsed.env)))
         algorithm = parsed.algorithm or foreign.algorithm
         if not algorithm:
             unread = "".join(f"\n  not read: {line}" for line in foreign.unread)
@@ -47,6 +57,13 @@ def port_command(arguments: Sequence[str], prog: str) -> None:
     for line in ported.todo:
         print(f"to do: {line}", file=sys.stderr)
     sys.exit(int(ported.refused))
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise ArgumentTypeError(f"must be NAME=VALUE, got {text}")
+    return name, value
 
 
 def ported_text(path: Path, foreign: Foreign, ported: Ported) -> str:

@@ -44,6 +44,37 @@ def _whose(value: Any) -> str:
     return "(parts)" if by_source else "(whole)"
 
 
+DATASET_FORMATS = frozenset((
+    "arrow",
+    "audiofolder",
+    "conll",
+    "csv",
+    "eval",
+    "fasta",
+    "fastq",
+    "genbank",
+    "harbor",
+    "hdf5",
+    "iceberg",
+    "imagefolder",
+    "json",
+    "lance",
+    "meshfolder",
+    "mmcif",
+    "niftifolder",
+    "pandas",
+    "parquet",
+    "pdb",
+    "pdffolder",
+    "text",
+    "tsfile",
+    "videofolder",
+    "vortex",
+    "webdataset",
+    "xml",
+))  # fmt: skip
+"""Names with which the library datasets reads files, and no datasets of the hub."""
+
 _OneSource = Annotated[Name, Tag("(one)")] | Annotated[tuple[Name, ...], Field(min_length=1), Tag("(joined)")]
 Sources = Annotated[
     _OneSource | Annotated[dict[Name, PositiveFloat], Field(min_length=1), Tag("(several)")], Discriminator(_form)

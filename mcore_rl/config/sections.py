@@ -231,18 +231,9 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _sources_are_there_once(self) -> DataConfig:
-        found: dict[str, str] = {}
-        for source in self.train_sources:
-            path = os.path.realpath(source)
-            if path in found:
-                sum_up = ", and add up their weights" if isinstance(self.train, dict) else ""
-                raise ValueError(f"train: {found[path]} and {source} are the same source; leave one out{sum_up}")
-            found[path] = source
-        for path, source in found.items():
-            for directory in Path(path).parents:
-                if str(directory) in found:
-                    whole = found[str(directory)]
-                    raise ValueError(f"train: {source} is one of the files in {whole}; leave one of the two out")
+        _check_once("train", self.train_sources, isinstance(self.train, dict))
+        for source in self.validation_sets.values():
+            _check_once("validation", _sources_in(source))
         return self
 
     @model_validator(mode="after")
@@ -299,6 +290,22 @@ class DataConfig(Section):
     def read_chat_template(self) -> str | None:
         """Return the text of the chat template."""
         return read_chat_template(self.chat_template)
+
+
+def _check_once(key: str, sources: Iterable[str], weighted: bool = False) -> None:
+    """Raise ValueError if records would be read twice, because sources are the same or one is a part of another."""
+    found: dict[str, str] = {}
+    for source in sources:
+        path = os.path.realpath(source)
+        if path in found:
+            sum_up = ", and add up their weights" if weighted else ""
+            raise ValueError(f"{key}: {found[path]} and {source} are the same source; leave one out{sum_up}")
+        found[path] = source
+    for path, source in found.items():
+        for directory in Path(path).parents:
+            if str(directory) in found:
+                whole = found[str(directory)]
+                raise ValueError(f"{key}: {source} is one of the files in {whole}; leave one of the two out")
 
 
 def _sources_in(source: str | Iterable[str]) -> list[str]:

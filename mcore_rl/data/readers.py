@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import UUID
 
+from mcore_rl.config.base import DATASET_FORMATS
 from mcore_rl.data.images import IMAGE_COLUMNS, is_image
 from mcore_rl.errors import UserError
 
@@ -184,7 +185,7 @@ def _read_json(source: str) -> Iterator[tuple[Records, float]]:
     """
     with open(source, "rb") as file:
         first = next((text for line in file if (text := line.strip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    if first.startswith(b"{") and not first.endswith((b"{", b"[", b",")):  # the object ends in its line
+    if _is_object(first):
         yield from _read_lines(source)
         return
     wanted = "must be a JSON list of objects, a single object, or have one JSON object in each line"
@@ -196,6 +197,13 @@ def _read_json(source: str) -> Iterator[tuple[Records, float]]:
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{source}: {wanted}")
     yield from _rows(source, records, len(records))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _rows(source: str, rows: Iterable[dict[str, Any]], total: int) -> Iterator[tuple[Records, float]]:
@@ -250,7 +258,9 @@ def check_columns(source: str, schema: Any) -> None:
     import pyarrow.types as of
 
     def check(column: str, kind: Any) -> None:
-        if of.is_map(kind) and not (of.is_string(kind.key_type) or of.is_large_string(kind.key_type)):
+        keys = kind.key_type if of.is_map(kind) else None
+        keys = keys.value_type if keys is not None and of.is_dictionary(keys) else keys
+        if keys is not None and not (of.is_string(keys) or of.is_large_string(keys) or of.is_string_view(keys)):
             raise UserError(
                 f"{source}: the column {column} has a map with keys of the type {kind.key_type}; keys must be strings"
             )
@@ -352,10 +362,6 @@ def _hub_is_reachable() -> bool:
     return True
 
 
-_FORMATS = ("json", "csv", "parquet", "text", "arrow", "xml", "imagefolder", "audiofolder", "webdataset")
-"""Names with which the library datasets reads files, and no datasets of the hub."""
-
-
 def load_hub_dataset(source: str) -> Any:
     """Return the dataset `NAME` or `NAME:SPLIT` from the hub or its cache.
 
@@ -369,7 +375,7 @@ def load_hub_dataset(source: str) -> Any:
     if not _hub_is_reachable():  # offline mode finds cached data sets and fails for others without waiting
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     name, _, split = source.partition(":")
-    if name in _FORMATS:  # the library would read every such file in the working directory
+    if name in DATASET_FORMATS:  # the library would read every such file in the working directory
         raise UserError(f"data: {name} is the name of a format, not of a dataset; give the path of the file")
     try:
         return datasets.load_dataset(name, split=split or "train")

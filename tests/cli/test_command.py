@@ -118,6 +118,11 @@ WRONG = [
         "error: model.path: /nowhere does not exist",
     ),
     (["train", "sft", "--model=m", "--data=d", "--output="], "error: command line: output_dir: must not be empty"),
+    (
+        ["train", "sft", "--model=m", "--data=[a.jsonl, ./a.jsonl]"],
+        r"error: command line: data\.train: a\.jsonl and \./a\.jsonl are the same source; leave one out",
+    ),
+    (["train", "sft", "--model=m", "--data=[a"], r"error: override 'data\.train=\[a': '\[a' is not a YAML value"),
     (["port", "nowhere"], "error: nowhere: cannot be read"),
     (["schema"], r"error: the following arguments are required: algorithm \(mcore-rl schema --help says more\)"),
     (["schema", "ppo2"], "error: argument algorithm: invalid choice: 'ppo2'"),

@@ -1,5 +1,6 @@
 """Configurations of TRL, verl and NeMo RL, translated: values, reasons, and that the result loads."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import re
@@ -15,6 +16,7 @@ from programs import ROOT
 from mcore_rl.cli.port import port_command, ported_text
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, load_config
+from mcore_rl.config.base import DATASET_FORMATS
 from mcore_rl.config.porting import shell
 from mcore_rl.config.porting.defaults import TABLE, defaults_of_verl
 from mcore_rl.config.porting.foreign import Foreign, as_in_ppo
@@ -60,7 +62,7 @@ trl dpo --model_name_or_path $MODEL --dataset_name=trl-lib/ultrafeedback_binariz
 
 def test_command_of_trl_becomes_the_documented_one(tmp_path):
     config, ported = translated(DPO, tmp_path)
-    assert config == documented("Qwen2-0.5B-DPO", without=["checkpoint.save_interval"])
+    assert config == documented("Qwen2-0.5B-DPO")
     assert not ported.refused
     for start in (
         "trl dpo --num_processes 4",
@@ -92,14 +94,17 @@ def test_file_of_verl_becomes_the_documented_command(tmp_path):
     told = {re.search(r"-> ([\w.]+): ", line)[1] for line in ported.became if line.startswith("verl's default ")}
     assert told == {
         "model.dtype", "environment.num_workers", "seed", "checkpoint.asynchronous", "loss.ratio_clip_c",
+        "loss.kl_output_clamp",
         "optimizer.schedule", "optimizer.weight_decay", "grpo.max_new_tokens", "generation.offload",
     }  # fmt: skip
-    same = ("environment", "logging", "seed", "model", "checkpoint", "generation")
+    same = ("environment", "logging", "seed", "model", "checkpoint", "generation", "loss", "grpo")
+    assert dataclasses.replace(config.loss, kl_output_clamp=None) == expected.loss
+    assert config.grpo.model_copy(update={"advantage_epsilon": expected.grpo.advantage_epsilon}) == expected.grpo
     dumped, wanted = (part.model_dump(exclude=set(same)) for part in (config, expected))
     assert dumped == wanted
     assert config.grpo.train_global_batch_size == 1280 and config.generation.vllm.num_servers == 4
     assert config.environment.function == "verl.utils.reward_score:default_compute_score" and not ported.differs
-    assert any("pip install --no-deps verl" in line for line in ported.todo)
+    assert any("needs verl in the run's environment" in line for line in ported.todo)
     words = "python3 -m verl.trainer.main_ppo "
     flat = {**read_foreign(tmp_path / "verl.yaml").values, "trainer.n_gpus_per_node": 8}
     command = words + " ".join(shlex.quote(f"{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
@@ -432,6 +437,7 @@ def test_shell_script_is_read_as_bash_reads_it(tmp_path, monkeypatch):
         "source /etc/profile; . /etc/profile; enable touch; hash -p /bin/touch t; t a; set +r; bash -c 'touch c'",
         "eval 'echo x > a'; f() { echo x > b; }; f; trap 'echo x > c' EXIT; coproc { echo x > d; }; echo x | tee e",
         "cd /tmp; pwd > a; ulimit -c 1; umask 0; unset -f cd; unset -f command_not_found_handle; cd /; touch b",
+        "eval 'mapfile -t A < /etc/passwd'; builtin eval 'x=$(< /etc/passwd)'; NOTES=x; COMMAND=\"trl dpo\"; mkdir o",
         "kill -9 $$; kill -9 $PPID; kill -9 -1; read x < /dev/tcp/127.0.0.1/9; exec 5<>/dev/tcp/127.0.0.1/9",
     ],
 )
@@ -453,7 +459,7 @@ def test_outputs_and_arguments_that_are_unknown(tmp_path):
     )
     with pytest.raises(UserError, match="the file reads arguments: give them behind its name"):
         read_foreign(tmp_path / "run.sh")
-    found = read_foreign(tmp_path / "run.sh", ["1e-5", "o", "data.max_prompt_length=7"])
+    found = read_foreign(tmp_path / "run.sh", shell.Script(("1e-5", "o", "data.max_prompt_length=7")))
     assert found.values == {
         "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.optim.lr": 1e-5, "data.max_prompt_length": 7,
     }  # fmt: skip
@@ -461,6 +467,57 @@ def test_outputs_and_arguments_that_are_unknown(tmp_path):
     assert "trainer.experiment_name: is run_<output_of_date>" in unread
     assert "trainer.default_local_dir: is o/<output_of_cat>" in unread
     assert "actor_rollout_ref.rollout.n=4 data.train_batch_size=3: bash reads this as a command of its own" in unread
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "told"),
+    [
+        ("[[ $DEBUG ]] && E=9; [ \"$A\" != '' ] && F=9\ntrl dpo --beta ${E:-2} --seed ${F:-1}", {"beta": 2, "seed": 1},
+         ["A is not set by the file: branches depend on it", "DEBUG is not set by the file"]),
+        ("trl dpo --beta $((UNSET)) --seed 3", {"seed": 3}, ["beta: is ${UNSET}"]),
+        ("N=$(nproc)\ntrl dpo --beta $((N/2)) --seed 3", {"seed": 3}, ["beta: is ${N}"]),
+        ("source ./env.sh; . x\ntrl dpo --beta ${B:-1}", {"beta": 1}, ["source ./env.sh: the file was not read"]),
+        ("read -r R < run.txt; mapfile -t L < f\ntrl dpo --seed 3", {"seed": 3}, ["< run.txt: the file was not read"]),
+        ("dev=$(python3 -c 'print(1)'); S=3\nif [ \"$dev\" == npu ]; then S=4; fi\ntrl dpo --seed $S", {"seed": 3},
+         ["python3 -c 'print(1)': was not run; branches depend on its output"]),
+        ("H=$(command -v nvidia-smi >/dev/null && echo 4 || echo 3)\ntrl dpo --seed $H", {"seed": 3},
+         ["command -v nvidia-smi: no program was found"]),
+        ("trl dpo --seed 3 \\\n  # --max_length 5 \\\n  --beta 0.3", {"seed": 3}, ["--beta 0.3: bash reads this as a"]),
+        ("while ! nc -z localhost 1; do sleep 1; done\nwhile true; do if ray x; then break; fi; sleep $T; done\n"
+         "trl dpo --seed 3", {"seed": 3}, ["ray x: was not run"]),
+        ('eval "$(conda shell.bash hook)"\ntrl dpo --seed 3', {"seed": 3}, ["conda shell.bash hook", "was not read"]),
+        ("COMMAND='trl dpo --seed 3'\nmkdir -p x\n$COMMAND", {"seed": 3}, []),
+        ("if ! trl dpo --seed 3; then exit 1; fi", {"seed": 3}, []),
+        ("trl dpo --run_name $(basename /x/y.sh .sh)_no --dataset_name no",
+         {"run_name": "y_no", "dataset_name": "no"}, []),
+    ],
+)  # fmt: skip
+def test_what_a_script_does_not_say_is_told(text, values, told, tmp_path):
+    (tmp_path / "run.sh").write_text(text)
+    found = read_foreign(tmp_path / "run.sh")
+    assert found.values == values
+    for line in told:
+        assert line in "\n".join(found.unread), found.unread
+
+
+def test_variables_of_a_script_can_be_given(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("trl dpo --model_name_or_path ${M:?set M} --dataset_name d --learning_rate $LR")
+    with pytest.raises(UserError, match="M: set M; give variables of the script by --env NAME=VALUE"):
+        read_foreign(tmp_path / "run.sh")
+    with pytest.raises(SystemExit) as stop:
+        port_command([str(tmp_path / "run.sh"), "--env", "M=m", "--env", "LR=2e-6"], "port")
+    assert stop.value.code == 0 and "lr: 2.0e-06" in capsys.readouterr().out
+
+
+def test_processes_of_several_machines(tmp_path):
+    start = "torchrun --nproc_per_node=8 --nnodes 2 -m "
+    for text, processes in {
+        f"{start}trl.scripts.dpo --model_name_or_path m --dataset_name d": 16,
+        f"{start}verl.trainer.sft_trainer model.path=m data.train_files=a": 16,
+        "accelerate launch --num_processes 16 -m trl.scripts.dpo --model_name_or_path m": 16,
+    }.items():
+        (tmp_path / "run.sh").write_text(text)
+        assert read_foreign(tmp_path / "run.sh").processes == processes, text
 
 
 def test_commands_in_words_of_others(tmp_path):
@@ -531,6 +588,19 @@ def test_files_of_hydra(tmp_path):
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"loss.ratio_clip_min": 0.2, "loss.ratio_clip_max": 0.2}),
         ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.vllm.num_servers": 4}),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
+        ("--config-path=config --config-name=ppo_megatron_trainer.yaml model=hf_model", {"trainer.max_epochs": 30}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", {"loss.clip_type": "cispo", "loss.ratio_clip_c": None}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_low=0.3",
+         {"loss.name": "gmpo", "loss.log_ratio_clip_min": 0.3, "loss.log_ratio_clip_max": 0.2}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+         {"loss.name": "sapo", "loss.aggregation": "seq_mean_token_mean"}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+         {"loss.sequence_level_importance_ratios": True, "loss.token_level_loss": False, "loss.ratio_clip_c": None}),
+        ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+         {"loss.kl_output_clamp": 10.0, "grpo.advantage_epsilon": 1e-6}),
+        ("reward_model.enable=True reward_model.model_path=/rm reward_model.inference.tensor_model_parallel_size=4",
+         {"environment.parallel.tensor_model_parallel_size": 4}),
+        ("actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.exclude_modules=x", {"model.lora": None}),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=128 "
          "reward.reward_kwargs.max_resp_len=512", {"grpo.overlong_cache_length": 128}),
         ("reward_model.enable=True reward_model.model_path=/rm",
@@ -606,7 +676,17 @@ def test_sft_of_verl(tmp_path):
         ("policy: {optimizer: {name: torch.optim.AdamW}, scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: "
          "{total_iters: 50}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [50]}]}",
          {"optimizer.schedule": "constant", "optimizer.warmup_steps": 50}),
-        ("", {"grpo.use_leave_one_out_baseline": True, "loss.reference_policy_kl_penalty": 0.01}),
+        ("", {"grpo.use_leave_one_out_baseline": True, "loss.reference_policy_kl_penalty": 0.01,
+              "optimizer.schedule": "constant"}),
+        ("policy: {scheduler: {name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 100, eta_min: 1e-7}}}",
+         {"optimizer.schedule": "cosine", "optimizer.min_lr": 1e-7}),
+        ("data: {train: {processor: p, repeat: 3, dataset_name: other.jsonl}, validation: {repeat: 2}}",
+         {"data.train": "other.jsonl", "data.validation": None}),
+        ("data: {_override_: true, train: {data_path: a.jsonl}, "
+         "default: {dataset_name: ResponseDataset, input_key: q}}",
+         {"data.train": "a.jsonl", "data.columns": {"prompt": "q", "answer": "output"}}),
+        ("policy: {megatron_cfg: {enabled: true, moe_router_load_balancing_type: aux_loss, "
+         "expert_tensor_parallel_size: 1, tensor_model_parallel_size: 2}}", {"parallel.tensor_model_parallel_size": 2}),
     ],
 )  # fmt: skip
 def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
@@ -633,6 +713,14 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
          "{tensor_parallel_size: 1}}}", "a run starts servers on its first machine only"),
         ("NeMo RL", "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 2, freeze_moe_router: true}}",
          "policy.megatron_cfg.freeze_moe_router: true: routers are trained"),
+        ("NeMo RL", "data: {train: {subset: main}}", "data.train.subset: main: a dataset on the hub has no subset"),
+        ("NeMo RL", "policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: cosine, lr_decay_iters: 9}}}",
+         "policy.megatron_cfg.scheduler.lr_decay_iters: 9: the rate decays over the run"),
+        ("NeMo RL", "policy: {hf_config_overrides: {rope_theta: 1}}", "hf_config_overrides.rope_theta: 1: write"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {override_config: {x: 1}}}",
+         "actor_rollout_ref.model.override_config.x: 1: write the values into config.json"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}",
+         "actor_rollout_ref.actor.loss_agg_mode: token-mean: with ratios of sequences"),
         ("verl", "algorithm: {adv_estimator: remax}", "algorithm.adv_estimator: remax: remax does not exist here"),
         ("verl", "algorithm: {adv_estimator: grpo, kl_ctrl: {type: adaptive}}", "algorithm.kl_ctrl.type: adaptive"),
         ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}",
@@ -689,6 +777,74 @@ def test_constants_functions_and_files_of_a_python_file(tmp_path):
         "think_format_reward": ("trl", "trl.rewards:think_format_reward", 1.0), "short": ("trl", "mine:short", 0.5),
     }  # fmt: skip
     assert any(line.startswith("**more in line 10 is not read") for line in ported.todo)
+
+
+def test_second_data_set_of_a_python_file_is_not_trained_on(tmp_path):
+    text = PYTHON_GRPO.replace("data = load", "other = load_dataset('org/b', split='test')\ndata = load")
+    config, ported = translated(text + "args.learning_rate = 3e-5\n", tmp_path, "mine.py")
+    assert config.data.train == "data/a.jsonl"
+    assert any("load_dataset('org/b', split='test'): set data.train or" in line for line in ported.todo)
+    assert any(line.startswith("learning_rate: is set in line 14") for line in ported.todo)
+    (tmp_path / "two.py").write_text(text.replace("train_dataset=data", "train_dataset=pick(other, data)"))
+    assert "data.train" not in port(read_foreign(tmp_path / "two.py"), PROGRAMS["grpo"].config).values
+    shadowed = "lr = 1e-6\nN = 9**9**9\ndef f(lr):\n    return DPOConfig(learning_rate=lr, seed=N)\n"
+    (tmp_path / "shadowed.py").write_text(shadowed)
+    found = read_foreign(tmp_path / "shadowed.py")
+    assert found.values == {} and len(found.unread) == 2
+
+
+def test_distillation(tmp_path):
+    text = (
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m "
+        "trainer.logger=console actor_rollout_ref.rollout.n=2 data.train_batch_size=8 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8 "
+        "distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
+        "distillation.teacher_models.teacher_model.model_path=t distillation.distillation_loss."
+    )
+    config, ported = translated(f"{text}loss_mode=forward_kl_topk {text.split()[-1]}topk=9", tmp_path, "run.sh")
+    assert (config.distillation.teacher, config.distillation.kl_type, config.distillation.topk) == ("t", "forward", 9)
+    assert (config.batch.global_batch_size, config.distillation.on_policy) == (16, True) and not ported.differs
+    config, _ = translated(f"{text}loss_mode=k1 {text.split()[-1]}use_policy_gradient=True", tmp_path, "run.sh")
+    assert config.distillation.form == "sampled"
+    (tmp_path / "run.sh").write_text(f"{text}loss_mode=k3")
+    assert "k3 does not exist here" in port(read_foreign(tmp_path / "run.sh"), PROGRAMS["distill"].config).differs[0]
+    config, ported = translated(
+        "distillation: {num_prompts_per_step: 8, topk_logits_k: 5}\nloss_fn: {kl_type: mixed, mixed_kl_weight: 0.25}\n"
+        "policy: {model_name: m, train_global_batch_size: 8, generation: {temperature: 0.7, max_new_tokens: 9}}\n"
+        "teacher: {model_name: t, precision: bfloat16}\ndata: {train: {dataset_name: a.jsonl}}\n",
+        tmp_path,
+        "nemo.yaml",
+    )
+    found = config.distillation
+    assert (found.teacher, found.topk, found.kl_type, found.mixed_kl_weight) == ("t", 5, "mixed", 0.25)
+    assert (found.temperature, found.max_new_tokens, found.on_policy) == (0.7, 9, True) and not ported.differs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor_rollout_ref: {rollout: {tensor_model_parallel_size: 0, name: vllm}}\n", "must be at least 1, got 0"),
+        ("policy: {scheduler: [3]}\ngrpo: {seed: 1}", "policy.scheduler: [3] is no value that NeMo RL has"),
+        ("actor_rollout_ref: {a: 1}\ntrainer: {logger: 3, nnodes: 0}", "is no value that verl has ('int' object"),
+        ("defaults: null\npolicy: {}", "values of None are not read"),
+        ("1: 2\nbeta: 3", "1: 2: mcore_rl does not know this key of TRL"),
+    ],
+)
+def test_odd_values_get_no_traceback(text, message, tmp_path):
+    (tmp_path / "mine.yaml").write_text(text)
+    with contextlib.suppress(UserError):
+        foreign = read_foreign(tmp_path / "mine.yaml")
+        ported = port(foreign, PROGRAMS["grpo"].config)
+        assert message in "\n".join([*ported.todo, *ported.left])
+        return
+    with pytest.raises(UserError, match=re.escape(message)):
+        port(read_foreign(tmp_path / "mine.yaml"), PROGRAMS["grpo"].config)
+
+
+def test_names_of_formats_are_those_of_the_library():
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    assert set(_PACKAGED_DATASETS_MODULES) <= DATASET_FORMATS
 
 
 def test_formats_are_no_datasets(tmp_path):

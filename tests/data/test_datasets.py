@@ -161,6 +161,14 @@ def test_json_of_one_record(indent, as_list, tmp_path):
     assert len(load_sft_dataset(str(tmp_path / "one.json"), TOKENIZER, settings_of())) == 1
 
 
+def test_json_of_one_record_that_begins_anywhere(tmp_path):
+    text = '{"messages": [{"role": "user", "content": "a"},\n {"role": "assistant", "content": "b"}]\n}'
+    for number in range(len(text)):  # a break after any character that is no part of a string or a word
+        if text[number] in "{}[]:, ":
+            (tmp_path / "one.json").write_text(f"{text[: number + 1]}\n{text[number + 1 :]}")
+            assert len(load_sft_dataset(str(tmp_path / "one.json"), TOKENIZER, settings_of())) == 1
+
+
 def test_json_of_objects_over_several_lines_says_what_is_wanted(tmp_path):
     text = json.dumps({"prompt": "p", "completion": "b"}, indent=2)
     (tmp_path / "two.json").write_text(f"{text}\n{text}\n")
@@ -258,6 +266,7 @@ def test_columns_of_each_source(tmp_path):
         ({"train": []}, r"(?s)train.*at least 1 item"),
         ({"train": [""]}, r"(?s)train.*must not be empty"),
         ({"validation": []}, r"(?s)validation.*at least 1 item"),
+        ({"validation": ["b.jsonl", "./b.jsonl"]}, "validation: b.jsonl and ./b.jsonl are the same source; leave one"),
     ],
 )
 def test_sources_and_columns_that_do_not_go_together(section, message):

@@ -47,11 +47,12 @@ CALL = pyarrow.struct([("name", TEXT), ("arguments", MAP), ("more", TEXT)])
         ),
         ([[("a", [("b", 2)])]], pyarrow.map_(pyarrow.large_string(), MAP), [{"a": {"b": 2}}]),
         ([[("a", {"name": "f"})]], pyarrow.map_(TEXT, CALL), [{"a": {"name": "f"}}]),
+        ([[("a", 1)]], pyarrow.map_(pyarrow.dictionary(pyarrow.int32(), TEXT), NUMBER), [{"a": 1}]),
         ([[[("a", 1)]], [None]], pyarrow.large_list(MAP), [[{"a": 1}], [None]]),
         ([[[("a", 1)], [("b", 2)]]], pyarrow.list_(MAP, 2), [[{"a": 1}, {"b": 2}]]),
         ([[("a", 1)]], pyarrow.list_(pyarrow.struct([("key", TEXT), ("value", NUMBER)])), [[{"key": "a", "value": 1}]]),
     ],
-    ids=["map", "in objects of a list", "map of maps", "map of objects", "list", "pair", "no map"],
+    ids=["map", "in objects of a list", "map of maps", "map of objects", "dictionary", "list", "pair", "no map"],
 )
 def test_maps_are_objects_at_any_depth(values, kind, expected, tmp_path):
     if kind.equals(pyarrow.list_(pyarrow.struct([("key", TEXT), ("value", NUMBER)]))):

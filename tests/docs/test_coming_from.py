@@ -87,7 +87,8 @@ def test_every_key_of_nemo_rl():
 
 WITHOUT_DEFAULT = {
     "actor_rollout_ref.actor.megatron.override_transformer_config.*", "actor_rollout_ref.actor.router_replay.mode",
-    "trainer.seed", "trainer.max_ckpt_to_keep", "trainer.profile_interval", "*profiler.*", "reward*.reward_kwargs.*",
+    "data.apply_chat_template_kwargs.*", "trainer.seed", "trainer.max_ckpt_to_keep", "trainer.profile_interval",
+    "*profiler.*", "reward*.reward_kwargs.*",
 }  # fmt: skip
 """Keys of rows that verl's commands add to its file, or that only its SFT or an earlier version has."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.porting.defaults import flattened, parsed
 from mcore_rl.config.porting.foreign import SECTIONS_OF_NEMO_RL, Foreign, of_nemo_rl, of_verl
 from mcore_rl.config.porting.included import OWN_OF_VERL, beside, mapping_of, with_included
-from mcore_rl.config.porting.shell import UNKNOWN, expand
+from mcore_rl.config.porting.shell import PLAIN, UNKNOWN, Script, expand
 from mcore_rl.errors import UserError
 
 TRAINERS = {"dpo": "dpo", "sft": "sft", "kto": "kto", "grpo": "grpo", "reward": "rm"}
@@ -40,13 +41,13 @@ def has_command(text: str) -> bool:
     return any(pattern.search(text) for pattern, _ in _STARTS)
 
 
-def of_command(text: str, path: Path, script_arguments: Sequence[str] = ()) -> Foreign:
+def of_command(text: str, path: Path, script: Script = PLAIN) -> Foreign:
     """Return the configuration of the one command of the shell script `text`, a file at `path`.
 
     Raises:
         UserError: there is no command, or more than one, or a file that it names is missing.
     """
-    commands, told = _commands(text, path, script_arguments)
+    commands, told = _commands(text, path, script)
     found = [start for words in commands for start in _starts(words)]
     if len(found) != 1:
         modules = [words[place] for words in commands for place in range(1, len(words)) if words[place - 1] == "-m"]
@@ -58,6 +59,7 @@ def of_command(text: str, path: Path, script_arguments: Sequence[str] = ()) -> F
                 "RL (run_grpo.py); it must have one, or be a YAML file, or a Python file that ends with .py",
                 *what,
                 *told,
+                *["give variables of the script by --env NAME=VALUE"] * bool(told),
             ])
         )  # fmt: skip
     program, name, launcher, arguments = found[0]
@@ -66,8 +68,13 @@ def of_command(text: str, path: Path, script_arguments: Sequence[str] = ()) -> F
     for given in (options, overrides):
         for key in [key for key, value in given.items() if UNKNOWN.search(str(value))]:
             told.append(f"{key}: is {given.pop(key)}, which is not known without running a program; set it yourself")
+    launch, _, _ = _options(launcher)  # of accelerate or torchrun; the program's name may seem to be a value
     if program == "verl":
-        return _command_of_verl(name, options, overrides, told, path)
+        found_here = _command_of_verl(name, options, overrides, told, path)
+        nodes, each = (_first_number(launch.get(key)) for key in ("nnodes", "nproc_per_node"))
+        if each is None or name == "main_ppo":
+            return found_here
+        return replace(found_here, processes=each * (nodes or 1), nodes=nodes or 1)
     values, unread = dict[str, Any](), list[str]()
     config = options.pop("config", None)
     if config is not None:
@@ -81,11 +88,18 @@ def of_command(text: str, path: Path, script_arguments: Sequence[str] = ()) -> F
         told += [f"--{key}: is no option of NeMo RL's programs" for key in options]
         return of_nemo_rl(SECTIONS_OF_NEMO_RL[name], {**dict(flattened(values)), **overrides}, [*unread, *told])
     values |= options
-    launch, _, _ = _options(launcher)  # of accelerate or torchrun; the program's name may seem to be a value
     counts: list[Any] = [values.pop(key, None) for key in PROCESSES]
-    counts += [number[0] if isinstance(number := launch.get(key), list) else number for key in PROCESSES]
+    counts += [_first_number(launch.get(key)) for key in PROCESSES]
     processes = next((number for number in counts if isinstance(number, int)), None)
-    return Foreign(program, TRAINERS[name], values, processes, (*unread, *told))
+    nodes = _first_number(launch.get("nnodes")) or 1
+    if processes is not None and launch.get("nproc_per_node") is not None:  # accelerate's num_processes is the total
+        processes *= nodes
+    return Foreign(program, TRAINERS[name], values, processes, (*unread, *told), nodes)
+
+
+def _first_number(value: Any) -> int | None:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) and not isinstance(first, bool) else None
 
 
 def _starts(words: Sequence[str]) -> Iterator[tuple[str, str, Sequence[str], Sequence[str]]]:
@@ -104,12 +118,15 @@ def _command_of_verl(
     own = "ppo_trainer" if name.startswith("main_ppo") else "sft_trainer_engine"
     values, unread = dict[str, Any](), list[str]()
     config, directory = options.get("config_name"), options.get("config_path")
-    if config is not None and (directory is not None or config not in OWN_OF_VERL):
-        file = _named(str(beside(str(config), Path(str(directory or ".")) / "x")), path)
-        nested, its_own, unread = with_included(mapping_of(file, f"--config-name of {path}"), file)
-        values, own = dict(flattened(nested)), its_own or own
-    elif config is not None:
-        own = OWN_OF_VERL[str(config)]
+    if config is not None:
+        name = str(config).removesuffix(".yaml")
+        file = str(beside(str(config), Path(str(directory or ".")) / "x"))
+        if name in OWN_OF_VERL and not _file_of(file, path):  # a relative directory is beside verl's program
+            own = OWN_OF_VERL[name]
+        else:
+            found = _named(file, path)
+            nested, its_own, unread = with_included(mapping_of(found, f"--config-name of {path}"), found)
+            values, own = dict(flattened(nested)), its_own or own
     known = ("config_name", "config_path")
     told = [*unread, *told, *(f"--{key}: is no option of verl's programs" for key in options if key not in known)]
     for key, value in overrides.items():
@@ -120,27 +137,29 @@ def _command_of_verl(
     return of_verl(own, values, told)
 
 
-def _named(name: str, path: Path) -> Path:
+def _file_of(name: str, path: Path) -> Path | None:
     """Return the file of a relative name in a command: here, or in the directory of the command's file or above."""
     directories = (Path(), *path.resolve().parents)
-    found = next((place / name for place in directories if (place / name).is_file()), None)
+    return next((place / name for place in directories if (place / name).is_file()), None)
+
+
+def _named(name: str, path: Path) -> Path:
+    found = _file_of(name, path)
     if found is None:
         raise UserError(f"{path}: {name}: there is no such file here, beside {path} or above")
     return found
 
 
-def _commands(
-    text: str, path: Path, script_arguments: Sequence[str] = (), depth: int = 0
-) -> tuple[list[list[str]], list[str]]:
+def _commands(text: str, path: Path, script: Script = PLAIN, depth: int = 0) -> tuple[list[list[str]], list[str]]:
     """Return the words of each command, also of those that stand in a word of another, and what has to be checked."""
-    expanded = expand(text, path, script_arguments)
+    expanded = expand(text, path, script)
     commands, told = list(expanded.commands), list(expanded.told)
     for words in expanded.commands:
-        if words and re.fullmatch(r"\+{0,2}\w+(\.\w+)+=.*", words[0], re.DOTALL):
+        if words and re.fullmatch(r"\+{0,2}\w+(\.\w+)+=.*|--\w.*", words[0], re.DOTALL):
             told.append(f"{' '.join(words)}: bash reads this as a command of its own: a comment or blank line ends one")
         for word in words:
             if depth < 3 and re.search(r"\s", word.strip()) and has_command(word):
-                inner, its_told = _commands(word, path, (), depth + 1)
+                inner, its_told = _commands(word, path, Script((), script.variables), depth + 1)
                 commands, told = [*commands, *inner], [*told, *its_told]
     return commands, told
 

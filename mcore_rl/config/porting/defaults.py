@@ -30,7 +30,7 @@ def line_of(value: Any) -> str:
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of sections by dotted key. An empty section is a value."""
     for key, value in values.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{key}"  # YAML reads some keys as numbers
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{name}.")
         else:
@@ -41,6 +41,8 @@ def parsed(text: str) -> Any:
     """Return the value of a text in a command, read as YAML; `{a:1}` and 1e-6 mean what they mean to Hydra."""
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
         return float(text)
+    if text.lower() in ("yes", "no", "on", "off", "y", "n"):  # texts for Hydra and for argparse
+        return text
     if text[:1] == "{":
         text = re.sub(r"([{,]\s*[\w.]+):(?=\S)", r"\1: ", text)
     try:

@@ -14,6 +14,10 @@ SECTIONS_OF_NEMO_RL = {"grpo": "grpo", "dpo": "dpo", "sft": "sft", "rm": "rm", "
 """Map from a section of NeMo RL, which only one of its programs reads, to the algorithm here."""
 
 
+GROUPS = ("model_engine", "engine", "optim", "model", "profiler", "actor", "critic", "rollout", "ref", "reward")
+"""Keys by which verl's commands choose a file for a section (Hydra's groups)."""
+
+
 @dataclass(frozen=True)
 class Foreign:
     """A configuration of another program.
@@ -46,7 +50,7 @@ def of_verl(own: str, values: Mapping[str, Any], unread: Sequence[str]) -> Forei
     groups = [
         values.get(key) for key in ("model_engine", "engine", "engine.strategy", "actor_rollout_ref.actor.strategy")
     ]
-    values = {key: value for key, value in values.items() if key not in ("model_engine", "engine", "optim")}
+    values = {key: value for key, value in values.items() if key not in GROUPS or isinstance(value, dict)}
     if "megatron" in groups:
         own = own.replace("ppo_trainer", "ppo_megatron_trainer").replace("sft_trainer", "sft_megatron_trainer")
     defaults = defaults_of_verl(own)
@@ -85,8 +89,8 @@ def of_nemo_rl(algorithm: str, values: Mapping[str, Any], unread: Sequence[str])
 
 
 def _product(*sizes: Any) -> int | None:
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+    return math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else None
 
 
 def _whole(nodes: Any) -> int:
-    return nodes if isinstance(nodes, int) else 1
+    return nodes if isinstance(nodes, int) and nodes > 0 else 1

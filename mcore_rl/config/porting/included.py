@@ -35,22 +35,35 @@ def with_included(values: dict[str, Any], path: Path, depth: int = 0) -> tuple[d
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         name = entry if isinstance(entry, str) else None
         if name == "_self_":
-            base = laid_over(base, values)
+            base = _over(base, values)
             continue
         if name in OWN_OF_VERL and not beside(name, path).is_file():
             own = OWN_OF_VERL[name]
+            continue
+        choices = entry if isinstance(entry, dict) else {}
+        if engine := next((value for key, value in choices.items() if key.split()[-1] == "model_engine"), None):
+            base = _over(base, {"model_engine": engine})
             continue
         file = path if name is None else beside(name, path)
         if name is None or not file.is_file() or depth > 20:
             unread.append(f"defaults: the values of {_shown(entry)} are not read; write them into {path.name}")
             continue
         part, its_own, its_unread = with_included(mapping_of(file, f"defaults of {path}"), file, depth + 1)
-        base, own, unread = laid_over(base, part), own or its_own, [*unread, *its_unread]
+        base, own, unread = _over(base, part), own or its_own, [*unread, *its_unread]
     return base, own, unread
 
 
+def _over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` over `base`. A section with NeMo RL's `_override_: true` replaces that of `base`."""
+    for key, value in values.items():
+        if isinstance(value, dict) and "_override_" in value:
+            replaces = value.pop("_override_") is True
+            base = {name: part for name, part in base.items() if name != key or not replaces}
+    return laid_over(base, values)
+
+
 def _shown(entry: Any) -> str:
-    return entry if isinstance(entry, str) else ", ".join(f"{key}: {value}" for key, value in dict(entry).items())
+    return ", ".join(f"{key}: {value}" for key, value in entry.items()) if isinstance(entry, dict) else str(entry)
 
 
 def beside(name: str, path: Path) -> Path:

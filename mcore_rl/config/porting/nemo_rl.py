@@ -10,6 +10,7 @@ from mcore_rl.config.porting.rules import (
     DTYPE,
     FP8_RECIPE,
     SCHEDULE,
+    TO_DO,
     Choice,
     Given,
     Outcome,
@@ -81,12 +82,27 @@ def _dataset(key: str, section: str) -> Rule:
     return rule
 
 
+def _path(section: str) -> Rule:
+    """Return a rule for the path of a dataset whose name stands in the section data.default."""
+    key = {"train": "data.train", "validation": "data.validation"}.get(section)
+
+    def rule(value: Any, given: Given) -> Outcome:
+        name = given("data.default.dataset_name", "ResponseDataset")
+        if key is None or given(f"data.{section}.dataset_name") is not None:
+            return "a part of data.train or data.validation"
+        return _dataset(key, f"data.{section}")(name, given)
+
+    return rule
+
+
 def _columns(value: Any, given: Given) -> Outcome:
     """Return the columns that have other names than the fields. The rules of all keys of columns return the same."""
     second = "answer" if given.algorithm in ("grpo", "ppo") else "completion"
     keys = {"prompt": "input_key", second: "output_key"}
+    sections = ("data.train", "data", "data.default")
     named = {
-        field: given(f"data.train.{key}", given(f"data.{key}", key.partition("_")[0])) for field, key in keys.items()
+        field: next((found for part in sections if (found := given(f"{part}.{key}"))), key.partition("_")[0])
+        for field, key in keys.items()
     }
     return {"data.columns": {field: name for field, name in named.items() if name != field}}
 
@@ -127,24 +143,55 @@ def _overlong(value: Any, given: Given) -> Outcome:
 
 def _schedules(value: Any, given: Given) -> Outcome:
     """Return the schedule of a list of PyTorch's: a warmup, then a constant rate or a cosine."""
-    parts = value if isinstance(value, list) else [value]
-    named = {str(part.get("name")).rpartition(".")[2]: part.get("kwargs", {}) for part in parts if "name" in part}
+    parts = [part for part in value if "name" in part]
+    named = {str(part.get("name")).rpartition(".")[2]: part.get("kwargs", {}) for part in parts}
+    if not named:
+        return {"optimizer.schedule": "constant"}
     warmup, constant, cosine = (named.get(f"{name}LR") for name in ("Linear", "Constant", "CosineAnnealing"))
     if len(named) > 2 or (constant is None) == (cosine is None) or (constant or {}).get("factor", 1.0) != 1:
         return Refused("set optimizer.schedule and optimizer.warmup_steps")
     found: dict[str, Any] = {"optimizer.schedule": "constant" if cosine is None else "cosine"}
     if warmup is not None:
         found["optimizer.warmup_steps"] = int(number(warmup.get("total_iters", 0), "total_iters"))
+        found[TO_DO] = f"the rate rises from 0 here, there from {warmup.get('start_factor', 1 / 3):.3g} of it"
     if cosine and "eta_min" in cosine:
         found["optimizer.min_lr"] = number(cosine["eta_min"], "eta_min")
     return found
 
 
-def _frozen_router(value: Any, given: Given) -> Outcome:
-    is_mixture = given.number(f"{_CFG}.expert_model_parallel_size", 1) > 1 or re.search(
-        r"(?i)A\d+B|moe|mixtral|deepseek-v|gpt-oss|moonlight", str(given("policy.model_name"))
+def _decay(value: Any, given: Given) -> Outcome:
+    """Return why the number of steps of the decay has no key: it is that of the run."""
+    if given(f"{_CFG}.scheduler.lr_decay_style") == "constant":
+        return "a constant rate does not decay"
+    part = next((name for name in ("sft", "dpo", "rm", "grpo") if given(f"{name}.max_num_steps") is not None), "grpo")
+    return (
+        "the length of the run" if value == given(f"{part}.max_num_steps") else Refused("the rate decays over the run")
     )
-    return Refused("routers are trained") if value is True and is_mixture else "there is no router, or it is trained"
+
+
+def _schedule(value: Any, given: Given) -> Outcome:
+    """Return the schedule of a single one of PyTorch's, whose arguments are keys of their own."""
+    prefix = "policy.scheduler.kwargs."
+    arguments = {key.removeprefix(prefix): part for key, part in given.values.items() if key.startswith(prefix)}
+    return _schedules([{"name": value, "kwargs": arguments}], given)
+
+
+def _is_mixture(given: Given) -> bool:
+    return given.number(f"{_CFG}.expert_model_parallel_size", 1) > 1 or bool(
+        re.search(r"(?i)A\d+B|moe|mixtral|deepseek-v|gpt-oss|moonlight", str(given("policy.model_name")))
+    )
+
+
+def _of_mixture(rule: Rule) -> Rule:
+    return lambda value, given: rule(value, given) if _is_mixture(given) else "the model is no mixture"
+
+
+def _frozen_router(value: Any, given: Given) -> Outcome:
+    return (
+        Refused("routers are trained")
+        if value is True and _is_mixture(given)
+        else "there is no router, or it is trained"
+    )
 
 
 def _math(value: Any, given: Given) -> Outcome:
@@ -190,12 +237,40 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         for key in ("start_weight_decay", "end_weight_decay")
     },
     ("", f"{_CFG}.scheduler.lr_decay_style"): _by_backend(True, SCHEDULE),
-    ("", f"{_CFG}.scheduler.lr_decay_iters"): said("the rate decays over the whole run, trainer.max_steps"),
+    ("", f"{_CFG}.scheduler.lr_decay_iters"): _by_backend(True, _decay),
     ("", f"{_CFG}.scheduler.lr_warmup_iters"): _by_backend(
         True, positive("optimizer.warmup_steps", "there is no warmup by default")
     ),
     ("", "policy.scheduler"): _by_backend(False, _schedules),
+    ("", "policy.scheduler.name"): _by_backend(False, _schedule),
+    ("", "policy.scheduler.kwargs.*"): said("a part of optimizer.schedule"),
     ("", f"{_CFG}.freeze_moe_router"): _frozen_router,
+    **{
+        ("", key): refused(reason, harmless=(None,))
+        for key, reason in {
+            "policy.hf_config_overrides.*": "write the values into config.json of model.path",
+            "policy.tokenizer.chat_template_kwargs.*": "write the values into the template of data.chat_template",
+        }.items()
+    },
+    ("distill", "dpo.topk_logits_k"): to("distillation.topk"),
+    ("distill", "dpo.num_prompts_per_step"): lambda value, given: {"distillation.on_policy": True},
+    **{
+        ("distill", f"dpo.{key}"): said("a part of batch.global_batch_size, policy.train_global_batch_size")
+        for key in ("num_generations_per_prompt", "max_rollout_turns")
+    },
+    ("distill", "dpo.val_batch_size"): said("a validation uses all of data.validation"),
+    ("distill", "dpo.max_val_samples"): said("a validation uses all of data.validation"),
+    ("distill", "dpo.val_at_end"): to("trainer.validate_at_end"),
+    ("distill", "teacher.model_name"): to("distillation.teacher"),
+    ("distill", "teacher.*"): said(
+        "the teacher has the student's layout and options, or distillation.teacher_parallel"
+    ),
+    ("distill", "policy.generation.backend"): said("the training processes generate"),
+    ("distill", "policy.generation.max_new_tokens"): lambda value, given: (
+        {"distillation.max_new_tokens": value}
+        if number(value, "max_new_tokens") < given.number("policy.max_total_sequence_length", math.inf)
+        else Refused("must leave room for the prompts in policy.max_total_sequence_length")
+    ),
     ("", "policy.hf_config_overrides"): refused("write the values into config.json of model.path"),
     ("", "policy.generation.stop_token_ids"): refused("the end tokens are the model's; grpo.stop_strings adds texts"),
     ("", "policy.tokenizer.name"): lambda value, given: (
@@ -209,7 +284,7 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ),
     **{
         ("", f"{_CFG}.{key}_parallel_size"): _by_backend(True, to(f"parallel.{key}_parallel_size"))
-        for key in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        for key in ("tensor_model", "pipeline_model", "context", "expert_model")
     },
     ("", f"{_CFG}.sequence_parallel"): _by_backend(True, sequence_parallel(f"{_CFG}.tensor_model_parallel_size")),
     ("", "policy.dtensor_cfg.tensor_parallel_size"): _by_backend(False, to("parallel.tensor_model_parallel_size")),
@@ -223,7 +298,18 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         )
         for place in ("first", "last")
     },
-    ("", f"{_CFG}.moe_router_load_balancing_type"): Choice({"none": {"model.moe_aux_loss_coeff": 0.0}}),
+    ("", f"{_CFG}.moe_router_load_balancing_type"): _by_backend(
+        True, _of_mixture(Choice({"none": {"model.moe_aux_loss_coeff": 0.0}}))
+    ),
+    ("", f"{_CFG}.moe_router_bias_update_rate"): _by_backend(
+        True, _of_mixture(to("model.moe_router_bias_update_rate"))
+    ),
+    ("", f"{_CFG}.expert_tensor_parallel_size"): _by_backend(
+        True, _of_mixture(to("parallel.expert_tensor_parallel_size"))
+    ),
+    ("", f"{_CFG}.scheduler.lr_warmup_init"): _by_backend(
+        True, lambda value, given: ToDo("the rate rises from 0 here") if number(value, "lr_warmup_init") else "as here"
+    ),
     ("", f"{_CFG}.optimizer.use_precision_aware_optimizer"): said(
         "optimizer.moments_dtype is the precision of the moments"
     ),
@@ -291,7 +377,12 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         ("", f"{part}.val_period"): positive("trainer.validation_interval", "nothing is validated")
         for part in ("grpo", "dpo")
     },
-    ("", "checkpointing.save_period"): positive("checkpoint.save_interval", "a run always saves at its end"),
+    ("", "checkpointing.save_period"): only_if(
+        "checkpointing.enabled",
+        lambda value: value is not False,
+        "checkpointing is off",
+        positive("checkpoint.save_interval", "a run always saves at its end"),
+    ),
     ("", "checkpointing.metric_name"): said("set checkpoint.best_metric to a metric's name here"),
     ("", "checkpointing.higher_is_better"): said("a part of checkpoint.best_mode"),
     ("", "checkpointing.checkpoint_must_save_by"): said(
@@ -304,18 +395,8 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ("", "data.train.dataset_name"): _dataset("data.train", "data.train"),
     ("", "data.validation.dataset_name"): _dataset("data.validation", "data.validation"),
     ("", "data.val_data_path"): to("data.validation"),
-    **{
-        ("", f"data.{key}"): said("a part of data.train or data.validation")
-        for key in (
-            "split",
-            "train_data_path",
-            "train.split",
-            "train.data_path",
-            "validation.split",
-            "validation.data_path",
-        )
-    },
-    **{("", f"data.{part}{key}_key"): _columns for part in ("", "train.") for key in ("input", "output")},
+    **{("", f"data.{key}"): said("a part of data.train or data.validation") for key in ("split", "train_data_path")},
+    **{("", f"data.{part}{key}_key"): _columns for part in ("", "train.", "default.") for key in ("input", "output")},
     **{
         ("", f"data.{part}{file}"): lambda value, given: (
             ToDo("each record holds its whole prompt: write the file's text into the records") if value else "no file"
@@ -323,6 +404,19 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         for part in ("", "train.", "validation.", "default.")
         for file in ("prompt_file", "system_prompt_file")
     },
+    **{
+        ("", f"data.{section}.{key}"): rule
+        for section in ("train", "validation", "default")
+        for key, rule in {
+            "split": said("a part of data.train or data.validation"),
+            "data_path": _path(section),
+            "subset": refused("a dataset on the hub has no subset here; write its records into a file"),
+            "split_validation_size": refused("give data.validation records of their own", harmless=(None, 0, 0.0)),
+            "repeat": said("set trainer.max_epochs"),
+            "*": said("each record holds its whole prompt, and one judge judges all"),
+        }.items()
+    },
+    ("", "data.default.dataset_name"): said("a part of data.train and data.validation"),
     ("", "env.math.num_workers"): _math_workers,
     ("", "env.math.math_verify_impl"): _math,
     ("", "env.math.*"): said("an option of the judge that NeMo RL has"),
@@ -384,7 +478,9 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
 }
 
 DEFAULTS_OF_NEMO_RL: dict[str, dict[str, Any]] = {
+    **{name: {"policy.scheduler": ()} for name in ("sft", "dpo", "rm", "distill")},
     "grpo": {
+        "policy.scheduler": (),
         "grpo.num_prompts_per_step": 32, "grpo.num_generations_per_prompt": 16, "grpo.max_num_epochs": 1,
         "grpo.normalize_rewards": True, "grpo.use_leave_one_out_baseline": True, "grpo.seed": 42,
         "loss_fn.token_level_loss": True, "loss_fn.ratio_clip_min": 0.2, "loss_fn.ratio_clip_max": 0.2,
@@ -392,4 +488,5 @@ DEFAULTS_OF_NEMO_RL: dict[str, dict[str, Any]] = {
         "loss_fn.kl_input_clamp_value": 20.0, "loss_fn.kl_output_clamp_value": 10.0,
     },
 }  # fmt: skip
-"""Defaults of NeMo RL's programs by algorithm. Its older versions had none: their files name every value."""
+"""Defaults of NeMo RL's programs by algorithm, of November 2026. Older versions had none: their files name every value.
+PyTorch's optimizers have a constant rate without a schedule."""

@@ -16,7 +16,7 @@ from mcore_rl.config.other_names import OtherName, other_names
 from mcore_rl.config.porting.defaults import flattened
 from mcore_rl.config.porting.foreign import Foreign
 from mcore_rl.config.porting.nemo_rl import DEFAULTS_OF_NEMO_RL, NEMO_RL
-from mcore_rl.config.porting.rules import Given, Refused, Rule, ToDo
+from mcore_rl.config.porting.rules import TO_DO, Given, Refused, Rule, ToDo
 from mcore_rl.config.porting.trl import DEFAULTS, RULES
 from mcore_rl.config.porting.verl import INSTEAD_OF_UNSET, PLACEHOLDERS, VERL, judge_of_verl
 from mcore_rl.errors import UserError
@@ -42,7 +42,7 @@ class Ported:
 
     values: values here by dotted key. differs: lines about values without a counterpart, which train something else
     than the values here. became: lines that say what each key became. left: lines about keys that became nothing.
-    todo: what a person has to add or check. refused: whether the configuration cannot be loaded as it is.
+    todo: what a person has to add or check. refused: whether a run could not start, or would train something else.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +67,13 @@ def port(foreign: Foreign, config_type: type[Section]) -> Ported:
     for key, value in given.defaults.items():
         if foreign.values.get(key) is None:
             _add(ported, foreign, config_type, given, key, value, usual)
+    if "data.validation" not in ported.values:
+        for key in [
+            key for key in ported.values if key.startswith(("trainer.validation_interval", "trainer.validate_at"))
+        ]:
+            del ported.values[key]
+            ported.left += [f"{line}: there is no validation data" for line in ported.became if f"-> {key}: " in line]
+            ported.became = [line for line in ported.became if f"-> {key}: " not in line]
     if foreign.program == "verl" and has_key(config_type, "environment"):
         judge, todo = judge_of_verl(given)
         ported.values |= judge
@@ -142,9 +149,12 @@ def _add(
     if value is None and not key.startswith("loss_fn."):
         outcome = "null: the default here holds"
     elif rule is not None:
-        outcome = rule(value, given)
+        try:
+            outcome = rule(value, given)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise UserError(f"{name}: {_shown(value)} is no value that {foreign.program} has ({error})") from None
     elif key.startswith("loss_fn."):
-        outcome = {_loss_key(key): value}
+        outcome = {_loss_key(key, foreign.algorithm): value}
     elif row is not None and row.here:
         outcome = {row.here: value}
     else:
@@ -158,7 +168,9 @@ def _add(
         (ported.left if outcome else ported.todo).append(f"{origin}: {_shown(value)}: {outcome or unknown}")
     if isinstance(outcome, str):
         return
-    settings = {_of_program(name, config_type): part for name, part in outcome.items()}
+    settings = {_of_program(name, config_type): part for name, part in outcome.items() if name != TO_DO}
+    if TO_DO in outcome and (usual is None or settings.items() - usual.items()):
+        ported.todo.append(f"{origin}: {_shown(value)}: {outcome[TO_DO]}")
     absent = [name for name in settings if not has_key(config_type, name)]
     for name, part in settings.items():
         if name in absent or (usual is not None and (usual.get(name) == part or name in ported.values)):
@@ -176,9 +188,11 @@ def _add(
         )
 
 
-def _loss_key(key: str) -> str:
+def _loss_key(key: str, algorithm: str) -> str:
     """Return the key here for one of NeMo RL's loss options, whose names are accepted in the section `loss`."""
     name = key.removeprefix("loss_fn.")
+    if algorithm == "distill":
+        return f"distillation.{name}"
     rows = (row for row in other_names() if row.program == "NeMo RL" and row.kind == "ClippedPG" and row.there == name)
     return next((row.here for row in rows if row.here), f"loss.{name}")
 
@@ -186,7 +200,8 @@ def _loss_key(key: str) -> str:
 def _of_program(name: str, config_type: type[Section]) -> str:
     """Return the key of a program on rollouts other than grpo, whose section has its own name."""
     section, _, key = name.partition(".")
-    own = f"{getattr(config_type, 'algorithm', '')}.{key}"
+    algorithm = getattr(config_type, "algorithm", "")
+    own = f"{'distillation' if algorithm == 'distill' else algorithm}.{key}"
     return own if section == "grpo" and not has_key(config_type, name) and has_key(config_type, own) else name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def of_python(text: str, path: Path) -> Foreign:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"{path}: is not Python ({error.msg} in line {error.lineno})") from None
-    named = [(_name(call.func), call) for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda call: call.lineno)
+    named = [(_name(call.func), call) for call in calls]
     kinds = [CONFIGS[name] for name, _ in named if name in CONFIGS]
     if len(kinds) != 1:
         raise UserError(
@@ -48,9 +49,14 @@ def of_python(text: str, path: Path) -> Foreign:
     values: dict[str, Any] = {}
     unread: list[str] = []
     known = _constants(tree) | _functions(tree, path.stem)
+    unread += _changed_later(tree)
+    training = _training_data(tree, named)
     for name, call in named:
         keys = OF_CALLS.get(name)
         if keys is None and name not in CONFIGS:
+            continue
+        if name == "load_dataset" and call is not training:
+            unread += [f"line {call.lineno}: {ast.unparse(call)[:60]}: set data.train or data.validation yourself"]
             continue
         given = [(str(place), node) for place, node in enumerate(call.args)]
         given += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
@@ -71,17 +77,52 @@ def of_python(text: str, path: Path) -> Foreign:
     return Foreign("TRL", kinds[0], values, None, tuple(unread))
 
 
+def _training_data(tree: ast.Module, named: Sequence[tuple[str, ast.Call]]) -> ast.Call | None:
+    """Return the call of load_dataset whose data the trainer gets for training; the only one, or None if unknown."""
+    loads = [call for name, call in named if name == "load_dataset"]
+    if len(loads) < 2:
+        return loads[0] if loads else None
+    trainers = [call for name, call in named if name.endswith("Trainer")]
+    given = [word.value for call in trainers for word in call.keywords if word.arg == "train_dataset"]
+    variables = {part.id for node in given for part in ast.walk(node) if isinstance(part, ast.Name)}
+    assigned = [
+        load
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id in variables for target in node.targets)
+        for load in loads
+        if load in ast.walk(node.value)
+    ]
+    return assigned[0] if len(assigned) == 1 else None
+
+
+def _changed_later(tree: ast.Module) -> list[str]:
+    """Return lines about attributes of configurations that the file sets after it has made them."""
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _name(node.value.func) in CONFIGS
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    changes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in made
+    ]
+    return [f"{node.attr}: is set in line {node.lineno}; set its counterpart yourself" for node in changes]
+
+
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the variables of a file that one assignment outside functions sets to a constant."""
+    """Return the variables that one assignment of the module itself sets to a constant, and that nothing shadows."""
     known: dict[str, Any] = {}
     stored = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    for node in ast.walk(tree):
+    stored += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    for node in tree.body:
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value) if (
-                stored.count(name) == 1
-            ):
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
                 with contextlib.suppress(*_NOT_CONSTANT):
-                    known[name] = _constant(value, known)
+                    known |= {name: _constant(value, known)} if stored.count(name) == 1 else {}
     return known
 
 
@@ -92,6 +133,7 @@ def _functions(tree: ast.Module, module: str) -> dict[str, str]:
     return own | {part.asname or part.name: f"{node.module}.{part.name}" for node in imports for part in node.names}
 
 
+LARGEST_POWER = 64
 _NOT_CONSTANT = (ValueError, TypeError, LookupError, ArithmeticError)
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -109,7 +151,10 @@ def _constant(node: ast.expr | None, known: Mapping[str, Any]) -> Any:
         case ast.Name(name):
             return known[name]
         case ast.BinOp(left, by, right):
-            return _OPERATORS[type(by)](_constant(left, known), _constant(right, known))
+            first, second = _constant(left, known), _constant(right, known)
+            if isinstance(by, ast.Pow) and not abs(second) <= LARGEST_POWER:
+                raise ValueError("too large to compute")
+            return _OPERATORS[type(by)](first, second)
         case ast.JoinedStr(parts):
             return "".join(str(_constant(part, known)) for part in parts)
         case ast.FormattedValue(value, -1, None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from mcore_rl.config.porting.defaults import flattened
 from mcore_rl.config.porting.foreign import Foreign, of_nemo_rl, of_verl
 from mcore_rl.config.porting.included import with_included
 from mcore_rl.config.porting.python_file import of_python
+from mcore_rl.config.porting.shell import PLAIN, Script
 from mcore_rl.errors import UserError
 
 
-def read_foreign(path: Path, script_arguments: Sequence[str] = ()) -> Foreign:
+def read_foreign(path: Path, script: Script = PLAIN) -> Foreign:
     """Return what `path` configures: a YAML file, a Python file of TRL, or a file with one command.
 
     Raises:
@@ -32,14 +32,14 @@ def read_foreign(path: Path, script_arguments: Sequence[str] = ()) -> Foreign:
         return of_python(text, path)
     is_yaml = path.suffix in (".yaml", ".yml", ".json")
     if not is_yaml and has_command(text):
-        return of_command(text, path, script_arguments)
+        return of_command(text, path, script)
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         values = None
         if is_yaml:
             raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return _of_yaml(values, path) if isinstance(values, dict) else of_command(text, path, script_arguments)
+    return _of_yaml(values, path) if isinstance(values, dict) else of_command(text, path, script)
 
 
 def _of_yaml(values: dict[str, Any], path: Path) -> Foreign:
@@ -48,14 +48,14 @@ def _of_yaml(values: dict[str, Any], path: Path) -> Foreign:
         return of_verl(own or "ppo_trainer", dict(flattened(values)), unread)
     if "policy" in values or "loss_fn" in values:
         return of_nemo_rl("", dict(flattened(values)), unread)
-    sections = [key for key, value in values.items() if isinstance(value, dict) and not _is_value_of_trl(key)]
+    sections = [key for key, value in values.items() if isinstance(value, dict) and not _is_value_of_trl(str(key))]
     if sections:
         raise UserError(
             f"{path}: is no configuration of TRL (which has no section {sections[0]}), of verl (which has "
             "actor_rollout_ref) or of NeMo RL (which has policy)"
         )
     processes = next((int(values.pop(name)) for name in PROCESSES if str(values.get(name, "")).isdecimal()), None)
-    return Foreign("TRL", "", values, processes, tuple(unread))
+    return Foreign("TRL", "", {str(key): value for key, value in values.items()}, processes, tuple(unread))
 
 
 def _is_value_of_trl(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of the rules by which values of TRL, verl and NeMo RL become values here (trl.py, verl.py)."""
+"""Parts of the rules by which values of TRL, verl and NeMo RL become values here (trl.py, verl.py, nemo_rl.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.config.porting.defaults import parsed
 from mcore_rl.config.porting.foreign import Foreign
 from mcore_rl.errors import UserError
 
@@ -46,6 +47,8 @@ Outcome = Mapping[str, Any] | str
 """The values here that another program's value becomes, or why it becomes nothing: `Refused` if training differs,
 `ToDo` if a person has to do something, else text."""
 Rule = Callable[[Any, Given], Outcome]
+TO_DO = "to do"
+"""Key in an outcome under which stands what a person has to do beside its values."""
 
 
 def number(value: Any, key: str) -> float:
@@ -142,6 +145,8 @@ def optimizer(value: Any, given: Given) -> Outcome:
 def servers(value: Any, given: Given) -> Outcome:
     """Return the sizes of vLLM's servers that run on all processes' GPUs: `value` processes for each server."""
     each = int(number(value, "tensor_parallel_size"))
+    if each < 1:
+        raise UserError(f"tensor_parallel_size: must be at least 1, got {value}")
     if given.nodes > 1:
         return Refused(
             f"a run starts servers on its first machine only: start those of {given.nodes} machines, of {each} GPUs "
@@ -154,6 +159,7 @@ def servers(value: Any, given: Given) -> Outcome:
 
 
 def betas(value: Any, given: Given) -> Outcome:
+    value = parsed(value) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or len(value) != 2:
         return f"must be two numbers, got {value!r}"
     return {"optimizer.adam_beta1": value[0], "optimizer.adam_beta2": value[1]}

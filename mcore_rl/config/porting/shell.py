@@ -14,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tree_sitter
@@ -30,17 +30,17 @@ UNKNOWN = re.compile(r"<output_of_[^>]*>|\$\{\w+\}")
 """What stands in a word for the output of a program, and for a variable or argument that the file does not set."""
 
 _BUILTINS = frozenset((
-    ":", "[", "break", "builtin", "case", "command", "continue", "declare", "echo", "eval", "exit", "export", "false",
+    ":", "[", "break", "case", "command", "continue", "declare", "echo", "eval", "exit", "export", "false",
     "getopts", "let", "local", "mapfile", "printf", "read", "readarray", "readonly", "return", "set", "shift", "shopt",
     "test", "true", "typeset", "unset",
 ))  # fmt: skip
 _OF_PROLOGUE = frozenset(("cd", "pwd", "dirname", "basename"))
 _PROLOGUE = r"""
-_note() { printf '%s\0' "$#" "$@" >&$NOTES; }
+_note() { printf '%s\0' "$#" "$@" >&FD; }
 command_not_found_handle() {
-    [[ -z ${COMMAND-} ]] || _note "$COMMAND"
+    [[ -n ${COMMAND-} && $(declare -p COMMAND) == declare\ -*x* ]] && _note "$COMMAND"
     case $1 in
-        asked) return 1;;
+        asked) shift; _note "$@"; return 1;;
         started) shift;;
     esac
     _note "$@"
@@ -49,12 +49,16 @@ command_not_found_handle() {
 cd() { PWD=${!#}; }
 pwd() { printf '%s\n' "$PWD"; }
 dirname() { local path=${!#}; [[ $path == */* ]] || path=./; printf '%s\n' "${path%/*}"; }
-basename() { printf '%s\n' "${1##*/}"; }
-readonly -f _note command_not_found_handle cd pwd dirname basename
+basename() { local name=${1##*/}; printf '%s\n' "${name%"${2-}"}"; }
+eval() {
+    case "$*" in *'<'*) _note eval "$@"; return 1;; esac
+    builtin eval "$@"
+}
+readonly -f _note command_not_found_handle cd pwd dirname basename eval
 set -T
 trap 'set +eux' DEBUG
 enable -n . alias bg bind caller compgen complete compopt dirs disown exec fc fg hash help history jobs kill logout
-enable -n popd pushd source suspend times trap type ulimit umask wait builtin enable
+enable -n popd pushd source suspend times trap type ulimit umask wait enable
 """
 """What bash reads before the file. The options that end a file early are switched off before each of its commands."""
 
@@ -67,6 +71,18 @@ _OF_BASH = frozenset(("HOME", "PWD", "RANDOM", "SECONDS", "LINENO", "IFS", "OLDP
 
 
 @dataclass(frozen=True)
+class Script:
+    """What a script is started with. arguments: its arguments. variables: variables of its environment by name."""
+
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+PLAIN = Script()
+"""Without arguments and variables."""
+
+
+@dataclass(frozen=True)
 class Expanded:
     """The commands of a file. commands: the words of each. told: what a person has to check, one line each."""
 
@@ -74,7 +90,7 @@ class Expanded:
     told: list[str]
 
 
-def expand(text: str, path: Path, arguments: Sequence[str] = ()) -> Expanded:
+def expand(text: str, path: Path, script: Script = PLAIN) -> Expanded:
     """Return the commands of the shell script `text`, a file at `path`, as bash expands their words.
 
     Programs in conditions count as failed, and their output as unknown. HOME and the working directory are those of
@@ -89,11 +105,11 @@ def expand(text: str, path: Path, arguments: Sequence[str] = ()) -> Expanded:
     source = text.encode()
     root = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(source).root_node
     nodes = list(_walk(root))
-    edits, told = _edits(nodes, len(arguments))
+    edits, told = _edits(nodes, script)
     for start, end, new in sorted(edits, reverse=True):
         source = source[:start] + new.encode() + source[end:]
-    notes, problems, status = _run(bash, source.decode(), path, arguments)
-    if status and not arguments and any(_text(node) in ("1", "#") for node in nodes if node.type in _NAMES):
+    notes, problems, status = _run(bash, source.decode(), path, script)
+    if status and not script.arguments and any(_text(node) in ("1", "#") for node in nodes if node.type in _NAMES):
         told.append("the file reads arguments: give them behind its name")
     offset = _PROLOGUE.count("\n") + 1
     for line in problems:
@@ -108,29 +124,83 @@ def _walk(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
         yield from _walk(child)
 
 
-def _edits(nodes: list[tree_sitter.Node], given: int) -> tuple[list[_Edit], list[str]]:
+def _edits(nodes: list[tree_sitter.Node], script: Script) -> tuple[list[_Edit], list[str]]:
     """Return the changes that make the file harmless, and lines about programs on which its branches depend."""
     kept = _BUILTINS | _OF_PROLOGUE | {_text(_child(n, "name")) for n in nodes if n.type == "function_definition"}
-    known = _OF_BASH | _set_variables(nodes)
+    known = _OF_BASH | _set_variables(nodes) | script.variables.keys()
+    deciding, outputs = _deciding(nodes), _outputs(nodes, kept)
     edits: list[_Edit] = []
-    told: list[str] = []
+    told = [
+        f"{name} is not set by the file: branches depend on it"
+        for name in sorted(deciding - known)
+        if not name.isdigit()
+    ]
     for node in nodes:
+        line = node.start_point[0] + 1
         if node.type == "file_redirect":
             edits.append(_without_redirect(node))
+            if _text(_parent(node)).split()[0] in ("read", "mapfile", "readarray") and _text(node).startswith("<"):
+                told.append(f"line {line}: {_text(_parent(node))[:60]}: the file was not read")
+        elif node.type == "arithmetic_expansion" and (
+            unknown := _names_in(node) & (outputs | (_all_names(nodes) - known))
+        ):
+            edits.append((node.start_byte, node.end_byte, f"\\${{{min(unknown)}}}"))
         elif node.type == "command_name" and _text(node) not in kept:
-            kind = _kind(node)
+            kind, command = _kind(node), _parent(node)
+            if _text(node) == "sleep" and _is_in(node, "while_statement", "for_statement"):
+                edits.append((node.start_byte, node.end_byte, "break; :"))  # what a loop waits for is there
+                continue
             edits.append((node.start_byte, node.start_byte, f"{kind} "))
-            if kind == "asked":
-                told.append(
-                    f"line {node.start_point[0] + 1}: {_text(_parent(node))[:60]}: was not run; taken as failed"
-                )
+            if kind == "asked" or deciding & _assigned_by(node):
+                taken = "taken as failed" if kind == "asked" else "branches depend on its output"
+                told.append(f"line {line}: {_text(command)[:60]}: was not run; {taken}")
+            elif _text(node) in ("source", "."):
+                told.append(f"line {line}: {_text(command)[:60]}: the file was not read")
+        elif _text(node) == "eval" and any(
+            n.type == "command_name" and _text(n) not in kept for n in _walk(_parent(node))
+        ):
+            edits.append((node.start_byte, node.start_byte, ": "))
+            told.append(f"line {line}: {_text(_parent(node))[:60]}: was not read")
+        elif _text(node) == "command" and node.type == "command_name" and _kind(node) == "asked":
+            told.append(f"line {line}: {_text(_parent(node))[:60]}: no program was found")
         elif node.type in ("|", "|&", "&") and not _is_in(
             node, "command_substitution", "if_statement", "while_statement"
         ):
             edits.append((node.start_byte, node.end_byte, ";"))  # one after the other: they write to the same file
         elif node.type == "variable_name":
-            edits += _variable_edits(node, known, given)
-    return edits, told
+            edits += _variable_edits(node, known, len(script.arguments))
+    ends = [(start, end) for start, end, _ in edits if end > start]
+    inside = [one for one in edits if any(a <= one[0] and one[1] <= b and one[:2] != (a, b) for a, b in ends)]
+    return [one for one in edits if one not in inside], told
+
+
+def _outputs(nodes: list[tree_sitter.Node], kept: frozenset[str] | set[str]) -> set[str]:
+    """Return the variables whose values have the output of a program."""
+    programs = [node for node in nodes if node.type == "command_name" and _text(node) not in kept]
+    return {name for node in programs for name in _assigned_by(node)}
+
+
+def _names_in(node: tree_sitter.Node) -> set[str]:
+    return {_text(n) for n in _walk(node) if n.type == "variable_name" and not _text(n).isdigit()}
+
+
+def _all_names(nodes: list[tree_sitter.Node]) -> set[str]:
+    return {_text(node) for node in nodes if node.type == "variable_name"}
+
+
+def _deciding(nodes: list[tree_sitter.Node]) -> frozenset[str]:
+    """Return the variables that decide which commands of the file are run."""
+    tests = [node for node in nodes if node.type == "test_command"]
+    tests += [node.children[1] for node in nodes if node.type == "case_statement"]
+    return frozenset(_text(n) for test in tests for n in _walk(test) if n.type == "variable_name")
+
+
+def _assigned_by(node: tree_sitter.Node) -> set[str]:
+    """Return the variable whose value has the output of a command, if there is one."""
+    parent = node.parent if _is_in(node, "command_substitution") else None
+    while parent is not None and parent.type != "variable_assignment":
+        parent = parent.parent
+    return set() if parent is None else {_text(_child(parent, "name"))}
 
 
 def _without_redirect(node: tree_sitter.Node) -> _Edit:
@@ -153,7 +223,7 @@ def _variable_edits(node: tree_sitter.Node, known: frozenset[str], given: int) -
         yield node.start_byte, node.end_byte, f"_{name}"
     is_argument = name.isdigit() and int(name) > 0 and not _is_in(node, "function_definition")
     is_unknown = int(name) > given if is_argument else not name.isdigit() and name not in known
-    if is_unknown and _is_plain(parent) and not _is_in(node, "unary_expression", "arithmetic_expansion"):
+    if is_unknown and _is_plain(parent) and not _is_in(node, "test_command", "arithmetic_expansion"):
         in_braces = parent.type == "expansion"
         yield node.start_byte - 1 - in_braces, node.end_byte + in_braces, f"\\${{{name}}}"
 
@@ -170,7 +240,8 @@ def _kind(node: tree_sitter.Node) -> str:
                 part for part in parent.children if part.type in ("then", "do_group", "else_clause", "elif_clause")
             ]
             if bodies and child.end_byte <= bodies[0].start_byte:
-                return "started" if parent.children[0].type == "until" else "asked"
+                waits = parent.type == "while_statement" and _is_in(node, "negated_command")
+                return "started" if waits or parent.children[0].type == "until" else "asked"
         child, parent = parent, parent.parent
     return "started"
 
@@ -217,12 +288,21 @@ def _text(node: tree_sitter.Node | None) -> str:
     return "" if node is None or node.text is None else node.text.decode()
 
 
-def _run(bash: str, text: str, path: Path, arguments: Sequence[str]) -> tuple[list[list[str]], list[str], int]:
+def _run(bash: str, text: str, path: Path, script: Script) -> tuple[list[list[str]], list[str], int]:
     """Run a harmless script; return the words of the commands that were noted, the lines of errors, and the status."""
     with tempfile.TemporaryFile() as notes:
         process = subprocess.Popen(
-            [bash, "--noprofile", "--norc", "--restricted", "-c", f"{_PROLOGUE}\n{text}", str(path), *arguments],
-            env={"PATH": "/dev/null", "HOME": str(Path.home()), "NOTES": str(notes.fileno())},
+            [
+                bash,
+                "--noprofile",
+                "--norc",
+                "--restricted",
+                "-c",
+                f"{_PROLOGUE.replace('FD', str(notes.fileno()))}\n{text}",
+                str(path),
+                *script.arguments,
+            ],
+            env={"HOME": str(Path.home()), **script.variables, "PATH": "/dev/null"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

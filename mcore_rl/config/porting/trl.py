@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mcore_rl.config.base import DATASET_FORMATS
 from mcore_rl.config.porting.rules import (
     DTYPE,
     SCHEDULE,
@@ -84,10 +85,6 @@ def _validation_interval(value: Any, given: Given) -> Outcome:
     return _steps("trainer.validation_interval")(given("eval_steps", given("logging_steps")), given)
 
 
-_FORMATS = ("json", "csv", "parquet", "text")
-"""Names under which the library datasets reads files, and no datasets of the hub."""
-
-
 def _dataset(split: str, key: str, usual: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         name, part = given("dataset_name"), given(split, usual)
@@ -95,7 +92,7 @@ def _dataset(split: str, key: str, usual: str) -> Rule:
             return "dataset_name is missing"
         if key == "data.validation" and not _evaluates(given):
             return "eval_strategy=no: nothing is evaluated"
-        if name in _FORMATS:
+        if name in DATASET_FORMATS:
             return _files(name, part, key, given("data_files"))
         return {key: name if part == "train" else f"{name}:{part}"}
 
@@ -104,7 +101,7 @@ def _dataset(split: str, key: str, usual: str) -> Rule:
 
 def _files(form: str, part: str, key: str, files: Any) -> Outcome:
     """Return the source that load_dataset(form, data_files=files, split=part) reads."""
-    if form in ("csv", "text"):
+    if form not in ("json", "parquet"):
         return Refused(f"{form} is not read here; write the records into a .jsonl or .parquet file")
     if isinstance(files, dict):
         files = files.get(part)
@@ -392,6 +389,12 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "greater_is_better"): lambda value, given: {"checkpoint.best_mode": "max" if value is True else "min"},
     ("", "load_best_model_at_end"): true_for(to("checkpoint.export_best")),
     ("", "report_to"): trackers,
+    ("", "run_name"): only_if(
+        "report_to",
+        lambda names: {"wandb", "mlflow"} & {*([names] if isinstance(names, str) else names or ())},
+        "no tracker has names of runs",
+        to("logging.run_name"),
+    ),
     ("", "project"): said("the name of the tracker's project"),
     ("", "push_to_hub"): true_for(_pushed),
     ("", "hub_model_id"): said("a part of checkpoint.push_to_hub"),
@@ -482,7 +485,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "": {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_length": 1024,
         "lr_scheduler_type": "linear", "logging_steps": 10, "gradient_checkpointing": True, "seed": 42,
-        "save_strategy": "steps", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "dataset_test_split": "test",
+        "save_strategy": "steps", "save_steps": 500,
+        "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "dataset_test_split": "test",
         "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
     },
     "sft": {"learning_rate": 2e-5, "truncation_mode": "keep_start"},

@@ -73,6 +73,10 @@ def _clip(value: Any, given: Given) -> Outcome:
     low, high = (given(f"{ACTOR}.clip_ratio_{side}", value) for side in ("low", "high"))
     if str(given(f"{ACTOR}.policy_loss.loss_mode", "vanilla")).startswith("dppo"):
         return {"loss.divergence_clip_min": low, "loss.divergence_clip_max": high}
+    if given(f"{ACTOR}.policy_loss.loss_mode") == "geo_mean":
+        return {"loss.log_ratio_clip_min": low, "loss.log_ratio_clip_max": high}
+    if given(f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "gpg"):
+        return "the loss does not clip"
     return {"loss.ratio_clip_min": low, "loss.ratio_clip_max": high}
 
 
@@ -94,12 +98,14 @@ def _estimator_of_kl(value: Any, given: Given) -> Outcome:
         return "there is no KL term"
     if name not in names:
         return Refused(f"{value} does not exist here; it may be one of {', '.join(names)}")
-    return {"loss.kl_estimator": names[name], "loss.kl_gradient": "unbiased" if plus else "value"}
+    found = {"loss.kl_estimator": names[name], "loss.kl_gradient": "unbiased" if plus else "value"}
+    return found | ({"loss.kl_output_clamp": 10.0} if names[name] == "k3" else {})
 
 
 def _advantages(value: Any, given: Given) -> Outcome:
     normalizes = given("algorithm.norm_adv_by_std_in_grpo", True) is not False
-    grpo = {"grpo.advantage_estimator": "grpo" if normalizes else "dr_grpo"}
+    grpo = {"grpo.advantage_estimator": "grpo", "grpo.advantage_epsilon": 1e-6}
+    grpo = grpo if normalizes else {"grpo.advantage_estimator": "dr_grpo"}
     plus = {"grpo.advantage_estimator": "reinforce_plus_plus"}
     return Choice({
         "gae": "the program ppo has it",
@@ -128,6 +134,12 @@ def _loss(value: Any, given: Given) -> Outcome:
 
 def _aggregation(value: Any, given: Given) -> Outcome:
     mode = str(value)
+    if given(f"{ACTOR}.policy_loss.loss_mode") == "geo_mean":
+        return "the loss is a mean over sequences"
+    if given(f"{ACTOR}.policy_loss.loss_mode") == "sapo":
+        mode = "seq-mean-token-mean"
+    if given(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode == "token-mean":
+        return Refused("with ratios of sequences, the loss here is a mean over sequences")
     by_clipping = given(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in ("vanilla", "gspo", "cispo", "gpg")
     found = {} if not by_clipping else {"loss.token_level_loss": mode == "token-mean"}
     if mode == "seq-mean-token-sum-norm":
@@ -259,6 +271,43 @@ def _of_optimizer(optim: str) -> dict[str, Rule]:
     }
 
 
+def _of_muon(optim: str) -> dict[str, Rule]:
+    """Return the rules for Muon's options; the factor of an update is Megatron's, or one that follows from betas."""
+    names = {"muon_momentum": to("optimizer.muon_momentum"), "muon_num_ns_steps": to("optimizer.muon_steps")}
+    names |= {
+        "muon_scale_mode": refused("set optimizer.muon_scale: the factor of an update is another"),
+        "muon_nesterov": refused("Muon here always has Nesterov's correction", harmless=(True,)),
+    }
+    is_muon = lambda name: "muon" in str(name).lower()  # noqa: E731 (used once)
+    return {
+        key: only_if(f"{optim}.optimizer", is_muon, "the optimizer is not Muon", rule) for key, rule in names.items()
+    }
+
+
+def _as_actor(key: str) -> Rule:
+    """Return a rule for an option of the critic that is the policy's here."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        usual = given(f"{ACTOR}.{key}")
+        return "as the policy's" if value == usual else Refused(f"the critic has the policy's {key}, {usual}")
+
+    return rule
+
+
+def _of_teacher(rule: Rule) -> Rule:
+    return only_if("distillation.enabled", lambda value: value is True, "there is no teacher", rule)
+
+
+def _divergence(value: Any, given: Given) -> Outcome:
+    """Return the loss of a teacher: a divergence over its likeliest tokens, or a reward for sampled tokens."""
+    by_gradient = given("distillation.distillation_loss.use_policy_gradient") is True
+    if value in ("kl", "k1") and by_gradient:
+        return {"distillation.form": "sampled"}
+    if value == "forward_kl_topk" and not by_gradient:
+        return {"distillation.kl_type": "forward"}
+    return Refused(f"{value} does not exist here{' by policy gradient' if by_gradient else ''}")
+
+
 def _recomputed(value: Any, given: Given) -> Outcome:
     kept = [name for name in value or () if name in ("mlp", "moe", "shared_experts")]
     return {"model.recompute_modules": kept} if kept else "attention is recomputed by its kernel"
@@ -288,9 +337,18 @@ VERL: dict[tuple[str, str], Rule] = {
         for part in ("", "fsdp_config.")
     },
     **{
-        ("", f"{MODEL}.{part}exclude_modules"): refused("name the projections in model.lora.target_modules")
+        ("", f"{MODEL}.{part}exclude_modules"): _lora(refused("name the projections in model.lora.target_modules"))
         for part in ("", "lora.")
     },
+    ("", "data.apply_chat_template_kwargs.*"): refused("write the values into the template of data.chat_template"),
+    ("", f"{MODEL}.override_config.*"): refused("write the values into config.json of model.path", harmless=(None,)),
+    ("", f"{_OPTIM}.lr_decay_steps"): only_if(
+        f"{_OPTIM}.lr_decay_style", lambda style: style != "constant", "a constant rate does not decay",
+        refused("the rate decays over the whole run"),
+    ),
+    **{("", f"{_OPTIM}.{key}"): rule for key, rule in _of_muon(_OPTIM).items()},
+    ("", "critic.grad_clip"): to("critic.optimizer.clip_grad"),
+    **{("", f"critic.{key}"): _as_actor(key) for key in ("ppo_epochs", "ppo_mini_batch_size", "loss_agg_mode")},
     ("", "data.filter_overlong_prompts"): said("longer prompts are always dropped"),
     ("", f"{ACTOR}.ppo_mini_batch_size"): _mini_batch,
     ("", f"{ACTOR}.ppo_micro_batch_size"): said("packs hold as many sequences as fit"),
@@ -318,6 +376,12 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ACTOR}.policy_loss.loss_mode"): _loss,
     ("", f"{ACTOR}.loss_agg_mode"): _aggregation,
     ("", f"{ACTOR}.loss_scale_factor"): said("a part of loss_agg_mode"),
+    ("", f"{ACTOR}.clip_ratio_c"): only_if(
+        f"{ACTOR}.policy_loss.loss_mode",
+        lambda v: v == "vanilla",
+        "the loss has no second bound",
+        to("loss.ratio_clip_c"),
+    ),
     ("", f"{ACTOR}.tau_pos"): only_if(
         f"{ACTOR}.policy_loss.loss_mode", lambda v: v == "sapo", "the loss is not sapo", to("loss.tau_pos")
     ),
@@ -334,12 +398,45 @@ VERL: dict[tuple[str, str], Rule] = {
         )
         for part in ("reward.reward_model", "reward_model")
     },
+    ("", "reward_model.inference.tensor_model_parallel_size"): _with_reward_model(
+        to("environment.parallel.tensor_model_parallel_size")
+    ),
     **{
         ("", key): _with_reward_model(_reward_model)
         for key in ("reward.reward_model.model_path", "reward_model.model.path", "reward_model.model_path")
     },
-    ("", "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size"): to(
-        "distillation.teacher_parallel.tensor_model_parallel_size"
+    **{
+        ("", f"distillation.{part}.inference.tensor_model_parallel_size"): lambda value, given: (
+            "the teacher has the student's layout"
+            if given.values.get("distillation.enabled") is not True
+            else {"distillation.teacher_parallel.tensor_model_parallel_size": value}
+        )
+        for part in ("teacher_models.teacher_model", "teacher_model")
+    },
+    ("", "distillation.teacher_model.model_path"): to("distillation.teacher"),
+    ("", "distillation.distillation_loss.loss_mode"): _of_teacher(_divergence),
+    ("", "distillation.distillation_loss.use_policy_gradient"): said("a part of loss_mode"),
+    ("", "distillation.distillation_loss.topk"): _of_teacher(only_if(
+        "distillation.distillation_loss.loss_mode", lambda mode: mode == "forward_kl_topk", "the loss reads no topk",
+        to("distillation.topk"),
+    )),
+    **{
+        ("", f"distillation.distillation_loss.{key}"): _of_teacher(refused(f"{key} does not exist here"))
+        for key in ("loss_max_clamp", "log_prob_min_clamp")
+    },
+    ("", "distillation.distillation_loss.distillation_loss_coef"): _of_teacher(
+        refused("the loss has no factor", harmless=(None, 1))
+    ),
+    ("distill", "data.train_batch_size"): lambda value, given: {
+        "batch.global_batch_size": int(number(value, "train_batch_size") * given.number(f"{ROLLOUT}.n", 1)),
+        "distillation.on_policy": True,
+    },
+    ("distill", f"{ROLLOUT}.n"): said("a part of batch.global_batch_size"),
+    ("distill", f"{ACTOR}.ppo_mini_batch_size"): only_if(
+        "data.train_batch_size", lambda size: size is not None, "one update a step",
+        lambda value, given: (
+            "one update a step" if value == given("data.train_batch_size") else Refused("a step makes one update")
+        ),
     ),
     ("", f"{_OPTIM}.total_training_steps"): positive("trainer.max_steps", "the run counts epochs"),
     ("", "trainer.total_training_steps"): positive("trainer.max_steps", "the run counts epochs"),
@@ -402,11 +499,16 @@ VERL: dict[tuple[str, str], Rule] = {
     },
     ("", f"{ROLLOUT}.multi_turn.enable"): refused("set environment.max_turns and a judge that answers tool calls"),
     **{
-        ("", f"{ROLLOUT}.multi_turn.{part}"): said("set environment.max_turns and a judge that answers tool calls")
-        for part in ("max_assistant_turns", "max_user_turns", "tool_config_path", "function_tool_path")
+        ("", f"{ROLLOUT}.multi_turn.{part}"): rule("set environment.max_turns and a judge that answers tool calls")
+        for part, rule in {
+            "max_assistant_turns": said,
+            "max_user_turns": said,
+            "tool_config_path": refused,
+            "function_tool_path": refused,
+        }.items()
     },
     **{
-        ("", f"data.{part}"): refused("an environment answers the calls of its tools")
+        ("", f"data.{part}"): said("a part of rollout.multi_turn")
         for part in ("tool_config_path", "function_tool_path")
     },
     ("", "algorithm.kl_ctrl.type"): Choice({"fixed": "the coefficient is constant"}),
@@ -502,9 +604,7 @@ def judge_of_verl(given: Given) -> tuple[Mapping[str, Any], str]:
     path, name = given(f"{section}.path"), given(f"{section}.name")
     if path is None:
         function = "verl.utils.reward_score:default_compute_score"
-        todo = (
-            "is verl's choice by the column data_source: install verl (pip install --no-deps verl), or choose a judge"
-        )
+        todo = "is verl's choice by data_source, and needs verl in the run's environment: or choose another judge"
     else:
         module = str(path).removeprefix("pkg://")
         module = module if module != str(path) else Path(module).stem
