@@ -175,7 +175,9 @@ def test_file_of_nemo_rl_becomes_the_documented_command(tmp_path):
     expected = documented("OpenMathInstruct", without=["data.columns"])
     assert config.loss.kl_clamp is None  # the file says null; the documented command keeps 20
     assert config.loss.kl_output_clamp == 10.0 and config.grpo.normalize_rewards  # NeMo RL's defaults
-    of_defaults = {"loss": expected.loss, "grpo": config.grpo.model_copy(update={"normalize_rewards": None})}
+    assert config.grpo.advantage_epsilon == 1e-6
+    unset = {"normalize_rewards": None, "advantage_epsilon": expected.grpo.advantage_epsilon}
+    of_defaults = {"loss": expected.loss, "grpo": config.grpo.model_copy(update=unset)}
     assert config.model_copy(update=of_defaults) == expected
     assert any("min_lr" in line and "a constant rate has no minimum" in line for line in ported.left)
     assert any(line.startswith("policy.generation.max_len: ") for line in ported.todo) and not ported.differs
@@ -584,7 +586,14 @@ def test_files_of_hydra(tmp_path):
         ("actor_rollout_ref.actor.use_kl_loss=True",
          {"loss.reference_policy_kl_penalty": 0.001, "loss.kl_estimator": "k3", "loss.use_kl_in_reward": False}),
         ("algorithm.use_kl_in_reward=True algorithm.adv_estimator=reinforce_plus_plus",
-         {"loss.reference_policy_kl_penalty": 0.001, "loss.kl_estimator": "k1", "loss.use_kl_in_reward": True}),
+         {"loss.reference_policy_kl_penalty": 0.001, "loss.kl_estimator": "k1", "loss.use_kl_in_reward": True,
+          "loss.kl_output_clamp": None}),
+        ("data.train_batch_size=24 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_epochs=2 "
+         "actor_rollout_ref.actor.optim.lr_warmup_steps=7", {"optimizer.warmup_steps": 42}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", {"loss.name": "dppo_kl", "loss.ratio_clip_c": 3.0}),
+        ("actor_rollout_ref.rollout.response_length=100 actor_rollout_ref.rollout.val_kwargs.n=1",
+         {"grpo.max_new_tokens": 100, "data.max_sequence_length": 612}),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", {"optimizer.adam_eps": 1e-6}),
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"loss.ratio_clip_min": 0.2, "loss.ratio_clip_max": 0.2}),
         ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.vllm.num_servers": 4}),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
@@ -678,13 +687,21 @@ def test_sft_of_verl(tmp_path):
          {"optimizer.schedule": "constant", "optimizer.warmup_steps": 50}),
         ("", {"grpo.use_leave_one_out_baseline": True, "loss.reference_policy_kl_penalty": 0.01,
               "optimizer.schedule": "constant"}),
-        ("policy: {scheduler: {name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 100, eta_min: 1e-7}}}",
+        ("grpo: {max_num_steps: 100}\n"
+         "policy: {scheduler: {name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 100, eta_min: 1e-7}}}",
          {"optimizer.schedule": "cosine", "optimizer.min_lr": 1e-7}),
         ("data: {train: {processor: p, repeat: 3, dataset_name: other.jsonl}, validation: {repeat: 2}}",
          {"data.train": "other.jsonl", "data.validation": None}),
         ("data: {_override_: true, train: {data_path: a.jsonl}, "
          "default: {dataset_name: ResponseDataset, input_key: q}}",
          {"data.train": "a.jsonl", "data.columns": {"prompt": "q", "answer": "output"}}),
+        ("grpo: {num_prompts_per_step: 64}\n"
+         "policy: {train_global_batch_size: 64, optimizer: {name: torch.optim.AdamW}, scheduler: ["
+         "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}, "
+         "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [5]}]}",
+         {"optimizer.warmup_steps": 20, "optimizer.weight_decay": 0.01, "grpo.advantage_epsilon": 1e-6}),
+        ("policy: {train_global_batch_size: 8, megatron_cfg: {enabled: true, scheduler: {lr_warmup_iters: 5}}}",
+         {"optimizer.warmup_steps": 20}),
         ("policy: {megatron_cfg: {enabled: true, moe_router_load_balancing_type: aux_loss, "
          "expert_tensor_parallel_size: 1, tensor_model_parallel_size: 2}}", {"parallel.tensor_model_parallel_size": 2}),
     ],
@@ -713,6 +730,18 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
          "{tensor_parallel_size: 1}}}", "a run starts servers on its first machine only"),
         ("NeMo RL", "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 2, freeze_moe_router: true}}",
          "policy.megatron_cfg.freeze_moe_router: true: routers are trained"),
+        ("NeMo RL", "policy: {optimizer: {name: torch.optim.AdamW, kwargs: {amsgrad: true}}}", "amsgrad: true: the"),
+        ("NeMo RL", "policy: {optimizer: {name: torch.optim.Adam, kwargs: {weight_decay: 0.1}}}", "decay is AdamW's"),
+        *[
+            ("NeMo RL", "grpo: {max_num_steps: 9}\npolicy: {scheduler: [{name: torch.optim.lr_scheduler.LinearLR, "
+             f"kwargs: {{total_iters: 5{end}}}}}, {{name: torch.optim.lr_scheduler.CosineAnnealingLR, "
+             f"kwargs: {{T_max: {steps}}}}}, {{milestones: [{at}]}}]}}", said)
+            for end, steps, at, said in [
+                (", end_factor: 0.5", 9, 5, "a warmup rises to the whole rate"),
+                ("", 9, 4, "a warmup rises to the whole rate"),
+                ("", 99, 5, "the rate decays over the run"),
+            ]
+        ],
         ("NeMo RL", "data: {train: {subset: main}}", "data.train.subset: main: a dataset on the hub has no subset"),
         ("NeMo RL", "policy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: cosine, lr_decay_iters: 9}}}",
          "policy.megatron_cfg.scheduler.lr_decay_iters: 9: the rate decays over the run"),
@@ -721,6 +750,11 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
          "actor_rollout_ref.model.override_config.x: 1: write the values into config.json"),
         ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}",
          "actor_rollout_ref.actor.loss_agg_mode: token-mean: with ratios of sequences"),
+        ("verl", "algorithm: {adv_estimator: grpo, use_kl_in_reward: true}\nactor_rollout_ref: "
+         "{actor: {use_kl_loss: true}}", "algorithm.use_kl_in_reward: true: there is one KL term"),
+        ("verl", "algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.9}", "algorithm.gamma: 0.9: rewards"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {optim: {lr_scheduler_type: cosine, "
+         "num_cycles: 1.5}}}", "actor_rollout_ref.actor.optim.num_cycles: 1.5: a cosine has half a period"),
         ("verl", "algorithm: {adv_estimator: remax}", "algorithm.adv_estimator: remax: remax does not exist here"),
         ("verl", "algorithm: {adv_estimator: grpo, kl_ctrl: {type: adaptive}}", "algorithm.kl_ctrl.type: adaptive"),
         ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}",
@@ -791,6 +825,24 @@ def test_second_data_set_of_a_python_file_is_not_trained_on(tmp_path):
     (tmp_path / "shadowed.py").write_text(shadowed)
     found = read_foreign(tmp_path / "shadowed.py")
     assert found.values == {} and len(found.unread) == 2
+
+
+@pytest.mark.parametrize("prompts", [4, 8])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_distillation_of_nemo_rl(prompts, backend, tmp_path):
+    sizes = {"megatron": "tensor_model_parallel_size: 4", "dtensor": "tensor_parallel_size: 4"}[backend]
+    text = (
+        f"distillation: {{num_prompts_per_step: {prompts}, num_generations_per_prompt: 2, max_num_steps: 9}}\n"
+        "policy: {model_name: m, train_global_batch_size: 8, megatron_cfg: {enabled: true}}\nloss_fn: {}\n"
+        f"teacher: {{model_name: t, megatron_cfg: {{enabled: {str(backend == 'megatron').lower()}, "
+        f"pipeline_model_parallel_size: 1}}, {backend}_cfg: {{{sizes}, context_parallel_size: 2}}}}\n"
+        "data: {train: {dataset_name: t.jsonl}}\n"
+    ).replace(", pipeline_model_parallel_size: 1}, megatron_cfg: {", ", ")
+    config, ported = translated(text, tmp_path, "mine.yaml")
+    teacher = config.distillation.teacher_parallel
+    assert (teacher.tensor_model_parallel_size, teacher.context_parallel_size) == (4, 2)
+    assert (config.batch.global_batch_size, config.trainer.max_steps) == (2 * prompts, 9)
+    assert [line.partition(":")[0] for line in ported.differs] == ["policy.train_global_batch_size"] * (prompts == 8)
 
 
 def test_distillation(tmp_path):

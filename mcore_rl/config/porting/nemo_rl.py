@@ -40,9 +40,38 @@ def _by_backend(megatron: bool, rule: Rule) -> Rule:
     return only_if(f"{_CFG}.enabled", lambda value: (value is True) == megatron, reason, rule)
 
 
+def _responses(given: Given) -> float:
+    """Return the number of responses in a step of a program on rollouts."""
+    part = "grpo" if given.algorithm == "grpo" else "distillation"
+    return given.number(f"{part}.num_prompts_per_step") * given.number(f"{part}.num_generations_per_prompt", 1)
+
+
 def _batch(value: Any, given: Given) -> Outcome:
-    key = "grpo.train_global_batch_size" if given.algorithm == "grpo" else "batch.global_batch_size"
-    return {key: value}
+    if given.algorithm == "distill" and value != _responses(given):
+        return Refused("a step makes one update, of all its responses")
+    return {"grpo.train_global_batch_size" if given.algorithm == "grpo" else "batch.global_batch_size": value}
+
+
+def _updates(steps: float, given: Given) -> int:
+    """Return a number of updates: schedules of NeMo RL count steps, here they count updates."""
+    size = given.number("policy.train_global_batch_size")
+    return int(steps) * (math.ceil(_responses(given) / size) if given.algorithm == "grpo" and size > 0 else 1)
+
+
+def _warmup(value: Any, given: Given) -> Outcome:
+    steps = number(value, "lr_warmup_iters")
+    return {"optimizer.warmup_steps": _updates(steps, given)} if steps > 0 else "there is no warmup by default"
+
+
+def _optimizer_of_pytorch(value: Any, given: Given) -> Outcome:
+    """Return an optimizer with the weight decay that it has in PyTorch by default."""
+    name, decay = str(value).rpartition(".")[2], "policy.optimizer.kwargs.weight_decay"
+    if name == "Adam" and given.number(decay) > 0:
+        return Refused("weight decay is AdamW's here, and a part of the gradient there")
+    found = optimizer(value, given)
+    if isinstance(found, str) or name != "AdamW" or given(decay) is not None:
+        return found
+    return {**found, "optimizer.weight_decay": 0.01}
 
 
 def _switched(switch: str, rule: Rule) -> Rule:
@@ -126,7 +155,13 @@ def _estimator(value: Any, given: Given) -> Outcome:
 def _of_grpo(key: str) -> Rule:
     """Return the rule for an option of NeMo RL's estimator grpo, which is also a key of the section grpo."""
     is_grpo = {None, "grpo"}.__contains__
-    return only_if("grpo.adv_estimator.name", is_grpo, "an option of the estimator grpo", to(f"grpo.{key}"))
+    epsilon = {"grpo.advantage_epsilon": 1e-6}  # what NeMo RL adds to standard deviations
+    return only_if(
+        "grpo.adv_estimator.name",
+        is_grpo,
+        "an option of the estimator grpo",
+        lambda value, given: {f"grpo.{key}": value, **(epsilon if key == "normalize_rewards" and value else {})},
+    )
 
 
 def _overlong(value: Any, given: Given) -> Outcome:
@@ -141,18 +176,30 @@ def _overlong(value: Any, given: Given) -> Outcome:
     return {"grpo.overlong_cache_length": value}
 
 
+def _num_steps(given: Given) -> Any:
+    """Return the number of steps of the run."""
+    sections = ("sft", "dpo", "rm", "grpo", "distillation")
+    return next((found for part in sections if (found := given(f"{part}.max_num_steps")) is not None), None)
+
+
 def _schedules(value: Any, given: Given) -> Outcome:
     """Return the schedule of a list of PyTorch's: a warmup, then a constant rate or a cosine."""
     parts = [part for part in value if "name" in part]
+    milestones = next((part["milestones"] for part in value if "milestones" in part), None)
     named = {str(part.get("name")).rpartition(".")[2]: part.get("kwargs", {}) for part in parts}
     if not named:
         return {"optimizer.schedule": "constant"}
     warmup, constant, cosine = (named.get(f"{name}LR") for name in ("Linear", "Constant", "CosineAnnealing"))
     if len(named) > 2 or (constant is None) == (cosine is None) or (constant or {}).get("factor", 1.0) != 1:
         return Refused("set optimizer.schedule and optimizer.warmup_steps")
+    rises = int(number((warmup or {}).get("total_iters", 5), "total_iters")) if warmup is not None else 0
+    if warmup and (warmup.get("end_factor", 1.0) != 1 or (milestones is not None and milestones != [rises])):
+        return Refused("set optimizer.warmup_steps: a warmup rises to the whole rate, and the next schedule follows")
+    if cosine and cosine.get("T_max") not in (None, (steps := _num_steps(given)), (steps or 0) - rises):
+        return Refused("the rate decays over the run")
     found: dict[str, Any] = {"optimizer.schedule": "constant" if cosine is None else "cosine"}
     if warmup is not None:
-        found["optimizer.warmup_steps"] = int(number(warmup.get("total_iters", 0), "total_iters"))
+        found["optimizer.warmup_steps"] = _updates(rises, given)
         found[TO_DO] = f"the rate rises from 0 here, there from {warmup.get('start_factor', 1 / 3):.3g} of it"
     if cosine and "eta_min" in cosine:
         found["optimizer.min_lr"] = number(cosine["eta_min"], "eta_min")
@@ -163,10 +210,7 @@ def _decay(value: Any, given: Given) -> Outcome:
     """Return why the number of steps of the decay has no key: it is that of the run."""
     if given(f"{_CFG}.scheduler.lr_decay_style") == "constant":
         return "a constant rate does not decay"
-    part = next((name for name in ("sft", "dpo", "rm", "grpo") if given(f"{name}.max_num_steps") is not None), "grpo")
-    return (
-        "the length of the run" if value == given(f"{part}.max_num_steps") else Refused("the rate decays over the run")
-    )
+    return "the length of the run" if value == _num_steps(given) else Refused("the rate decays over the run")
 
 
 def _schedule(value: Any, given: Given) -> Outcome:
@@ -205,6 +249,16 @@ def _math_workers(value: Any, given: Given) -> Outcome:
     return judge if isinstance(judge, str) else {**judge, "environment.num_workers": value}
 
 
+def _of_teacher(megatron: bool, size: str) -> Rule:
+    reason = f"teacher.megatron_cfg.enabled is {'not ' if megatron else ''}set"
+    return only_if(
+        "teacher.megatron_cfg.enabled",
+        lambda value: (value is True) == megatron,
+        reason,
+        to(f"distillation.teacher_parallel.{size}"),
+    )
+
+
 NEMO_RL: dict[tuple[str, str], Rule] = {
     ("", "policy.train_global_batch_size"): _batch,
     ("", "policy.train_micro_batch_size"): said("packs hold as many sequences as fit"),
@@ -213,7 +267,8 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ("", f"{_CFG}.optimizer.bf16"): said("policy.precision"),
     ("", f"{_CFG}.optimizer.fp16"): said("policy.precision"),
     ("", f"{_CFG}.optimizer.optimizer"): _by_backend(True, optimizer),
-    ("", "policy.optimizer.name"): _by_backend(False, optimizer),
+    ("", "policy.optimizer.name"): _by_backend(False, _optimizer_of_pytorch),
+    ("", "policy.optimizer.kwargs.amsgrad"): _by_backend(False, refused("the optimizer is AdamW without AMSGrad")),
     **{
         ("", f"policy.optimizer.kwargs.{theirs}"): _by_backend(False, to(f"optimizer.{ours}"))
         for theirs, ours in {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}.items()
@@ -238,9 +293,7 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     },
     ("", f"{_CFG}.scheduler.lr_decay_style"): _by_backend(True, SCHEDULE),
     ("", f"{_CFG}.scheduler.lr_decay_iters"): _by_backend(True, _decay),
-    ("", f"{_CFG}.scheduler.lr_warmup_iters"): _by_backend(
-        True, positive("optimizer.warmup_steps", "there is no warmup by default")
-    ),
+    ("", f"{_CFG}.scheduler.lr_warmup_iters"): _by_backend(True, _warmup),
     ("", "policy.scheduler"): _by_backend(False, _schedules),
     ("", "policy.scheduler.name"): _by_backend(False, _schedule),
     ("", "policy.scheduler.kwargs.*"): said("a part of optimizer.schedule"),
@@ -253,19 +306,27 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         }.items()
     },
     ("distill", "dpo.topk_logits_k"): to("distillation.topk"),
-    ("distill", "dpo.num_prompts_per_step"): lambda value, given: {"distillation.on_policy": True},
+    ("distill", "dpo.num_prompts_per_step"): lambda value, given: {
+        "distillation.on_policy": True,
+        "batch.global_batch_size": int(_responses(given)),
+    },
     **{
-        ("distill", f"dpo.{key}"): said("a part of batch.global_batch_size, policy.train_global_batch_size")
+        ("distill", f"dpo.{key}"): said("a part of batch.global_batch_size")
         for key in ("num_generations_per_prompt", "max_rollout_turns")
     },
     ("distill", "dpo.val_batch_size"): said("a validation uses all of data.validation"),
     ("distill", "dpo.max_val_samples"): said("a validation uses all of data.validation"),
     ("distill", "dpo.val_at_end"): to("trainer.validate_at_end"),
     ("distill", "teacher.model_name"): to("distillation.teacher"),
-    ("distill", "teacher.*"): said(
-        "the teacher has the student's layout and options, or distillation.teacher_parallel"
-    ),
+    **{
+        ("distill", f"teacher.megatron_cfg.{key}_parallel_size"): _of_teacher(True, f"{key}_parallel_size")
+        for key in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    },
+    ("distill", "teacher.dtensor_cfg.tensor_parallel_size"): _of_teacher(False, "tensor_model_parallel_size"),
+    ("distill", "teacher.dtensor_cfg.context_parallel_size"): _of_teacher(False, "context_parallel_size"),
+    ("distill", "teacher.*"): said("the teacher computes as the student does"),
     ("distill", "policy.generation.backend"): said("the training processes generate"),
+    ("distill", "policy.generation.vllm_cfg.tensor_parallel_size"): said("the training processes generate"),
     ("distill", "policy.generation.max_new_tokens"): lambda value, given: (
         {"distillation.max_new_tokens": value}
         if number(value, "max_new_tokens") < given.number("policy.max_total_sequence_length", math.inf)

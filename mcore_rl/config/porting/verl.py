@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,12 @@ def _tower(value: Any, given: Given) -> Outcome:
     return {"model.vision_tower": "trained"} if reads_images else "data.image_key is not set, so there is no image"
 
 
+def _longest_response(given: Given) -> float:
+    return given.number(f"{ROLLOUT}.response_length", given.number("data.max_response_length"))
+
+
 def _length(value: Any, given: Given) -> Outcome:
-    prompt, response = (int(given.number(f"data.max_{part}_length")) for part in ("prompt", "response"))
-    return {"data.max_sequence_length": prompt + response}
+    return {"data.max_sequence_length": int(given.number("data.max_prompt_length") + _longest_response(given))}
 
 
 def _clip(value: Any, given: Given) -> Outcome:
@@ -80,22 +84,34 @@ def _clip(value: Any, given: Given) -> Outcome:
     return {"loss.ratio_clip_min": low, "loss.ratio_clip_max": high}
 
 
-def _kl_coefficient(switch: str, other: str) -> Rule:
-    """Return a rule for the coefficient of the KL that `switch` turns on; it is 0 if `other` is not on either."""
+KL_IN_LOSS, KL_IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 
-    def rule(value: Any, given: Given) -> Outcome:
-        if given(switch) is True:
-            return {"loss.reference_policy_kl_penalty": value}
-        return f"{switch} is not set" if given(other) is True else {"loss.reference_policy_kl_penalty": 0.0}
 
-    return rule
+def _kl(switch: str, rule: Rule) -> Rule:
+    """Return `rule` for the KL that `switch` turns on. With both KLs, that in the loss becomes the one here."""
+
+    def of_switch(value: Any, given: Given) -> Outcome:
+        counted = next((name for name in (KL_IN_LOSS, KL_IN_REWARD) if given(name) is True), None)
+        return rule(value, given) if counted == switch else "this KL term is off" if counted else "there is no KL term"
+
+    return of_switch
+
+
+def _kl_coefficient(value: Any, given: Given) -> Outcome:
+    if given(KL_IN_LOSS) is not True and given(KL_IN_REWARD) is True:
+        return "this KL term is off"
+    return {"loss.reference_policy_kl_penalty": value if given(KL_IN_LOSS) is True else 0.0}
+
+
+def _kl_in_reward(value: Any, given: Given) -> Outcome:
+    if given(KL_IN_LOSS) is True:
+        return Refused(f"there is one KL term, that of {KL_IN_LOSS}")
+    return {"loss.use_kl_in_reward": True}
 
 
 def _estimator_of_kl(value: Any, given: Given) -> Outcome:
     name, plus, _ = str(value).partition("+")
     names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-    if given(f"{ACTOR}.use_kl_loss") is not True and given("algorithm.use_kl_in_reward") is not True:
-        return "there is no KL term"
     if name not in names:
         return Refused(f"{value} does not exist here; it may be one of {', '.join(names)}")
     found = {"loss.kl_estimator": names[name], "loss.kl_gradient": "unbiased" if plus else "value"}
@@ -143,7 +159,7 @@ def _aggregation(value: Any, given: Given) -> Outcome:
     by_clipping = given(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in ("vanilla", "gspo", "cispo", "gpg")
     found = {} if not by_clipping else {"loss.token_level_loss": mode == "token-mean"}
     if mode == "seq-mean-token-sum-norm":
-        longest = given(f"{ACTOR}.loss_scale_factor") or given("data.max_response_length")
+        longest = given(f"{ACTOR}.loss_scale_factor") or _longest_response(given)
         return {**found, "loss.dr_grpo_max_tokens": longest}
     if mode not in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
         return Refused(f"{value} does not exist here")
@@ -210,8 +226,8 @@ def _overlong(part: str) -> Rule:
     def rule(value: Any, given: Given) -> Outcome:
         if given(f"{part}.enable") is not True:
             return "the penalty is off"
-        longest = given(f"{part.rpartition('.')[0]}.max_resp_len", given("data.max_response_length"))
-        if given(f"{part}.penalty_factor", 1.0) != 1 or longest != given("data.max_response_length"):
+        longest = given(f"{part.rpartition('.')[0]}.max_resp_len", _longest_response(given))
+        if given(f"{part}.penalty_factor", 1.0) != 1 or longest != _longest_response(given):
             return Refused("the penalty here rises to 1 at grpo.max_new_tokens")
         return {"grpo.overlong_cache_length": value}
 
@@ -248,14 +264,38 @@ def _lowest_rate(optim: str) -> Rule:
     return lambda value, given: {"optimizer.min_lr": number(value, "min_lr_ratio") * given.number(f"{optim}.lr")}
 
 
-def _of_optimizer(optim: str) -> dict[str, Rule]:
-    """Return the rules for the options of an optimizer, without their prefix."""
+def _warmup_steps(part: str) -> Rule:
+    """Return a rule for the warmup of `part`, actor or critic. verl's schedule counts steps, here it counts updates."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        steps, updates = number(value, "lr_warmup_steps"), 1
+        if given.algorithm in ("grpo", "ppo"):
+            minibatches = given.number("data.train_batch_size") / given.number(f"{part}.ppo_mini_batch_size")
+            updates = math.ceil(minibatches) * int(given.number(f"{part}.ppo_epochs", 1))
+        return {"optimizer.warmup_steps": int(steps) * updates} if steps > 0 else "lr_warmup_steps_ratio counts"
+
+    return rule
+
+
+def _of_optimizer(part: str) -> dict[str, Rule]:
+    """Return the rules for the options of the optimizer of `part`, actor or critic, without their prefix."""
+    optim = f"{part}.optim"
     return {
         "optimizer": optimizer,
         "betas": betas,
         "weight_decay": to("optimizer.weight_decay"),
         "clip_grad": to("optimizer.clip_grad"),
-        "lr_warmup_steps": positive("optimizer.warmup_steps", "lr_warmup_steps_ratio counts"),
+        "lr_warmup_steps": _warmup_steps(part),
+        "lr_warmup_init": lambda value, given: (
+            ToDo("the rate rises from 0 here") if number(value, "lr_warmup_init") else "as here"
+        ),
+        "num_cycles": only_if(
+            f"{optim}.lr_scheduler_type",
+            lambda name: name == "cosine",
+            "there is no cosine",
+            refused("a cosine has half a period", harmless=(0.5,)),
+        ),
+        "override_optimizer_config.eps": to("optimizer.adam_eps"),
         "lr_warmup_steps_ratio": _warmup(f"{optim}.lr_warmup_steps"),
         "min_lr_ratio": _lowest_rate(optim),
         "min_lr": only_if(
@@ -364,12 +404,15 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ACTOR}.clip_ratio_low"): _clip,
     ("", f"{ACTOR}.clip_ratio_high"): _clip,
     ("", f"{ACTOR}.use_kl_loss"): said("a part of loss.reference_policy_kl_penalty"),
-    ("", f"{ACTOR}.kl_loss_coef"): _kl_coefficient(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"),
-    ("", "algorithm.kl_ctrl.kl_coef"): _kl_coefficient("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"),
-    ("", "algorithm.use_kl_in_reward"): true_for(to("loss.use_kl_in_reward")),
-    ("", f"{ACTOR}.kl_loss_type"): _estimator_of_kl,
-    ("", "algorithm.kl_penalty"): only_if(
-        "algorithm.use_kl_in_reward", lambda v: v is True, "there is no KL in rewards", _estimator_of_kl
+    ("", f"{ACTOR}.kl_loss_coef"): _kl_coefficient,
+    ("", "algorithm.kl_ctrl.kl_coef"): _kl(KL_IN_REWARD, to("loss.reference_policy_kl_penalty")),
+    ("", KL_IN_REWARD): true_for(_kl_in_reward),
+    ("", f"{ACTOR}.kl_loss_type"): _kl(KL_IN_LOSS, _estimator_of_kl),
+    ("", "algorithm.kl_penalty"): _kl(KL_IN_REWARD, _estimator_of_kl),
+    ("", "algorithm.gamma"): lambda value, given: (
+        Refused("rewards are not discounted by this estimator")
+        if value != 1 and given("algorithm.adv_estimator") == "reinforce_plus_plus"
+        else {"ppo.gamma": value}
     ),
     ("", "algorithm.adv_estimator"): _advantages,
     ("", "algorithm.norm_adv_by_std_in_grpo"): said("a part of grpo.advantage_estimator"),
@@ -378,7 +421,7 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ACTOR}.loss_scale_factor"): said("a part of loss_agg_mode"),
     ("", f"{ACTOR}.clip_ratio_c"): only_if(
         f"{ACTOR}.policy_loss.loss_mode",
-        lambda v: v == "vanilla",
+        lambda v: v in ("vanilla", "dppo_tv", "dppo_kl"),
         "the loss has no second bound",
         to("loss.ratio_clip_c"),
     ),
@@ -388,8 +431,8 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ACTOR}.tau_neg"): only_if(
         f"{ACTOR}.policy_loss.loss_mode", lambda v: v == "sapo", "the loss is not sapo", to("loss.tau_neg")
     ),
-    **{("", f"{_OPTIM}.{key}"): rule for key, rule in _of_optimizer(_OPTIM).items()},
-    **{("", f"critic.optim.{key}"): _of_critic(rule) for key, rule in _of_optimizer("critic.optim").items()},
+    **{("", f"{_OPTIM}.{key}"): rule for key, rule in _of_optimizer(ACTOR).items()},
+    **{("", f"critic.optim.{key}"): _of_critic(rule) for key, rule in _of_optimizer("critic").items()},
     ("", "critic.optim.lr"): to("critic.optimizer.lr"),
     ("", "critic.optim.*"): said("an option of PyTorch's optimizers"),
     **{
@@ -482,7 +525,10 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ROLLOUT}.name"): Choice({"hf": "as here", **{name: {"generation.backend": "vllm"} for name in _ENGINES}}),
     ("", f"{ROLLOUT}.top_k"): positive("grpo.top_k", "all tokens are candidates by default"),
     ("", f"{ROLLOUT}.prompt_length"): said("a part of data.max_sequence_length"),
-    ("", f"{ROLLOUT}.response_length"): said("see data.max_response_length"),
+    **{
+        ("", key): lambda value, given: {"grpo.max_new_tokens": int(_longest_response(given))}
+        for key in (f"{ROLLOUT}.response_length", "data.max_response_length")
+    },
     ("", f"{ROLLOUT}.tensor_model_parallel_size"): _with_vllm(servers),
     ("", f"{ROLLOUT}.free_cache_engine"): _with_vllm(to("generation.offload")),
     ("", "actor_rollout_ref.hybrid_engine"): _with_vllm(to("generation.offload")),
