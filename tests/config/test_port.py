@@ -377,7 +377,7 @@ DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo
 : "${NODES:=1}"
 model=${MODEL:-${BASE:-Qwen}/Qwen3-8B}
 max_prompt_length=$((1024 * 1)); max_response_length=$((max_prompt_length * 2))
-longest=$(((max_prompt_length + max_response_length) * 2))
+longest=${LONGEST:-$(((max_prompt_length + max_response_length) * 2))}
 offload=$([ -n "$UNSET" ] && echo true || echo false)
 if [ "$NODES" -gt 1 ]; then lr=1e-5; else lr=3e-6; fi
 case "$DEVICE" in gpu) coefficient=0.01;; npu) coefficient=0.5;; *) exit 1;; esac
@@ -502,6 +502,15 @@ def test_what_a_script_does_not_say_is_told(text, values, told, tmp_path):
         assert line in "\n".join(found.unread), found.unread
 
 
+def test_arithmetic_that_bash_alone_tells_from_commands(tmp_path):
+    text = (
+        'a=${A:-4}; b=$a\necho ${Q:-$((a*2))} "${Q:-$((a + $b))}" ${Q:-$(( (a > 2 ? 1 : 0) + ${b} ))} '
+        "$((${A:-2} + 1)) ${Q:-$((unknown + 1))} ${Q:-$((echo one); (echo two))} ${Q:-$((uname))}"
+    )
+    (commands,) = shell.expand(text.replace("echo $", "run $", 1), tmp_path / "run.sh").commands
+    assert commands == ["run", "8", "8", "5", "3", "${unknown}", "one", "two", "${uname}"]
+
+
 def test_variables_of_a_script_can_be_given(tmp_path, capsys):
     (tmp_path / "run.sh").write_text("trl dpo --model_name_or_path ${M:?set M} --dataset_name d --learning_rate $LR")
     with pytest.raises(UserError, match="M: set M; give variables of the script by --env NAME=VALUE"):
@@ -594,6 +603,12 @@ def test_files_of_hydra(tmp_path):
         ("actor_rollout_ref.rollout.response_length=100 actor_rollout_ref.rollout.val_kwargs.n=1",
          {"grpo.max_new_tokens": 100, "data.max_sequence_length": 612}),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", {"optimizer.adam_eps": 1e-6}),
+        (" ".join(
+            f"+actor_rollout_ref.actor.megatron.override_transformer_config.{word}"
+            for word in ("moe_z_loss_coeff=0.001", "moe_aux_loss_coeff=0.01", "num_layers_in_first_pipeline_stage=3")
+         ) + " actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+         {"model.moe_z_loss_coeff": 0.001, "model.moe_aux_loss_coeff": 0.01,
+          "parallel.num_layers_in_first_pipeline_stage": 3}),
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"loss.ratio_clip_min": 0.2, "loss.ratio_clip_max": 0.2}),
         ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.vllm.num_servers": 4}),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
@@ -755,6 +770,8 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
         ("verl", "algorithm: {adv_estimator: reinforce_plus_plus, gamma: 0.9}", "algorithm.gamma: 0.9: rewards"),
         ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {optim: {lr_scheduler_type: cosine, "
          "num_cycles: 1.5}}}", "actor_rollout_ref.actor.optim.num_cycles: 1.5: a cosine has half a period"),
+        ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {optim: {override_optimizer_config: "
+         "{decoupled_weight_decay: false}}}}", "decoupled_weight_decay: false: weight decay is AdamW's"),
         ("verl", "algorithm: {adv_estimator: remax}", "algorithm.adv_estimator: remax: remax does not exist here"),
         ("verl", "algorithm: {adv_estimator: grpo, kl_ctrl: {type: adaptive}}", "algorithm.kl_ctrl.type: adaptive"),
         ("verl", "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: clip_cov}}}",
@@ -811,6 +828,22 @@ def test_constants_functions_and_files_of_a_python_file(tmp_path):
         "think_format_reward": ("trl", "trl.rewards:think_format_reward", 1.0), "short": ("trl", "mine:short", 0.5),
     }  # fmt: skip
     assert any(line.startswith("**more in line 10 is not read") for line in ported.todo)
+
+
+def test_lora_of_a_python_file_has_the_defaults_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    (tmp_path / "a.py").write_text(
+        "a = DPOConfig()\nif x:\n    p = LoraConfig(task_type='CAUSAL_LM', bias='all')\nDPOTrainer('m', args=a, "
+        "peft_config=p, ref_model=r, data_collator=None, eval_dataset=e, train_dataset=t)"
+    )
+    foreign = read_foreign(tmp_path / "a.py")
+    ported = port(foreign, PROGRAMS["dpo"].config)
+    plain = peft.LoraConfig(task_type="CAUSAL_LM")
+    lora = {name: ported.values[f"model.lora.{name}"] for name in ("rank", "alpha")}
+    assert lora == {"rank": plain.r, "alpha": plain.lora_alpha}
+    assert ported.values.get("model.lora.dropout", 0.0) == plain.lora_dropout
+    told = [line.partition(":")[0].partition(" of ")[0] for line in foreign.unread]
+    assert sorted(told) == ["bias", "eval_dataset", "line 3", "ref_model"]
 
 
 def test_second_data_set_of_a_python_file_is_not_trained_on(tmp_path):

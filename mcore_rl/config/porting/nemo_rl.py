@@ -246,7 +246,15 @@ def _math(value: Any, given: Given) -> Outcome:
 
 def _math_workers(value: Any, given: Given) -> Outcome:
     judge = _math(value, given)
-    return judge if isinstance(judge, str) else {**judge, "environment.num_workers": value}
+    return "an option of the judge" if isinstance(judge, str) else {**judge, "environment.num_workers": value}
+
+
+def _longest_prompt(value: Any, given: Given) -> Outcome:
+    total = given.number("policy.max_total_sequence_length", math.inf)
+    room = total - given.number("policy.generation.max_new_tokens", 0)
+    if number(value, "max_input_seq_length") >= (room or total):
+        return "prompts have the room that grpo.max_new_tokens leaves"
+    return ToDo("longer prompts are not left out here")
 
 
 def _of_teacher(megatron: bool, size: str) -> Rule:
@@ -451,7 +459,7 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ),
     ("", "checkpointing.save_consolidated"): said("the model is always exported at the end"),
     ("", "checkpointing.model_save_format"): said("the model is exported as safetensors"),
-    ("", "data.max_input_seq_length"): said("policy.max_total_sequence_length"),
+    ("", "data.max_input_seq_length"): _longest_prompt,
     ("", "data.dataset_name"): _dataset("data.train", "data"),
     ("", "data.train.dataset_name"): _dataset("data.train", "data.train"),
     ("", "data.validation.dataset_name"): _dataset("data.validation", "data.validation"),
@@ -488,7 +496,14 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         lambda value, given: {"grpo.dynamic_sampling_rounds": given("grpo.dynamic_sampling_max_gen_batches", 10)}
     ),
     ("", "grpo.dynamic_sampling_max_gen_batches"): said("a part of grpo.dynamic_sampling_rounds"),
-    ("", "grpo.batch_multiplier"): said("a round samples as many prompts as it needs"),
+    ("", "grpo.batch_multiplier"): _switched(
+        "grpo.use_dynamic_sampling",
+        lambda value, given: (
+            ToDo("a round samples the missing prompts only, so the data last longer")
+            if number(value, "batch_multiplier") > 1
+            else "as here"
+        ),
+    ),
     ("", "grpo.adv_estimator.name"): _estimator,
     ("", "grpo.adv_estimator.minus_baseline"): said("a part of grpo.advantage_estimator"),
     **{("", f"grpo.adv_estimator.{key}"): _of_grpo(key) for key in ("normalize_rewards", "use_leave_one_out_baseline")},

@@ -33,6 +33,15 @@ OF_CALLS: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Arguments of other calls in such a file, by name or place, and the keys of TRL's scripts for them."""
 
+WITHOUT_EFFECT = frozenset((
+    "args", "train_dataset", "processing_class", "tokenizer", "peft_config", "callbacks", "reward_processing_classes",
+    "task_type", "inference_mode", "num_proc", "cache_dir", "token", "trust_remote_code", "keep_in_memory",
+))  # fmt: skip
+"""Arguments of these calls that are read elsewhere in the file, or do not change what is trained."""
+
+OF_LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""What PEFT's LoraConfig sets by default, under the keys of TRL's scripts, whose defaults are others."""
+
 
 def of_python(text: str, path: Path) -> Foreign:
     try:
@@ -51,6 +60,7 @@ def of_python(text: str, path: Path) -> Foreign:
     known = _constants(tree) | _functions(tree, path.stem)
     unread += _changed_later(tree)
     training = _training_data(tree, named)
+    decided = _in_branches(tree)
     for name, call in named:
         keys = OF_CALLS.get(name)
         if keys is None and name not in CONFIGS:
@@ -60,10 +70,14 @@ def of_python(text: str, path: Path) -> Foreign:
             continue
         given = [(str(place), node) for place, node in enumerate(call.args)]
         given += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
-        values |= {"use_peft": True} if name == "LoraConfig" else {}
+        unread += [f"line {call.lineno}: {name} depends on a branch: check whether it is made"] * (call in decided)
         for argument, node in given:
             key = argument if keys is None else keys.get(argument)
-            if key is None or key in values:
+            if key in values or (keys is not None and argument in WITHOUT_EFFECT):
+                continue
+            if key is None:
+                says = f"{argument} of {name}: is {ast.unparse(node)[:60]} in line {node.lineno}; set its counterpart"
+                unread += [f"{says} yourself"] * (ast.unparse(node) not in ("None", "False"))
                 continue
             try:
                 values[key] = _constant(node, known)
@@ -74,7 +88,19 @@ def of_python(text: str, path: Path) -> Foreign:
             for keyword in call.keywords
             if keyword.arg is None
         ]
+    if any(name == "LoraConfig" for name, _ in named):
+        values = {**OF_LORA, **values}
     return Foreign("TRL", kinds[0], values, None, tuple(unread))
+
+
+def _in_branches(tree: ast.Module) -> set[ast.Call]:
+    """Return the calls that are made under a condition, other than that the file is the program."""
+    branches = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If | ast.IfExp) and not ast.unparse(node.test).startswith("__name__ ==")
+    ]
+    return {part for branch in branches for part in ast.walk(branch) if isinstance(part, ast.Call)}
 
 
 def _training_data(tree: ast.Module, named: Sequence[tuple[str, ast.Call]]) -> ast.Call | None:

@@ -8,6 +8,7 @@ and the builtins that act on other processes or read other files, are taken out 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -104,7 +105,7 @@ def expand(text: str, path: Path, script: Script = PLAIN) -> Expanded:
         raise UserError(f"{path}: needs bash to be read, which is not on the PATH; use YAML")
     source = text.encode()
     root = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())).parse(source).root_node
-    nodes = list(_walk(root))
+    nodes = _without_false_commands(list(_walk(root)))
     edits, told = _edits(nodes, script)
     for start, end, new in sorted(edits, reverse=True):
         source = source[:start] + new.encode() + source[end:]
@@ -124,6 +125,32 @@ def _walk(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
         yield from _walk(child)
 
 
+_ARITHMETIC = re.compile(r"\$\(\([\w\s+*/%<>=!&|^~?:,(){}$-]*\)\)")
+
+
+def _is_arithmetic(node: tree_sitter.Node) -> bool:
+    """Return whether a node is $(( … )), which the parser takes for a command in places such as ${NAME:-$((2 + 1))}."""
+    text = _text(node)
+    depths = list(itertools.accumulate((sign == "(") - (sign == ")") for sign in text[3:-2]))
+    return node.type == "arithmetic_expansion" or (
+        node.type == "command_substitution"
+        and _ARITHMETIC.fullmatch(text) is not None
+        and "$(" not in text[3:]
+        and min(depths, default=0) == 0 == (depths or [0])[-1]
+    )
+
+
+def _without_false_commands(nodes: list[tree_sitter.Node]) -> list[tree_sitter.Node]:
+    """Return the nodes without the commands and redirections that the parser sees in arithmetic."""
+    whole = [node for node in nodes if node.type == "command_substitution" and _is_arithmetic(node)]
+    return [
+        node
+        for node in nodes
+        if node.type in _NAMES
+        or not any(one.start_byte < node.start_byte and node.end_byte < one.end_byte for one in whole)
+    ]
+
+
 def _edits(nodes: list[tree_sitter.Node], script: Script) -> tuple[list[_Edit], list[str]]:
     """Return the changes that make the file harmless, and lines about programs on which its branches depend."""
     kept = _BUILTINS | _OF_PROLOGUE | {_text(_child(n, "name")) for n in nodes if n.type == "function_definition"}
@@ -141,9 +168,7 @@ def _edits(nodes: list[tree_sitter.Node], script: Script) -> tuple[list[_Edit], 
             edits.append(_without_redirect(node))
             if _text(_parent(node)).split()[0] in ("read", "mapfile", "readarray") and _text(node).startswith("<"):
                 told.append(f"line {line}: {_text(_parent(node))[:60]}: the file was not read")
-        elif node.type == "arithmetic_expansion" and (
-            unknown := _names_in(node) & (outputs | (_all_names(nodes) - known))
-        ):
+        elif _is_arithmetic(node) and (unknown := _names_in(node) & (outputs | (_all_names(nodes) - known))):
             edits.append((node.start_byte, node.end_byte, f"\\${{{min(unknown)}}}"))
         elif node.type == "command_name" and _text(node) not in kept:
             kind, command = _kind(node), _parent(node)
@@ -181,11 +206,13 @@ def _outputs(nodes: list[tree_sitter.Node], kept: frozenset[str] | set[str]) -> 
 
 
 def _names_in(node: tree_sitter.Node) -> set[str]:
+    if node.type == "command_substitution":  # arithmetic that the parser takes for a command
+        return set(re.findall(r"\b[A-Za-z_]\w*", _text(node)))
     return {_text(n) for n in _walk(node) if n.type == "variable_name" and not _text(n).isdigit()}
 
 
 def _all_names(nodes: list[tree_sitter.Node]) -> set[str]:
-    return {_text(node) for node in nodes if node.type == "variable_name"}
+    return {name for node in nodes if node.type == "variable_name" or _is_arithmetic(node) for name in _names_in(node)}
 
 
 def _deciding(nodes: list[tree_sitter.Node]) -> frozenset[str]:

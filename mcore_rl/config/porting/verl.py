@@ -308,6 +308,20 @@ def _of_optimizer(part: str) -> dict[str, Rule]:
         "lr_decay_style": SCHEDULE,
         "warmup_style": SCHEDULE,
         "override_optimizer_config.optimizer_cpu_offload": true_for(to("optimizer.offload")),
+        "override_optimizer_config.decoupled_weight_decay": refused(
+            "weight decay is AdamW's here", harmless=(None, True)
+        ),
+        **{
+            f"override_optimizer_config.{key}": said("chooses where the optimizer computes, not what")
+            for key in (
+                "optimizer_offload_fraction",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "use_precision_aware_optimizer",
+                "fused",
+                "foreach",
+            )
+        },
+        "override_optimizer_config.*": lambda value, given: ToDo("if it changes the update, set its counterpart"),
     }
 
 
@@ -355,7 +369,7 @@ def _recomputed(value: Any, given: Given) -> Outcome:
 
 _OPTIM = f"{ACTOR}.optim"
 _MEGATRON = f"{ACTOR}.megatron"
-_FP8 = f"{_MEGATRON}.override_transformer_config"
+_TRANSFORMER = f"{_MEGATRON}.override_transformer_config"
 VERL: dict[tuple[str, str], Rule] = {
     ("", "data.train_files"): _sources("data.train"),
     ("", "data.val_files"): _sources("data.validation"),
@@ -508,17 +522,39 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{_MEGATRON}.override_transformer_config.recompute_granularity"): Choice(
         {"full": {"model.recompute_activations": True}}
     ),
-    ("", f"{_FP8}.recompute_modules"): only_if(
-        f"{_FP8}.recompute_granularity", lambda value: value == "selective", "recompute_granularity is not selective",
-        _recomputed,
+    ("", f"{_TRANSFORMER}.recompute_modules"): only_if(
+        f"{_TRANSFORMER}.recompute_granularity", lambda value: value == "selective",
+        "recompute_granularity is not selective", _recomputed,
     ),
-    ("", f"{_FP8}.fp8_recipe"): only_if(f"{_FP8}.fp8", bool, "fp8 is not set", FP8_RECIPE),
-    ("", f"{_FP8}.fp8"): lambda value, given: (
-        FP8_RECIPE(given(f"{_FP8}.fp8_recipe", "delayed"), given) if value else "FP8 is off by default"
+    ("", f"{_TRANSFORMER}.fp8_recipe"): only_if(f"{_TRANSFORMER}.fp8", bool, "fp8 is not set", FP8_RECIPE),
+    ("", f"{_TRANSFORMER}.fp8"): lambda value, given: (
+        FP8_RECIPE(given(f"{_TRANSFORMER}.fp8_recipe", "delayed"), given) if value else "FP8 is off by default"
     ),
     **{
-        ("", f"{_FP8}.num_layers_at_{place}_in_bf16"): only_if(
-            f"{_FP8}.first_last_layers_bf16", bool, "first_last_layers_bf16 is not set", to(f"model.fp8.{key}_layers")
+        ("", f"{_TRANSFORMER}.{key}"): to(f"model.{key}")
+        for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+    },
+    **{
+        ("", f"{_TRANSFORMER}.num_layers_in_{place}_pipeline_stage"): to(
+            f"parallel.num_layers_in_{place}_pipeline_stage"
+        )
+        for place in ("first", "last")
+    },
+    **{
+        ("", f"{_TRANSFORMER}.{pattern}"): said("chooses how the model is computed, not what")
+        for pattern in (
+            "*fusion*", "*fused*", "*flash*", "*overlap*", "recompute_*", "attention_backend", "context_parallel_*",
+            "cp_comm_type", "tp_comm_*", "cross_entropy_*", "account_for_*", "persist_layer_norm", "moe_router_dtype",
+            "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend",
+            "moe_use_legacy_grouped_gemm", "variable_seq_lengths", "deallocate_pipeline_outputs", "batch_p2p_comm",
+            "fp8_param", "first_last_layers_bf16", "use_cpu_initialization", "gradient_checkpointing*",
+        )
+    },
+    ("", f"{_TRANSFORMER}.*"): lambda value, given: ToDo("if it changes what the model computes, set its counterpart"),
+    **{
+        ("", f"{_TRANSFORMER}.num_layers_at_{place}_in_bf16"): only_if(
+            f"{_TRANSFORMER}.first_last_layers_bf16", bool, "first_last_layers_bf16 is not set",
+            to(f"model.fp8.{key}_layers"),
         )
         for place, key in (("start", "first"), ("end", "last"))
     },
