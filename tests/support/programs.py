@@ -50,11 +50,11 @@ def run(script, *arguments, processes=1, check=True, launcher=False):
     return process
 
 
-def metrics_of(directory, name="metrics.jsonl"):
-    """Return the lines of a log. The page of metrics must describe all metrics of metrics.jsonl."""
+def metrics_of(directory, name="metrics.jsonl", own=()):
+    """Return the lines of a log. The page of metrics must describe all metrics of metrics.jsonl but a loss's `own`."""
     lines = [json.loads(line) for line in (directory / name).read_text().splitlines()]
     if name == "metrics.jsonl":
-        names = {metric for line in lines for metric in line if metric != "step"}
+        names = {metric for line in lines for metric in line} - {"step", *own}
         assert not [metric for metric in names if meaning_of(metric) is None], "add them to metric_meanings.yaml"
     return lines
 

@@ -300,7 +300,7 @@ def test_resume_ends_bit_equal(files, algorithm, dtype):
 def test_resume_refuses_other_data(files, whole_run):
     out = files / "other"
     shutil.copytree(whole_run, out)
-    text = finish(start(files, out, f"data.train={files / 'other.jsonl'}"), status=2)
+    text = finish(start(files, out, f"data.train={files / 'other.jsonl'}"), 2)
     assert "other.jsonl is other data: " in text
 
 
