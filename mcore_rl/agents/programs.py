@@ -26,7 +26,7 @@ from mcore_rl.utils.process_groups import GroupKeeper
 
 _ROOT = Path(__file__).parents[2]
 SOURCE = str(_ROOT) if (_ROOT / "pyproject.toml").is_file() else "PATH, of its wheel"
-"""What pip installs this package from; its name alone would be whatever the index has under it."""
+"""Path from which pip installs this package. By its name, pip would install whatever the index has under that name."""
 
 GRACE_SECONDS = 5.0
 """Time that a coroutine has to end after it was cancelled, before its process is killed."""

@@ -45,33 +45,9 @@ def _whose(value: Any) -> str:
 
 
 DATASET_FORMATS = frozenset((
-    "arrow",
-    "audiofolder",
-    "conll",
-    "csv",
-    "eval",
-    "fasta",
-    "fastq",
-    "genbank",
-    "harbor",
-    "hdf5",
-    "iceberg",
-    "imagefolder",
-    "json",
-    "lance",
-    "meshfolder",
-    "mmcif",
-    "niftifolder",
-    "pandas",
-    "parquet",
-    "pdb",
-    "pdffolder",
-    "text",
-    "tsfile",
-    "videofolder",
-    "vortex",
-    "webdataset",
-    "xml",
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
+    "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder",
+    "text", "tsfile", "videofolder", "vortex", "webdataset", "xml",
 ))  # fmt: skip
 """Names with which the library datasets reads files, and no datasets of the hub."""
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -242,9 +242,10 @@ def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
         with pyarrow.parquet.ParquetFile(source) as file:
             schema = file.schema_arrow
             check_columns(source, schema)
+            nested = {field.name: field.type for field in schema if field.type.num_fields}
             rows = (row for batch in file.iter_batches(batch_size=RECORDS_AT_ONCE) for row in batch.to_pylist())
             numbered = enumerate(rows, start=1)
-            records = (record_of(row, schema, f"{source}, record {number}") for number, row in numbered)
+            records = (record_of(row, nested, f"{source}, record {number}") for number, row in numbered)
             yield from _rows(source, records, file.metadata.num_rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source}: is not a complete Parquet file: {' '.join(str(error).split())}") from None
@@ -278,11 +279,14 @@ def check_columns(source: str, schema: Any) -> None:
         check(field.name, field.type)
 
 
-def record_of(row: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
+def record_of(row: dict[str, Any], nested: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a row of a table as a record; maps become objects, which Arrow gives as lists of pairs.
 
     If only some records have a key of a nested object, the format of tables adds nulls to the other records, which are
     left out here. Keys of the record itself and of maps are all kept, so that a null value differs from a missing key.
+
+    Args:
+        nested: Arrow types of the columns that have objects, lists or maps; other values need no conversion.
 
     Raises:
         UserError: a map has a key twice.
@@ -307,7 +311,7 @@ def record_of(row: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
             }
         return [converted(item, kind.value_type, column) for item in value] if isinstance(value, list) else value
 
-    return {field.name: converted(row[field.name], field.type, field.name) for field in schema}
+    return {**row, **{column: converted(row[column], kind, column) for column, kind in nested.items()}}
 
 
 def with_texts(record: dict[str, Any]) -> dict[str, Any]:

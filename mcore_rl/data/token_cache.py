@@ -26,7 +26,7 @@ from mcore_rl.data.tokenize import TokenizationSpec, TokenizerSpec, available_wo
 from mcore_rl.errors import UserError
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import PrintLine
-from mcore_rl.utils.files import digest_of_file, full_disk
+from mcore_rl.utils.files import digest_of_file, reason_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Suffixes of files in a model directory that cannot belong to the tokenizer."""
@@ -84,7 +84,7 @@ class TokenCache:
         try:
             yield
         except OSError as error:
-            reason = full_disk(error, self.directory) or error.strerror
+            reason = reason_of(error, self.directory)
             raise UserError(
                 f"data.cache_dir: {self.directory} cannot be written ({reason}); name another directory"
             ) from None

@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -105,7 +105,8 @@ SIZES = {
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML text of a report of `runs`. All content that comes from the runs' files is escaped."""
-    charts = sections(runs)
+    hidden = left_out(runs)
+    charts = sections(runs, hidden)
     environment = Environment(
         loader=PackageLoader("mcore_rl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -120,7 +121,7 @@ def page(runs: Sequence[Run]) -> str:
         figures=_figures(charts),
         runs=[_overview(run) for run in runs],
         sections=charts,
-        left_out=list(_left_out_lines(runs)),
+        left_out=list(_left_out_lines(hidden)),
         validation=list(_validation(runs)),
         samples=sample_rows(runs),
         sampled=[_sampled(run) for run in runs if run.samples],
@@ -436,9 +437,8 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
 
 
-def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return those sections of the page that have charts; the charts cover all metrics but those of `left_out`."""
-    hidden = left_out(runs)
+def sections(runs: Sequence[Run], hidden: Container[str]) -> list[Section]:
+    """Return those sections of the page that have charts; the charts cover all metrics but the hidden ones."""
     names = [name for name in dict.fromkeys(name for run in runs for name in _series(run)) if name not in hidden]
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
@@ -477,9 +477,8 @@ def left_out(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def _left_out_lines(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the sentences of the page about `left_out`."""
-    hidden = left_out(runs)
+def _left_out_lines(hidden: Mapping[str, str]) -> Iterator[str]:
+    """Yield the sentences of the page about the metrics that `left_out` returns."""
     if zero := [name for name, same in hidden.items() if not same]:
         yield f"Always 0: {', '.join(zero)}."
     if equal := [f"{name} (as {same})" for name, same in hidden.items() if same]:

@@ -19,7 +19,7 @@ from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore
-from mcore_rl.utils.files import full_disk, naming_full_disk, remove_listed, unlisted_files
+from mcore_rl.utils.files import naming_full_disk, reason_of, remove_listed, unlisted_files
 from mcore_rl.utils.lock_file import LockFile, LockHeld
 from mcore_rl.utils.torchrun import launch_id
 
@@ -143,8 +143,7 @@ class RunDirectory:
         except LockHeld as holder:
             raise UserError(f"output_dir: {self.path} is being written by another run ({holder})") from None
         except OSError as error:
-            reason = full_disk(error, self.path) or error.strerror
-            raise UserError(f"output_dir: {self.path} cannot be written ({reason})") from None
+            raise UserError(f"output_dir: {self.path} cannot be written ({reason_of(error, self.path)})") from None
         global _claimed
         _claimed = self
         return f"the run that held {self.path} ({left_by}) is gone; going on" if left_by else None

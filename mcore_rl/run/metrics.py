@@ -20,7 +20,7 @@ from mcore_rl.run import watchdog
 from mcore_rl.run.directory import WANDB_ID
 from mcore_rl.run.identity import flattened
 from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
-from mcore_rl.utils.files import full_disk
+from mcore_rl.utils.files import reason_of
 
 
 class JsonLinesLog:
@@ -70,7 +70,7 @@ class OptionalLog:
         except OSError as error:
             self._log = JsonLinesLog(path)  # the next append then removes the incomplete line
             if not self._fails:
-                reason = full_disk(error, path.parent) or error.strerror
+                reason = reason_of(error, path.parent)
                 self._say(f"warning: {path} cannot be written ({reason}); steps are missing in it")
             self._fails = True
 

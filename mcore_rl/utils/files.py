@@ -213,6 +213,11 @@ def full_disk(error: BaseException, directory: Path) -> str | None:
     return f"{os.strerror(found)}, {shutil.disk_usage(existing).free / 2**30:,.2f} GiB free"
 
 
+def reason_of(error: OSError, directory: Path) -> str:
+    """Return why a file in `directory` could not be written; if the disk is full, with its free space."""
+    return full_disk(error, directory) or error.strerror or str(error)
+
+
 def _system_error(error: BaseException) -> int | None:
     """Return the number of the system's error, if `error` has one."""
     if isinstance(error, OSError):

@@ -414,7 +414,7 @@ wait
 
 
 def test_shell_script_is_read_as_bash_reads_it(tmp_path, monkeypatch):
-    """Nothing of the script acts: no program runs, no file is written, and what depends on them is told."""
+    """The script starts no program and writes no file; values that depend on them are reported."""
     monkeypatch.chdir(tmp_path)
     config, ported = translated(MET, tmp_path, "run.sh")
     home = str(Path.home())
@@ -783,7 +783,7 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
     ],
 )  # fmt: skip
 def test_what_would_train_differently_comes_first(program, text, told, tmp_path, capsys):
-    """Such a value is told alone, before everything else, on the standard error too, and the exit status is 1."""
+    """Such values come first in the file and on the standard error, and the exit status is 1."""
     base = {
         "NeMo RL": "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\npolicy: {model_name: m}\n"
         "data: {train: {dataset_name: t.jsonl}}\n",

@@ -24,6 +24,10 @@ HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window
 SCRIPT = ROOT / "scripts" / "report.py"
 
 
+def drawn_sections(runs):
+    return sections(runs, left_out(runs))
+
+
 def write_run(path, metrics=(), samples=(), config="", state="ended"):
     path.mkdir(parents=True, exist_ok=True)
     for name, lines in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
@@ -61,7 +65,7 @@ def dpo(path):
 
 
 def titles(runs):
-    return {section.title: [chart.title for chart in section.charts] for section in sections(runs)}
+    return {section.title: [chart.title for chart in section.charts] for section in drawn_sections(runs)}
 
 
 def test_curves_stand_in_groups(tmp_path):
@@ -70,7 +74,7 @@ def test_curves_stand_in_groups(tmp_path):
     assert found["Mismatch between sampler and trainer"] == ["token_mult_prob_error"]
     assert found["Speed"] == ["seconds of a step, a", "seconds of a step, b"]
     assert {"num_tokens", "skipped_update"} <= set(found["Other"]), "nothing that was measured is left out"
-    (margin,) = (c for s in sections(read_runs([tmp_path / "b"])) for c in s.charts if c.title == "margin")
+    (margin,) = (c for s in drawn_sections(read_runs([tmp_path / "b"])) for c in s.charts if c.title == "margin")
     assert list(margin.figure.data[0].y) == [1.75, 1.75]
 
 
@@ -85,7 +89,7 @@ def test_curves_that_are_zero_or_equal_to_another_are_named_and_not_drawn(tmp_pa
     assert left_out(runs) == {
         "nll_loss": "loss", "sft_loss": "", "training_tokens_per_second": "tokens_per_second", "num_failed": "",
     }  # fmt: skip
-    drawn = {trace.name for section in sections(runs) for chart in section.charts for trace in chart.figure.data}
+    drawn = {trace.name for section in drawn_sections(runs) for chart in section.charts for trace in chart.figure.data}
     assert drawn == {"loss", "grad_norm", "tokens_per_second"}, "grad_norm is in another section than the loss"
     text = page(runs)
     assert "Always 0: sft_loss, num_failed." in text
@@ -97,7 +101,9 @@ def test_curves_that_are_zero_or_equal_to_another_are_named_and_not_drawn(tmp_pa
 
 def test_charts_explain_their_curves(tmp_path):
     lines = [{"step": step, "validation_loss": step / 2, "loss": float(step), "own": 1.0} for step in (1, 2)]
-    charts = {chart.title: chart for s in sections(read_runs([write_run(tmp_path / "a", lines)])) for chart in s.charts}
+    charts = {
+        chart.title: chart for s in drawn_sections(read_runs([write_run(tmp_path / "a", lines)])) for chart in s.charts
+    }
     ((names, meaning),) = charts["loss"].meanings
     assert names == "loss" and meaning.startswith("Value that the optimizer minimises") and "Unit: nats" in meaning
     assert not charts["own"].meanings, "a metric of another program"
@@ -335,13 +341,13 @@ def test_a_run_that_starts_afresh_removes_only_a_report(text, tmp_path):
 
 def test_a_run_has_one_color_and_a_metric_one_dash(tmp_path):
     one, two = read_runs([dpo(tmp_path / "a"), dpo(tmp_path / "b")])
-    charts = {chart.title: chart.figure.data for section in sections([one, two]) for chart in section.charts}
+    charts = {chart.title: chart.figure.data for section in drawn_sections([one, two]) for chart in section.charts}
     curves = [(trace.name.partition(": "), trace.line) for trace in charts["rewards of pairs"]]
     assert len(curves) == 4 and len({(line.color, line.dash) for _, line in curves}) == 4
     for place in (0, 2):
         kinds = {(name[place], line.color if place == 0 else line.dash) for name, line in curves}
         assert len(kinds) == 2, kinds
-    alone = {chart.title: chart.figure.data for section in sections([one]) for chart in section.charts}
+    alone = {chart.title: chart.figure.data for section in drawn_sections([one]) for chart in section.charts}
     assert len({trace.line.color for trace in alone["rewards of pairs"]}) == 2
 
 
@@ -351,7 +357,7 @@ def test_validation_has_the_color_of_its_curve(tmp_path):
     numbers = {name: place / 8 for place, name in enumerate((*values, *pair), 1)}
     lines = [{"step": step, **numbers, "accuracy": 1.0} for step in (1, 2)]
     (run,) = read_runs([write_run(tmp_path / "a", lines)])
-    charts = {chart.title: chart.figure.data for section in sections([run]) for chart in section.charts}
+    charts = {chart.title: chart.figure.data for section in drawn_sections([run]) for chart in section.charts}
     training, *validation = charts["reward"]
     assert len(validation) == 2 and {trace.line.color for trace in validation} == {training.line.color}
     assert {trace.line.dash for trace in validation} == {"dot"} and training.line.dash == "solid"
@@ -437,7 +443,7 @@ def test_in_a_browser(width, scheme, browser, tmp_path):
     tab.goto(output.as_uri())
     tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg.main-svg'))")
     charts = tab.locator(".chart")
-    assert charts.count() == sum(len(section.charts) for section in sections(read_runs(runs)))
+    assert charts.count() == sum(len(section.charts) for section in drawn_sections(read_runs(runs)))
     for box in (charts.nth(n).bounding_box() for n in range(charts.count())):
         assert 250 < box["width"] <= width and 280 < box["height"] < 800
     assert tab.evaluate(COVERED) == [], "no name is cut off"

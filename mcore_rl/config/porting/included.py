@@ -20,8 +20,9 @@ OWN_OF_VERL = {
 def with_included(values: dict[str, Any], path: Path, depth: int = 0) -> tuple[dict[str, Any], str, list[str]]:
     """Return the values over those of the files that `defaults` names.
 
-    NeMo RL names files, verl (by Hydra) files beside this one or of its own package. Later entries are laid over
-    earlier ones, and the file's own values over all, or where `_self_` stands.
+    In NeMo RL, `defaults` names files. In verl, which uses Hydra, it names files in the directory of this file, or
+    files of verl's package. Later entries replace the values of earlier ones. The file's own values come last, or in
+    the place of `_self_`.
 
     Returns:
         values, the name of the file of verl's package or "", and what could not be read.

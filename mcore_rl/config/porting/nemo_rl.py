@@ -18,6 +18,8 @@ from mcore_rl.config.porting.rules import (
     Rule,
     ToDo,
     betas,
+    first_rate,
+    lowest_rate,
     number,
     only_if,
     optimizer,
@@ -34,10 +36,14 @@ from mcore_rl.config.porting.rules import (
 _CFG = "policy.megatron_cfg"
 
 
-def _by_backend(megatron: bool, rule: Rule) -> Rule:
-    """Return `rule` for configurations in which the backend Megatron is enabled, or is not."""
-    reason = f"{_CFG}.enabled is {'not ' if megatron else ''}set"
-    return only_if(f"{_CFG}.enabled", lambda value: (value is True) == megatron, reason, rule)
+def _by_backend(megatron: bool, rule: Rule, section: str = _CFG) -> Rule:
+    """Return `rule` for configurations in which the backend Megatron of `section` is enabled, or is not."""
+    reason = f"{section}.enabled is {'not ' if megatron else ''}set"
+    return only_if(f"{section}.enabled", lambda value: (value is True) == megatron, reason, rule)
+
+
+def _with_vllm(rule: Rule) -> Rule:
+    return only_if("policy.generation.backend", lambda value: value == "vllm", "the engine is not vLLM", rule)
 
 
 def _responses(given: Given) -> float:
@@ -258,13 +264,7 @@ def _longest_prompt(value: Any, given: Given) -> Outcome:
 
 
 def _of_teacher(megatron: bool, size: str) -> Rule:
-    reason = f"teacher.megatron_cfg.enabled is {'not ' if megatron else ''}set"
-    return only_if(
-        "teacher.megatron_cfg.enabled",
-        lambda value: (value is True) == megatron,
-        reason,
-        to(f"distillation.teacher_parallel.{size}"),
-    )
+    return _by_backend(megatron, to(f"distillation.teacher_parallel.{size}"), "teacher.megatron_cfg")
 
 
 NEMO_RL: dict[tuple[str, str], Rule] = {
@@ -286,15 +286,7 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         ("", f"{_CFG}.optimizer.{key}"): _by_backend(True, to(f"optimizer.{key}"))
         for key in ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
     },
-    ("", f"{_CFG}.optimizer.min_lr"): _by_backend(
-        True,
-        only_if(
-            f"{_CFG}.scheduler.lr_decay_style",
-            lambda style: style != "constant",
-            "a constant rate has no minimum",
-            to("optimizer.min_lr"),
-        ),
-    ),
+    ("", f"{_CFG}.optimizer.min_lr"): _by_backend(True, lowest_rate(f"{_CFG}.scheduler.lr_decay_style")),
     **{
         ("", f"{_CFG}.scheduler.{key}"): said(f"{_CFG}.optimizer.weight_decay")
         for key in ("start_weight_decay", "end_weight_decay")
@@ -376,9 +368,7 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ("", f"{_CFG}.expert_tensor_parallel_size"): _by_backend(
         True, _of_mixture(to("parallel.expert_tensor_parallel_size"))
     ),
-    ("", f"{_CFG}.scheduler.lr_warmup_init"): _by_backend(
-        True, lambda value, given: ToDo("the rate rises from 0 here") if number(value, "lr_warmup_init") else "as here"
-    ),
+    ("", f"{_CFG}.scheduler.lr_warmup_init"): _by_backend(True, first_rate),
     ("", f"{_CFG}.optimizer.use_precision_aware_optimizer"): said(
         "optimizer.moments_dtype is the precision of the moments"
     ),
@@ -408,23 +398,11 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
     ("", "policy.generation.backend"): Choice(
         {"vllm": {"generation.backend": "vllm"}, "megatron": {"generation.backend": "megatron"}}
     ),
-    ("", "policy.generation.colocated.enabled"): only_if(
-        "policy.generation.backend", lambda value: value == "vllm", "the engine is not vLLM", to("generation.offload")
-    ),
+    ("", "policy.generation.colocated.enabled"): _with_vllm(to("generation.offload")),
     ("", "policy.generation.colocated.resources.*"): said("generation.vllm.devices names the GPUs of the servers"),
-    ("", "policy.generation.vllm_cfg.tensor_parallel_size"): only_if(
-        "policy.generation.backend",
-        lambda value: value == "vllm",
-        "the engine is not vLLM",
-        servers,
-    ),
+    ("", "policy.generation.vllm_cfg.tensor_parallel_size"): _with_vllm(servers),
     **{
-        ("", f"policy.generation.vllm_cfg.{part}"): only_if(
-            "policy.generation.backend",
-            lambda value: value == "vllm",
-            "the engine is not vLLM",
-            _server_options_of_nemo_rl,
-        )
+        ("", f"policy.generation.vllm_cfg.{part}"): _with_vllm(_server_options_of_nemo_rl)
         for part in ("gpu_memory_utilization", "precision")
     },
     ("", "policy.megatron_cfg.fp8_cfg.enabled"): true_for(

@@ -17,7 +17,7 @@ class Refused(str):
 
 
 class ToDo(str):
-    """What a person has to do for a value, outside of the configuration."""
+    """A task for the user, which the configuration cannot express."""
 
 
 class Given:
@@ -170,6 +170,17 @@ def sequence_parallel(size: str) -> Rule:
         size, lambda value: value is not None and number(value, size) > 1, f"{size} is 1",
         to("parallel.sequence_parallel"),
     ))  # fmt: skip
+
+
+def lowest_rate(style: str) -> Rule:
+    """Return a rule for the smallest rate of a schedule whose name is the value of the key `style`."""
+    is_decay = lambda name: name != "constant"  # noqa: E731 (used once)
+    return only_if(style, is_decay, "a constant rate has no minimum", to("optimizer.min_lr"))
+
+
+def first_rate(value: Any, given: Given) -> Outcome:
+    """Rule for the rate from which a warmup rises."""
+    return ToDo("the rate rises from 0 here") if number(value, "lr_warmup_init") else "as here"
 
 
 SCHEDULE = Choice({

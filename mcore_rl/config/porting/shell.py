@@ -28,7 +28,7 @@ SECONDS = 10
 """Time that bash has for a file."""
 
 UNKNOWN = re.compile(r"<output_of_[^>]*>|\$\{\w+\}")
-"""What stands in a word for the output of a program, and for a variable or argument that the file does not set."""
+"""Placeholders in a word: for the output of a program, and for a variable or argument that the file does not set."""
 
 _BUILTINS = frozenset((
     ":", "[", "break", "case", "command", "continue", "declare", "echo", "eval", "exit", "export", "false",
@@ -73,7 +73,7 @@ _OF_BASH = frozenset(("HOME", "PWD", "RANDOM", "SECONDS", "LINENO", "IFS", "OLDP
 
 @dataclass(frozen=True)
 class Script:
-    """What a script is started with. arguments: its arguments. variables: variables of its environment by name."""
+    """The arguments of a script, and the variables of its environment by name."""
 
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +155,8 @@ def _edits(nodes: list[tree_sitter.Node], script: Script) -> tuple[list[_Edit], 
     """Return the changes that make the file harmless, and lines about programs on which its branches depend."""
     kept = _BUILTINS | _OF_PROLOGUE | {_text(_child(n, "name")) for n in nodes if n.type == "function_definition"}
     known = _OF_BASH | _set_variables(nodes) | script.variables.keys()
-    deciding, outputs = _deciding(nodes), _outputs(nodes, kept)
+    deciding = _deciding(nodes)
+    not_numbers = _outputs(nodes, kept) | (_all_names(nodes) - known)
     edits: list[_Edit] = []
     told = [
         f"{name} is not set by the file: branches depend on it"
@@ -168,7 +169,7 @@ def _edits(nodes: list[tree_sitter.Node], script: Script) -> tuple[list[_Edit], 
             edits.append(_without_redirect(node))
             if _text(_parent(node)).split()[0] in ("read", "mapfile", "readarray") and _text(node).startswith("<"):
                 told.append(f"line {line}: {_text(_parent(node))[:60]}: the file was not read")
-        elif _is_arithmetic(node) and (unknown := _names_in(node) & (outputs | (_all_names(nodes) - known))):
+        elif _is_arithmetic(node) and (unknown := _names_in(node) & not_numbers):
             edits.append((node.start_byte, node.end_byte, f"\\${{{min(unknown)}}}"))
         elif node.type == "command_name" and _text(node) not in kept:
             kind, command = _kind(node), _parent(node)

@@ -18,6 +18,8 @@ from mcore_rl.config.porting.rules import (
     Rule,
     ToDo,
     betas,
+    first_rate,
+    lowest_rate,
     number,
     only_if,
     optimizer,
@@ -35,6 +37,7 @@ from mcore_rl.config.porting.rules import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 
 def _sources(key: str) -> Rule:
@@ -50,12 +53,19 @@ def _mini_batch(value: Any, given: Given) -> Outcome:
     return {"grpo.train_global_batch_size": int(number(value, "ppo_mini_batch_size") * given.number(f"{ROLLOUT}.n", 1))}
 
 
-def _columns(value: Any, given: Given) -> Outcome:
-    """Return the columns that have other names than the fields. The rules of all keys of columns return the same."""
-    keys = {"prompt": "data.prompt_key", "images": "data.image_key"}
-    named = {field: given(key, field) for field, key in keys.items()}
-    others = {field: name for field, name in named.items() if name != field}
-    return {"data.columns": others} if others else f"{value} is the default"
+def _columns(keys: Mapping[str, str]) -> Rule:
+    """Return the rule for `keys`, which name the columns of fields. It returns all columns with other names."""
+
+    def rule(value: Any, given: Given) -> Outcome:
+        named = {field: given(key, field) for field, key in keys.items()}
+        others = {field: name for field, name in named.items() if name != field}
+        return {"data.columns": others} if others else f"{value} is the default"
+
+    return rule
+
+
+_PROMPT_COLUMNS = {"prompt": "data.prompt_key", "images": "data.image_key"}
+_CHAT_COLUMNS = {"messages": "data.messages_key", "tools": "data.tools_key"}
 
 
 def _tower(value: Any, given: Given) -> Outcome:
@@ -75,11 +85,12 @@ def _length(value: Any, given: Given) -> Outcome:
 
 def _clip(value: Any, given: Given) -> Outcome:
     low, high = (given(f"{ACTOR}.clip_ratio_{side}", value) for side in ("low", "high"))
-    if str(given(f"{ACTOR}.policy_loss.loss_mode", "vanilla")).startswith("dppo"):
+    loss = str(given(LOSS))
+    if loss.startswith("dppo"):
         return {"loss.divergence_clip_min": low, "loss.divergence_clip_max": high}
-    if given(f"{ACTOR}.policy_loss.loss_mode") == "geo_mean":
+    if loss == "geo_mean":
         return {"loss.log_ratio_clip_min": low, "loss.log_ratio_clip_max": high}
-    if given(f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "gpg"):
+    if loss in ("sapo", "gpg"):
         return "the loss does not clip"
     return {"loss.ratio_clip_min": low, "loss.ratio_clip_max": high}
 
@@ -87,20 +98,14 @@ def _clip(value: Any, given: Given) -> Outcome:
 KL_IN_LOSS, KL_IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
 
 
-def _kl(switch: str, rule: Rule) -> Rule:
+def _kl(switch: str, rule: Rule, without: Outcome = "there is no KL term") -> Rule:
     """Return `rule` for the KL that `switch` turns on. With both KLs, that in the loss becomes the one here."""
 
     def of_switch(value: Any, given: Given) -> Outcome:
         counted = next((name for name in (KL_IN_LOSS, KL_IN_REWARD) if given(name) is True), None)
-        return rule(value, given) if counted == switch else "this KL term is off" if counted else "there is no KL term"
+        return rule(value, given) if counted == switch else "this KL term is off" if counted else without
 
     return of_switch
-
-
-def _kl_coefficient(value: Any, given: Given) -> Outcome:
-    if given(KL_IN_LOSS) is not True and given(KL_IN_REWARD) is True:
-        return "this KL term is off"
-    return {"loss.reference_policy_kl_penalty": value if given(KL_IN_LOSS) is True else 0.0}
 
 
 def _kl_in_reward(value: Any, given: Given) -> Outcome:
@@ -149,14 +154,13 @@ def _loss(value: Any, given: Given) -> Outcome:
 
 
 def _aggregation(value: Any, given: Given) -> Outcome:
-    mode = str(value)
-    if given(f"{ACTOR}.policy_loss.loss_mode") == "geo_mean":
+    loss = given(LOSS, "vanilla")
+    mode = "seq-mean-token-mean" if loss == "sapo" else str(value)
+    if loss == "geo_mean":
         return "the loss is a mean over sequences"
-    if given(f"{ACTOR}.policy_loss.loss_mode") == "sapo":
-        mode = "seq-mean-token-mean"
-    if given(f"{ACTOR}.policy_loss.loss_mode") == "gspo" and mode == "token-mean":
+    if loss == "gspo" and mode == "token-mean":
         return Refused("with ratios of sequences, the loss here is a mean over sequences")
-    by_clipping = given(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in ("vanilla", "gspo", "cispo", "gpg")
+    by_clipping = loss in ("vanilla", "gspo", "cispo", "gpg")
     found = {} if not by_clipping else {"loss.token_level_loss": mode == "token-mean"}
     if mode == "seq-mean-token-sum-norm":
         longest = given(f"{ACTOR}.loss_scale_factor") or _longest_response(given)
@@ -234,15 +238,6 @@ def _overlong(part: str) -> Rule:
     return rule
 
 
-def _column(field: str) -> Rule:
-    def rule(value: Any, given: Given) -> Outcome:
-        keys = {"messages": "data.messages_key", "tools": "data.tools_key"}
-        others = {name: given(key) for name, key in keys.items() if given(key) != name}
-        return {"data.columns": others} if others else f"{field} is the default"
-
-    return rule
-
-
 _REWARD_MODELS = ("reward.reward_model", "reward_model")
 
 
@@ -286,9 +281,7 @@ def _of_optimizer(part: str) -> dict[str, Rule]:
         "weight_decay": to("optimizer.weight_decay"),
         "clip_grad": to("optimizer.clip_grad"),
         "lr_warmup_steps": _warmup_steps(part),
-        "lr_warmup_init": lambda value, given: (
-            ToDo("the rate rises from 0 here") if number(value, "lr_warmup_init") else "as here"
-        ),
+        "lr_warmup_init": first_rate,
         "num_cycles": only_if(
             f"{optim}.lr_scheduler_type",
             lambda name: name == "cosine",
@@ -298,12 +291,7 @@ def _of_optimizer(part: str) -> dict[str, Rule]:
         "override_optimizer_config.eps": to("optimizer.adam_eps"),
         "lr_warmup_steps_ratio": _warmup(f"{optim}.lr_warmup_steps"),
         "min_lr_ratio": _lowest_rate(optim),
-        "min_lr": only_if(
-            f"{optim}.lr_decay_style",
-            lambda style: style != "constant",
-            "a constant rate has no minimum",
-            to("optimizer.min_lr"),
-        ),
+        "min_lr": lowest_rate(f"{optim}.lr_decay_style"),
         "lr_scheduler_type": SCHEDULE,
         "lr_decay_style": SCHEDULE,
         "warmup_style": SCHEDULE,
@@ -374,8 +362,7 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", "data.train_files"): _sources("data.train"),
     ("", "data.val_files"): _sources("data.validation"),
     ("", "data.max_prompt_length"): _length,
-    ("", "data.prompt_key"): _columns,
-    ("", "data.image_key"): _columns,
+    **{("", key): _columns(_PROMPT_COLUMNS) for key in _PROMPT_COLUMNS.values()},
     ("", f"{ACTOR}.freeze_vision_tower"): _tower,
     ("", "data.train_max_samples"): positive("data.max_samples", "all records are used by default"),
     ("", "data.truncation"): refused("prompts are never truncated; longer ones are dropped", harmless=(None, "error")),
@@ -418,7 +405,9 @@ VERL: dict[tuple[str, str], Rule] = {
     ("", f"{ACTOR}.clip_ratio_low"): _clip,
     ("", f"{ACTOR}.clip_ratio_high"): _clip,
     ("", f"{ACTOR}.use_kl_loss"): said("a part of loss.reference_policy_kl_penalty"),
-    ("", f"{ACTOR}.kl_loss_coef"): _kl_coefficient,
+    ("", f"{ACTOR}.kl_loss_coef"): _kl(
+        KL_IN_LOSS, to("loss.reference_policy_kl_penalty"), without={"loss.reference_policy_kl_penalty": 0.0}
+    ),
     ("", "algorithm.kl_ctrl.kl_coef"): _kl(KL_IN_REWARD, to("loss.reference_policy_kl_penalty")),
     ("", KL_IN_REWARD): true_for(_kl_in_reward),
     ("", f"{ACTOR}.kl_loss_type"): _kl(KL_IN_LOSS, _estimator_of_kl),
@@ -430,21 +419,19 @@ VERL: dict[tuple[str, str], Rule] = {
     ),
     ("", "algorithm.adv_estimator"): _advantages,
     ("", "algorithm.norm_adv_by_std_in_grpo"): said("a part of grpo.advantage_estimator"),
-    ("", f"{ACTOR}.policy_loss.loss_mode"): _loss,
+    ("", LOSS): _loss,
     ("", f"{ACTOR}.loss_agg_mode"): _aggregation,
     ("", f"{ACTOR}.loss_scale_factor"): said("a part of loss_agg_mode"),
     ("", f"{ACTOR}.clip_ratio_c"): only_if(
-        f"{ACTOR}.policy_loss.loss_mode",
+        LOSS,
         lambda v: v in ("vanilla", "dppo_tv", "dppo_kl"),
         "the loss has no second bound",
         to("loss.ratio_clip_c"),
     ),
-    ("", f"{ACTOR}.tau_pos"): only_if(
-        f"{ACTOR}.policy_loss.loss_mode", lambda v: v == "sapo", "the loss is not sapo", to("loss.tau_pos")
-    ),
-    ("", f"{ACTOR}.tau_neg"): only_if(
-        f"{ACTOR}.policy_loss.loss_mode", lambda v: v == "sapo", "the loss is not sapo", to("loss.tau_neg")
-    ),
+    **{
+        ("", f"{ACTOR}.{key}"): only_if(LOSS, lambda v: v == "sapo", "the loss is not sapo", to(f"loss.{key}"))
+        for key in ("tau_pos", "tau_neg")
+    },
     **{("", f"{_OPTIM}.{key}"): rule for key, rule in _of_optimizer(ACTOR).items()},
     **{("", f"critic.optim.{key}"): _of_critic(rule) for key, rule in _of_optimizer("critic").items()},
     ("", "critic.optim.lr"): to("critic.optimizer.lr"),
@@ -660,8 +647,7 @@ VERL: dict[tuple[str, str], Rule] = {
         "data.use_dynamic_bsz", lambda value: value is True, "use_dynamic_bsz is not set", to("batch.tokens_per_pack")
     ),
     ("sft", "data.use_dynamic_bsz"): said("batches are always packed by their tokens"),
-    ("sft", "data.messages_key"): _column("messages"),
-    ("sft", "data.tools_key"): _column("tools"),
+    **{("sft", key): _columns(_CHAT_COLUMNS) for key in _CHAT_COLUMNS.values()},
     ("sft", "data.pad_mode"): said("packs have no padding"),
     ("sft", f"{ACTOR}.fsdp_config.seed"): said("trainer.seed is set"),
     ("sft", f"{_MEGATRON}.seed"): said("trainer.seed is set"),
