@@ -35,6 +35,7 @@ from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron.generation import megatron_generation_of, sampling_params_of
 from mcore_rl.models.generation.vllm.client import BIASED_IDS
 from mcore_rl.models.generation.vllm.generation import VLLMGeneration
+from mcore_rl.models.generation.vllm.placement import places_of_launch
 from mcore_rl.models.generation.vllm.server import describe_fp8_sampling
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import recorded_choices
@@ -79,8 +80,7 @@ if TYPE_CHECKING:
     from mcore_rl.config import GRPOAlgorithmConfig
 
 PROBED_RECORDS = 4
-"""Number of records that the judge is tested on. The judge may fail on single records; if it fails on all of them, the
-run is refused."""
+"""Number of records that the judge is tested on. If it fails on all of them, the run is refused."""
 
 
 def check_inputs(
@@ -149,10 +149,13 @@ def _check_unused_ids(
 def prepare(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Call `check_inputs`, then lock the output directory for this run; return the result of `check_inputs`."""
+    """Call `check_inputs`, lock the output directory, and check that vLLM's servers fit; return the inputs."""
     inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
-    return claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
+    inputs = claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents})
+    if replay is None or config.data.validation is not None:
+        places_of_launch(config)
+    return inputs, recorded
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm.placement import describe_places, place_servers, planned_nodes, with_host
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
@@ -29,6 +30,8 @@ from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import counted
 from mcore_rl.utils.model_directory import has_only_config
 
+GPUS_PER_NODE = 8
+"""GPUs of a node for which servers are placed if torch finds no GPU on this machine."""
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
@@ -48,7 +51,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if has_only_config(config.model.path):
         if torchrun.rank() == 0:
             check_models(on_gpu)
-            for line in describe_plan(on_gpu, world_size):
+            for line in chain(describe_servers(on_gpu, world_size), describe_plan(on_gpu, world_size)):
                 print(line, flush=True)
         return
     if given.model.transformer_impl == "local" or find_spec("transformer_engine") is None:
@@ -60,7 +63,8 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    for line in chain(inputs.checkpoints[1], describe_run(config, on_gpu, inputs, steps, world_size)):
+    servers = [] if replay and config.data.validation is None else describe_servers(on_gpu, world_size)
+    for line in chain(inputs.checkpoints[1], servers, describe_run(config, on_gpu, inputs, steps, world_size)):
         print(line, flush=True)
     written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
     hub = Path(HF_HUB_CACHE)
@@ -81,6 +85,30 @@ def _for_this_machine(given: TrainingConfig) -> TrainingConfig:
     given.for_device(on_gpu=True, te_problem=None, simulates=False)
     without = given.model.model_copy(update={"fp8": None, "transformer_impl": "auto"})
     return given.model_copy(update={"model": without})
+
+
+def describe_servers(config: TrainingConfig, world_size: int) -> Iterator[str]:
+    """Yield lines about the vLLM servers of a run: node, address, port and GPUs of each.
+
+    The nodes have as many GPUs as torch finds on this machine or, if it finds none, `GPUS_PER_NODE`.
+
+    Raises:
+        UserError: the servers do not fit on nodes like this machine.
+    """
+    if not isinstance(config, RLConfig) or config.generation.backend != "vllm":
+        return
+    if urls := config.generation.vllm.urls:
+        yield f"vLLM's servers: {counted(len(urls), 'server')}, which must run already: {', '.join(urls)}"
+        return
+    found = len(platform.gpu_names())
+    nodes = planned_nodes(world_size, found or GPUS_PER_NODE)
+    kind = f"{counted(len(nodes), 'node')} of {counted(found or GPUS_PER_NODE, 'GPU')}"
+    try:
+        yield from describe_places(place_servers(config, with_host(config, nodes)), f"vLLM's servers on {kind}")
+    except UserError as error:
+        if found:
+            raise
+        yield f"warning: on {kind}, this run would be refused: {error}"
 
 
 def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: train, port, verify, report, schema and doctor."""
+"""The `mcore-rl` command: train, port, vllm-servers, verify, report, schema and doctor."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
 mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
 mcore-rl port FILE [ARGUMENT …] [--env NAME=VALUE] [--algorithm {{…}}] [--num-processes N] [--output FILE]
+mcore-rl vllm-servers CONFIG [section.key=value …] [--hosts HOST,…] [--gpus-per-node N]
 mcore-rl verify [torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PARTS] [--minutes N]
 mcore-rl report RUN [RUN …] [--output FILE]
 mcore-rl schema {{…}}
@@ -40,6 +41,7 @@ mcore-rl doctor
 
 `mcore-rl train dpo --help` prints the options and keys of a program, `torchrun --help` those of the launch.
 `mcore-rl port FILE > dpo.yaml` translates a command or configuration of TRL, verl or NeMo RL.
+`mcore-rl vllm-servers CONFIG` starts the vLLM servers of a configuration, for runs that use them.
 `mcore-rl report OUTPUT` writes curves and samples of a run to OUTPUT/report.html.
 `mcore-rl schema dpo` prints the JSON schema of a configuration.
 `mcore-rl doctor` lists the installed packages, the features that need the missing ones, and what must be mended."""
@@ -93,17 +95,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         port_command(words[1:], "mcore-rl port")
         return
-    if words[0] == "verify":
+    if words[0] in ("verify", "vllm-servers"):
         with exit_on_error():
             check_packages()
             import_torch()
-        from mcore_rl.cli.verify import verify  # imports what training does not need
+        if words[0] == "verify":
+            from mcore_rl.cli.verify import verify  # imports what training does not need
 
-        verify(words[1:])
+            verify(words[1:])
+        else:
+            from mcore_rl.cli.vllm_servers import vllm_servers
+
+            vllm_servers(words[1:], "mcore-rl vllm-servers")
         return
     if words[0] not in ("train", "schema"):
         known = (
-            ", ".join(f"mcore-rl {name} …" for name in ("train", "port", "verify", "report", "schema"))
+            ", ".join(f"mcore-rl {name} …" for name in ("train", "port", "vllm-servers", "verify", "report", "schema"))
             + " or mcore-rl doctor"
         )
         leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")

@@ -36,6 +36,7 @@ from mcore_rl.losses.policy_options import (
     options_class,
 )
 
+LOOPBACK = "127.0.0.1"
 SERVER_LOGS = "vllm"
 """Directory of vLLM's logs in the output directory."""
 
@@ -53,20 +54,21 @@ class VLLMConfig(Section):
     """vLLM's servers, which run in their own Python environment and processes (docs/rollouts.md)."""
 
     urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
-    """URLs of servers that `scripts/serve_vllm.py` started, as http://HOST:PORT. Without any, the run starts servers on
-    the machine of rank 0."""
-    num_servers: PositiveInt = 1
-    """Number of servers to start."""
+    """URLs of servers that `mcore-rl vllm-servers` started, as http://HOST:PORT. Without any, the run starts servers on
+    its own nodes."""
+    num_servers: PositiveInt | Literal["auto"] = "auto"
+    """Number of servers to start, on all nodes together. auto: as many as the GPUs hold; on the CPU, one on each
+    node."""
     tensor_parallel_size: PositiveInt = 1
-    """Tensor-parallel processes of each server."""
+    """Tensor-parallel processes of each server, which are on one node."""
     devices: tuple[Count, ...] = ()
-    """Numbers of the GPUs on which the servers run, one for each process, in order; the default is the first visible
-    GPUs."""
-    host: Name = "127.0.0.1"
-    """Address that the servers listen on. Whoever can reach the servers can replace the weights and run code without a
-    password, so use an address of this machine only, or of a network that you trust."""
+    """Numbers of the GPUs of each node that servers may use, as torch counts them. Default: with offload, the GPUs of
+    the training processes; otherwise those that no training process uses."""
+    host: Name | None = None
+    """Address that the servers listen on. null: 127.0.0.1 or, if a run has several nodes, the address of each node
+    towards the first rank. Requests need the run's key, but are not encrypted: use a network that you trust."""
     port: Annotated[int, Field(ge=1024, lt=2**16), BeforeValidator(refuse_bool)] = 8100
-    """Port of the first server; the others use the following ports."""
+    """Port of the first server of a node; the others use the following ports."""
     python: Directory = Path(".venv-vllm/bin/python")
     """Python interpreter of the environment with vLLM (`make install-vllm`)."""
     arguments: tuple[str, ...] = ()
@@ -82,11 +84,6 @@ class VLLMConfig(Section):
     """Time limit for a response."""
 
     @property
-    def started_urls(self) -> tuple[str, ...]:
-        """URLs of the servers that are started with this configuration."""
-        return tuple(f"http://{self.host}:{self.port + index}" for index in range(self.num_servers))
-
-    @property
     def quantization(self) -> str | None:
         """Scheme by which vLLM quantizes the weights that it receives (`--quantization`); None if it does not."""
         words = [part for word in self.arguments for part in word.split("=", 1)]
@@ -97,14 +94,8 @@ class VLLMConfig(Section):
     def _consistent(self) -> VLLMConfig:
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: a server is listed twice")
-        if self.port + self.num_servers > 2**16:
-            raise ValueError(
-                f"port: {self.num_servers} servers use the ports from {self.port} on, some of which would be "
-                "above 65535; choose a lower port"
-            )
-        needed = self.num_servers * self.tensor_parallel_size
-        if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
-            raise ValueError(f"devices: must name {needed} different GPUs (num_servers x tensor_parallel_size)")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError("devices: a GPU is listed twice")
         for word in self.arguments:
             name = word.partition("=")[0].replace("_", "-")
             if (

@@ -214,6 +214,13 @@ def gpus() -> list[tuple[str, int]]:
     return [(gpu.name, gpu.total_memory) for gpu in found]
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Return a name for each GPU that torch can use, by which CUDA_VISIBLE_DEVICES of another process selects it."""
+    count = torch.cuda.device_count() if has_gpu() else 0
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return tuple(visible[:count]) if len(visible) >= count and visible[0] else tuple(map(str, range(count)))
+
+
 def forget_peak_memory() -> None:
     """Reset `peak_memory`; without a GPU, do nothing."""
     if has_gpu():

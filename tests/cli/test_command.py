@@ -106,7 +106,7 @@ WRONG = [
     (
         ["trian"],
         "error: mcore-rl trian: there is no such command; "
-        "write mcore-rl train …, mcore-rl port …, mcore-rl verify …, "
+        "write mcore-rl train …, mcore-rl port …, mcore-rl vllm-servers …, mcore-rl verify …, "
         "mcore-rl report …, mcore-rl schema … or mcore-rl doctor",
     ),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),

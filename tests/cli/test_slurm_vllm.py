@@ -15,17 +15,17 @@ CONFIG = {
     "output_dir": "out",
     "model": {"path": "model"},
     "data": {"train": "data.jsonl"},
-    "generation": {"vllm": {"tensor_parallel_size": 2, "num_servers": 1}},
+    "generation": {"vllm": {"tensor_parallel_size": 2}},
 }
 STAND_INS = {
-    "getent": "echo '10.0.0.1  n1'",
+    "getent": 'echo "10.0.0.${2#n}  $2"',
     "scontrol": """[ "$1" = requeue ] && echo "queued again: $2" >> "$STARTED"
 printf 'n1\nn2\nn3\n'""",
     "srun": """case "$*" in
-*--print-urls*) while [ "$1" != scripts/serve_vllm.py ]; do shift; done; exec "$PYTHON" "$@" ;; esac
+*--print-urls*) while [ "$1" != vllm-servers ]; do shift; done; exec "$PYTHON" -m mcore_rl "$@" ;; esac
 echo "$*" >> "$STARTED"
 case "$*" in
-*serve_vllm*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
+*vllm-servers*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
 *) trap 'echo saved >> "$STARTED"; exit 138' USR1
    for _ in $(seq 200); do [ -n "$FAILS" ] && ! grep -q ready "$STARTED" && sleep 0.1; done
    [ -z "$FAILS" ] || exit 3 ;;
@@ -35,8 +35,10 @@ for _ in $(seq 600); do sleep 0.1; done""",
 }
 
 
-@pytest.mark.parametrize("fails", ["yes", ""], ids=["the trainer fails", "time is up"])
-def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
+@pytest.mark.parametrize(
+    ("fails", "nodes"), [("yes", 1), ("", 1), ("", 2)], ids=["the trainer fails", "time is up", "two nodes serve"]
+)
+def test_servers_and_trainer_are_started_and_end_together(fails, nodes, tmp_path):
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -44,14 +46,14 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
     environment = {
         **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "STARTED": str(started), "FAILS": fails,
         "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "32",
-        "VENV": "", "PYTHON": sys.executable,
+        "VENV": "", "PYTHON": sys.executable, "SERVER_NODES": str(nodes),
     }  # fmt: skip
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
-    command = ["bash", SCRIPT, tmp_path / "c.yaml", "seed=1", *(["generation.vllm.num_servers=3"] if fails else [])]
+    command = ["bash", SCRIPT, tmp_path / "c.yaml", "seed=1", *(["generation.vllm.num_servers=1"] if fails else [])]
     process = subprocess.Popen(command, env=environment, start_new_session=True, cwd=ROOT)
     try:
         deadline = time.monotonic() + 20
-        while not fails and not (started.exists() and started.read_text().count("ready") == 2):
+        while not fails and not (started.exists() and started.read_text().count("ready") == nodes + 1):
             assert time.monotonic() < deadline, "servers and trainer do not start"
             time.sleep(0.05)
         if not fails:
@@ -61,14 +63,28 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     said = started.read_text().splitlines()
-    serving, training = sorted((line for line in said if "c.yaml" in line), key=lambda line: "train grpo" in line)
-    assert "--nodelist n1" in serving and "generation.vllm.host=10.0.0.1" in serving.split()
+    *serving, training = sorted((line for line in said if "c.yaml" in line), key=lambda line: "train grpo" in line)
+    hosts = [f"10.0.0.{index + 1}" for index in range(nodes)]
+    assert sorted(line.split()[line.split().index("--nodelist") + 1] for line in serving) == ["n1", "n2"][:nodes]
+    for line in serving:
+        words = line.split()
+        node = words[words.index("--nodelist") + 1]
+        assert f"--hosts {','.join(hosts)} --node-rank {int(node[1:]) - 1} --gpus-per-node 4" in line
     words = training.split()
-    assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--nproc-per-node") + 1] == "4"
-    assert words[words.index("--exclude") + 1] == "n1" and words[words.index("--rdzv-endpoint") + 1] == "n2:29500"
-    assert "servers ended" in said
+    assert words[words.index("--nnodes") + 1] == str(3 - nodes) and words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--exclude") + 1] == ",".join(["n1", "n2"][:nodes])
+    assert words[words.index("--rdzv-endpoint") + 1] == f"n{nodes + 1}:29500"
+    assert said.count("servers ended") == nodes
     assert ("saved" in said) == ("queued again: 7" in said) == (not fails)
     # By default the servers, of two GPUs each, use all four of their node; a key on the command line goes before that.
-    urls = ",".join(f"http://10.0.0.1:{8100 + index}" for index in range(3 if fails else 2))
+    urls = ",".join(f"http://{host}:{8100 + index}" for host in hosts for index in range(1 if fails else 2))
     assert words[-1] == f"generation.vllm.urls=[{urls}]"
-    assert serving.split()[serving.split().index("--gpus") :][:2] == ["--gpus", "4"]
+
+
+def test_a_job_in_which_all_nodes_would_serve_is_refused(tmp_path):
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nprintf 'n1\\nn2\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environment |= {"SERVER_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "32"}
+    done = subprocess.run(["bash", SCRIPT, "c.yaml"], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and done.stderr == "2 nodes serve and at least one trains: give more --nodes\n"

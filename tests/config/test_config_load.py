@@ -95,7 +95,7 @@ def test_a_section_that_is_null_has_its_default(program, tmp_path):
 def test_null_removes_a_section_of_the_included_file(write, tmp_path):
     base = write(MINIMAL_RL + "generation: {backend: vllm, vllm: {num_servers: 2, weight_updates: delta}}")
     config = load_config(GRPOConfig, base, ["generation.vllm=null"])
-    assert (config.generation.backend, config.generation.vllm.num_servers) == ("vllm", 1)
+    assert (config.generation.backend, config.generation.vllm.num_servers) == ("vllm", "auto")
     config = load_config(GRPOConfig, base, ["generation=null", "generation.offload=true"])
     assert (config.generation.backend, config.generation.offload) == ("megatron", True)
     child = tmp_path / "child.yaml"

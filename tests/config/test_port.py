@@ -24,6 +24,7 @@ from mcore_rl.config.porting.port import RULES_OF, nested, port
 from mcore_rl.config.porting.read import read_foreign
 from mcore_rl.config.porting.trl import DEFAULTS
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm.placement import place_servers, planned_nodes
 
 OURS = {"DPOConfig": "dpo", "SFTConfig": "sft", "RewardConfig": "rm", "KTOConfig": "kto", "GRPOConfig": "grpo"}
 
@@ -102,7 +103,7 @@ def test_file_of_verl_becomes_the_documented_command(tmp_path):
     assert config.grpo.model_copy(update={"advantage_epsilon": expected.grpo.advantage_epsilon}) == expected.grpo
     dumped, wanted = (part.model_dump(exclude=set(same)) for part in (config, expected))
     assert dumped == wanted
-    assert config.grpo.train_global_batch_size == 1280 and config.generation.vllm.num_servers == 4
+    assert config.grpo.train_global_batch_size == 1280 and config.generation.vllm.num_servers == "auto"
     assert config.environment.function == "verl.utils.reward_score:default_compute_score" and not ported.differs
     assert any("needs verl in the run's environment" in line for line in ported.todo)
     words = "python3 -m verl.trainer.main_ppo "
@@ -217,7 +218,7 @@ GRPO = (
         ),
         (
             "--use_vllm --vllm_tensor_parallel_size 2",
-            {"generation.offload": True, "generation.vllm.num_servers": 1,
+            {"generation.offload": True, "generation.vllm.tensor_parallel_size": 2,
              "generation.vllm.arguments": ("--gpu-memory-utilization", "0.3")},
         ),
         ("--scale_rewards none", {"grpo.normalize_rewards": False}),
@@ -610,7 +611,7 @@ def test_files_of_hydra(tmp_path):
          {"model.moe_z_loss_coeff": 0.001, "model.moe_aux_loss_coeff": 0.01,
           "parallel.num_layers_in_first_pipeline_stage": 3}),
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"loss.ratio_clip_min": 0.2, "loss.ratio_clip_max": 0.2}),
-        ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.vllm.num_servers": 4}),
+        ("actor_rollout_ref.rollout.name=sglang", {"generation.backend": "vllm", "generation.offload": True}),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", {"model.dtype": "bfloat16"}),
         ("--config-path=config --config-name=ppo_megatron_trainer.yaml model=hf_model", {"trainer.max_epochs": 30}),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", {"loss.clip_type": "cispo", "loss.ratio_clip_c": None}),
@@ -742,7 +743,7 @@ def test_values_of_nemo_rl_are_converted(text, expected, tmp_path):
         ("NeMo RL", "data: {train: {dataset_name: OpenMathInstruct-2}}", "is NeMo RL's name of a dataset"),
         ("NeMo RL", "grpo: {adv_estimator: {name: opd}}", "grpo.adv_estimator.name: opd: opd does not exist here"),
         ("NeMo RL", "cluster: {num_nodes: 2, gpus_per_node: 8}\npolicy: {generation: {backend: vllm, vllm_cfg: "
-         "{tensor_parallel_size: 1}}}", "a run starts servers on its first machine only"),
+         "{tensor_parallel_size: 16}}}", "a server's 16 GPUs must be on one node, and a node has 8"),
         ("NeMo RL", "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 2, freeze_moe_router: true}}",
          "policy.megatron_cfg.freeze_moe_router: true: routers are trained"),
         ("NeMo RL", "policy: {optimizer: {name: torch.optim.AdamW, kwargs: {amsgrad: true}}}", "amsgrad: true: the"),
@@ -944,3 +945,34 @@ def test_formats_are_no_datasets(tmp_path):
 def test_defaults_are_those_of_verl():
     """The table is what its script makes from the installed verl."""
     assert make_defaults_of_verl.table() == TABLE.read_text()
+
+
+ENGINES = {
+    "TRL": (GRPO.replace("--num_processes 2", "--num_processes 8") + "--use_vllm --vllm_tensor_parallel_size 2", 8, 4),
+    "verl": (VERL, 8, 4),
+    "verl on two nodes": (VERL.replace("n_gpus_per_node: 8", "n_gpus_per_node: 8, nnodes: 2"), 16, 8),
+    "NeMo RL": (NEMO_RL, 8, 8),
+    "NeMo RL on two nodes": (NEMO_RL.replace("num_nodes: 1", "num_nodes: 2"), 16, 16),
+    "NeMo RL with engines of their own": (
+        NEMO_RL.replace("enabled: true}, stop", "enabled: false, resources: {gpus_per_node: 2}}, stop"), 6, 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "processes", "servers"), ENGINES.values(), ids=ENGINES)
+def test_servers_of_a_ported_configuration_use_each_gpu_once(text, processes, servers, tmp_path):
+    name = "file" if text.startswith("trl ") else "file.yaml"
+    config, _ = translated(text, tmp_path, name)
+    assert read_foreign(tmp_path / name).processes == processes
+    places = place_servers(config, planned_nodes(processes, gpus_per_node=8))
+    used = [(place.node, gpu) for place in places for gpu in place.devices]
+    assert len(places) == servers and len(set(used)) == len(used) == (processes if config.generation.offload else 2)
+
+
+def test_engines_on_nodes_of_their_own_are_started_by_the_job(tmp_path):
+    resources = "colocated: {enabled: false, resources: {gpus_per_node: null, num_nodes: 1}}"
+    text = NEMO_RL.replace("num_nodes: 1", "num_nodes: 3").replace("colocated: {enabled: true}", resources)
+    config, ported = translated(text, tmp_path, "nemo.yaml")
+    foreign = read_foreign(tmp_path / "nemo.yaml")
+    assert (foreign.processes, foreign.nodes, config.generation.offload) == (16, 2, False)
+    assert any("SERVER_NODES=1 sbatch scripts/slurm/grpo_vllm.sbatch" in line for line in ported.todo)

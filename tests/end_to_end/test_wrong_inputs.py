@@ -17,6 +17,7 @@ from programs import ROOT
 from small_models import and_long
 
 from mcore_rl.cli import entry_point
+from mcore_rl.cli.vllm_servers import vllm_servers
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import search as simulation
 
@@ -57,8 +58,8 @@ COMMANDS = [
     ("grpo", ["{root}/grpo.yaml", "--replay", "nowhere"], "--replay nowhere: cannot be read (No such file"),
     ("grpo", ["{root}/grpo.yaml", "--replay", "{root}/recording.jsonl"], "recording.jsonl: is not a recording of"),
     ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
-    ("serve_vllm", ["{root}/grpo.yaml", "generation.vllm.python=/no/where"], "generation.vllm.python: not found: /no/where"),
-    ("serve_vllm", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where does not exist"),
+    ("vllm-servers", ["{root}/grpo.yaml", "generation.vllm.python=/no/where"], "generation.vllm.python: not found: /no/where"),
+    ("vllm-servers", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where does not exist"),
     ("report", [], "the following arguments are required: RUN"),
     ("report", ["{root}/nowhere"], "nowhere: is not the output directory of a run"),
     ("report", ["{root}/logs"], "cannot be read (a line is not an object with an integer step)"),
@@ -206,8 +207,8 @@ KEYS = [
     ("grpo", "generation={backend: vllm, vllm: {python: /no/where}}", "generation.vllm.python: not found: /no/where; create it with `make install-vllm`"),
     ("grpo", "generation={backend: vllm, vllm: {urls: ['localhost:81']}}", "generation.vllm.urls.0: .*should match pattern"),
     ("grpo", "generation={backend: vllm, vllm: {urls: ['http://a:81', 'http://a:81']}}", "generation.vllm.urls: a server is listed twice"),
-    ("grpo", "generation={backend: vllm, vllm: {port: 65535, num_servers: 2}}", "generation.vllm.port: 2 servers use the ports from 65535 on"),
-    ("grpo", "generation={backend: vllm, vllm: {devices: [0, 0], num_servers: 2}}", "generation.vllm.devices: must name 2 different GPUs"),
+    ("grpo", "generation={backend: vllm, vllm: {devices: [0, 0]}}", "generation.vllm.devices: a GPU is listed twice"),
+    ("grpo", "generation={backend: vllm, vllm: {num_servers: none}}", "generation.vllm.num_servers"),
     ("grpo", "data.overlong=truncate", "data.overlong: prompts are never truncated"),
     ("grpo", "environment.name=human", "environment.name: "),
     ("grpo", "environment.name=function", "environment.function: must be written module:function"),
@@ -411,13 +412,18 @@ def attempt(monkeypatch, capfd, root):
     monkeypatch.chdir(root)
 
     def run(script, arguments):
+        if script == "vllm-servers":
+            return ended(lambda: vllm_servers(arguments, "mcore-rl vllm-servers"))
         name = script if (SCRIPTS / f"{script}.py").exists() else f"train_{script}"
         module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        return ended(lambda: start(name, module))
+
+    def ended(program):
         capfd.readouterr()
         started = time.process_time()
         with pytest.raises(SystemExit) as end:
-            start(name, module)
+            program()
         return end.value.code, capfd.readouterr().err, time.process_time() - started
 
     return run
@@ -602,6 +608,6 @@ def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message
 def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "report", "convert_checkpoint",
-                   "verify_layouts", "ray_dpo", "serve_vllm"):  # fmt: skip
+                   "verify_layouts", "ray_dpo", "vllm-servers"):  # fmt: skip
         assert attempt(script, ["--help"])[:2] == (0, "")
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,8 @@ from mcore_rl.models.generation.vllm.client import (
     sampling_params,
 )
 from mcore_rl.models.generation.vllm.generation import wait_until_ready
-from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
+from mcore_rl.models.generation.vllm.placement import ServerPlace
+from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command, server_environment
 
 
 def ask_all(pool):
@@ -312,14 +313,16 @@ from types import SimpleNamespace
 from pathlib import Path
 from mcore_rl.config import VLLMConfig
 from mcore_rl.models.generation.vllm import server as vllm_server
+from mcore_rl.models.generation.vllm.placement import ServerPlace
 sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
-vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
-vllm = VLLMConfig(num_servers=2, port=int(sys.argv[1]))
+vllm_server.server_command = lambda config, place: [sys.executable, "-c", server]
+port = int(sys.argv[1])
+places = [ServerPlace(0, "127.0.0.1", port + index) for index in range(2)]
 model = SimpleNamespace(moe_router_replay=False, path=Path("unused"))
 rollouts = SimpleNamespace(sampled_at_most=None)
-config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm), rollouts=rollouts)
-service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]))
+config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=VLLMConfig()), rollouts=rollouts)
+service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]), places)
 print("started", flush=True)
 time.sleep(99)
 """
@@ -359,9 +362,13 @@ def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
 # ------------------------------------------------------------------ starting
 
 
+def places_from(config, count):
+    return [ServerPlace(0, "127.0.0.1", config.generation.vllm.port + index) for index in range(count)]
+
+
 def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
-    config = config_of(tmp_path, num_servers=2)
-    service = VLLMServerProcesses(config, tmp_path / "logs")
+    config = config_of(tmp_path)
+    service = VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 2))
     try:
         with pytest.raises(
             UserError, match=r"did not start: it ended with status 3: ValueError: --model is no model \("
@@ -379,7 +386,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UserError, match=f"vllm.port: a server cannot listen on 127.0.0.1:{port}"),
     ):
-        VLLMServerProcesses(config, tmp_path / "logs")
+        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1))
     assert not (tmp_path / "logs").exists()
 
 
@@ -388,14 +395,14 @@ def test_a_quantized_directory_is_not_served(tmp_path):
     config.model.path.mkdir()
     (config.model.path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     with pytest.raises(UserError, match=r"generation\.backend: vLLM would keep .* quantized"):
-        VLLMServerProcesses(config, tmp_path / "logs")
+        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1))
     assert not (tmp_path / "logs").exists()
 
 
 def test_options_reach_the_servers(tmp_path, monkeypatch):
-    vllm = {"tensor_parallel_size": 2, "num_servers": 2, "devices": [4, 5, 6, 7], "arguments": ["--block-size", "64"]}
-    config = config_of(tmp_path, **vllm)
-    command = server_command(config, 8123)
+    config = config_of(tmp_path, tensor_parallel_size=2, arguments=["--block-size", "64"])
+    place = ServerPlace(0, "127.0.0.1", 8123, ("4", "5"))
+    command = server_command(config, place)
     values = dict(itertools.pairwise(command))
     expected = {
         "--model": str(tmp_path / "model"), "--host": "127.0.0.1", "--port": "8123", "--dtype": "bfloat16",
@@ -404,9 +411,8 @@ def test_options_reach_the_servers(tmp_path, monkeypatch):
     }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
     monkeypatch.setenv("WORLD_SIZE", "2")
-    environments = [VLLMServerProcesses._environment(config, index) for index in range(2)]
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["4,5", "6,7"]
-    assert not any("WORLD_SIZE" in environment for environment in environments)
+    environment = server_environment(config, place)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and "WORLD_SIZE" not in environment
 
 
 def test_servers_are_told_of_a_head_apart_from_tied_embeddings(tmp_path):
@@ -414,5 +420,5 @@ def test_servers_are_told_of_a_head_apart_from_tied_embeddings(tmp_path):
     make_model("qwen2", config.model.path, tie_word_embeddings=True)
     for head, options in (("equal", []), ("apart", ["--hf-overrides", '{"tie_word_embeddings": false}'])):
         add_head(config.model.path, head)
-        command = server_command(config, 8123)
+        command = server_command(config, ServerPlace(0, "127.0.0.1", 8123))
         assert [part for part in command if "override" in part or "tie_" in part] == options

@@ -21,6 +21,7 @@ from mcore_rl.data.images import ImageReader, PlacedImage
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.vllm.client import Request
 from mcore_rl.models.generation.vllm.images import ImageEncoder, check_prompt
+from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.server import server_command
 
 # ------------------------------------------------------------------ pictures
@@ -185,7 +186,7 @@ def options_of(command):
 def test_servers_of_models_that_read_images_keep_no_processed_images(tmp_path):
     config = config_of(tmp_path)
     make_model("qwen3_vl", config.model.path)
-    options = options_of(server_command(config, 8100))
+    options = options_of(server_command(config, ServerPlace(0, "127.0.0.1", 8100)))
     assert options["--mm-processor-cache-gb"] == "0" and options["--limit-mm-per-prompt"] == '{"video": 0}'
     rope = json.loads(options["--hf-overrides"])["text_config"]["rope_parameters"]
     assert rope["mrope_interleaved"] is True and rope["mrope_section"] == [4, 2, 2] and rope["rope_theta"] == 1e6
@@ -198,9 +199,11 @@ def test_servers_of_published_models_and_text_models_get_no_overrides(tmp_path):
     values = json.loads(path.read_text())
     values["text_config"]["rope_parameters"]["mrope_interleaved"] = True
     path.write_text(json.dumps(values))
-    assert "--hf-overrides" not in server_command(config, 8100)
+    assert "--hf-overrides" not in server_command(config, ServerPlace(0, "127.0.0.1", 8100))
     path.write_text(json.dumps({"model_type": "qwen3"}))
-    assert not {"--mm-processor-cache-gb", "--hf-overrides"} & set(server_command(config, 8100))
+    assert not {"--mm-processor-cache-gb", "--hf-overrides"} & set(
+        server_command(config, ServerPlace(0, "127.0.0.1", 8100))
+    )
 
 
 # ------------------------------------------------------------------ whole runs

@@ -13,7 +13,8 @@ from mcore_rl.data.datasets import Prompt
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import Response, output_of
 from mcore_rl.models.generation.vllm.client import decode_routed_experts
-from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
+from mcore_rl.models.generation.vllm.placement import ServerPlace
+from mcore_rl.models.generation.vllm.server import server_command, server_environment
 from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.rollouts.samples import Rollout, to_batch
 from mcore_rl.rollouts.worker import Conversation
@@ -136,9 +137,10 @@ def test_servers_are_asked_for_them(tmp_path):
     config = config_of(tmp_path)
     with_experts = config.model_copy(update={"model": config.model.model_copy(update={"moe_router_replay": True})})
     flag, variable = "--enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER"
-    assert flag not in server_command(config, 8123) and flag in server_command(with_experts, 8123)
-    assert variable not in VLLMServerProcesses._environment(config, 0)
-    assert VLLMServerProcesses._environment(with_experts, 0)[variable] == "1"
+    place = ServerPlace(0, "127.0.0.1", 8123)
+    assert flag not in server_command(config, place) and flag in server_command(with_experts, place)
+    assert variable not in server_environment(config, place)
+    assert server_environment(with_experts, place)[variable] == "1"
 
 
 def test_none_are_started_that_could_not_tell(tmp_path, monkeypatch):

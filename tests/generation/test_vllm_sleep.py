@@ -16,6 +16,7 @@ from mcore_rl import platform
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.client import VLLMServer
 from mcore_rl.models.generation.vllm.generation import VLLMGeneration, check_server
+from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.server import server_command
 from mcore_rl.models.refit.transfer import RefitGroup, RefitReceiver, RefitStore, send_weights
 
@@ -98,9 +99,10 @@ def test_nothing_sleeps_unless_asked_to(tmp_path):
 
 def test_servers_are_started_so_that_they_can(tmp_path, monkeypatch):
     flag, asleep, awake = "--enable-sleep-mode", config_of(tmp_path, offload=True), config_of(tmp_path)
-    assert flag not in server_command(asleep, 8123), "vLLM refuses it on the CPU"
+    place = ServerPlace(0, "127.0.0.1", 8123)
+    assert flag not in server_command(asleep, place), "vLLM refuses it on the CPU"
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
-    assert flag in server_command(asleep, 8123) and flag not in server_command(awake, 8123)
+    assert flag in server_command(asleep, place) and flag not in server_command(awake, place)
 
 
 class Told(BaseHTTPRequestHandler):

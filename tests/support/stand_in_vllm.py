@@ -268,6 +268,7 @@ def main():
     parser.add_argument("model", type=Path)
     parser.add_argument("port", type=int)
     parser.add_argument("log", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--length", type=int, default=100, help="tokens of a sequence")
     parser.add_argument("--seconds", type=float, default=0.0, help="before each token")
     parser.add_argument("--experts", action="store_true", help="send tokens to experts of its own, and tell them")
@@ -281,7 +282,7 @@ def main():
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server = ThreadingHTTPServer((options.host, options.port), Handler)
     server.daemon_threads, server.engine = True, Engine(options)
     server.serve_forever()
 

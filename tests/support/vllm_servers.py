@@ -18,18 +18,19 @@ def vllm_environment():
 
 
 class Serving:
-    """scripts/serve_vllm.py with the file grpo.yaml of a directory, as a user runs it; `urls` as it prints them."""
+    """`mcore-rl vllm-servers` with the file grpo.yaml of a directory, as a user runs it; `urls` as it prints them."""
 
     def __init__(self, root, *overrides):
         self.port = free_port()
         options = [f"generation.vllm.port={self.port}", f"output_dir={root / f'served_{self.port}'}", *overrides]
-        command = [sys.executable, ROOT / "scripts" / "serve_vllm.py", root / "grpo.yaml", *options]
+        command = [sys.executable, "-m", "mcore_rl", "vllm-servers", root / "grpo.yaml", *options]
         self.process = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
 
     def __enter__(self):
-        self.urls = self.process.stdout.readline().strip()  # it ends after start_seconds
+        # It ends after start_seconds. A table of the servers comes first.
+        self.urls = next((line.strip() for line in self.process.stdout if line.startswith("generation.")), "")
         assert self.urls.startswith("generation.vllm.urls=["), self.process.communicate(timeout=60)
         return self
 

@@ -85,7 +85,25 @@ def of_nemo_rl(algorithm: str, values: Mapping[str, Any], unread: Sequence[str])
     ]
     algorithm = algorithm or (sections[0] if len(sections) == 1 else "")
     nodes, gpus = (given.get(f"cluster.{key}", usual) for key, usual in (("num_nodes", 1), ("gpus_per_node", None)))
-    return Foreign("NeMo RL", algorithm, given, _product(nodes, gpus), (*unread, *computed.values()), _whole(nodes))
+    told = (*unread, *computed.values())
+    if given.get("policy.generation.backend") == "vllm" and given.get("policy.generation.colocated.enabled") is False:
+        nodes, gpus = _without_engines(nodes, gpus, given)
+    return Foreign("NeMo RL", algorithm, given, _product(nodes, gpus), told, _whole(nodes))
+
+
+def _without_engines(nodes: Any, gpus: Any, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the numbers of nodes, and of GPUs of each, that train where the engines have GPUs of their own.
+
+    NeMo RL gives the engines GPUs of the node, if there is one, and otherwise whole nodes.
+    """
+    engines = {
+        name: given.get(f"policy.generation.colocated.resources.{name}") for name in ("num_nodes", "gpus_per_node")
+    }
+    if nodes == 1:
+        each = engines["gpus_per_node"]
+        return nodes, gpus - each if isinstance(gpus, int) and isinstance(each, int) and 0 < each < gpus else gpus
+    whole = engines["num_nodes"]
+    return (nodes - whole if isinstance(nodes, int) and isinstance(whole, int) and 0 < whole < nodes else nodes), gpus
 
 
 def _product(*sizes: Any) -> int | None:

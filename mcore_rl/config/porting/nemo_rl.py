@@ -42,6 +42,16 @@ def _by_backend(megatron: bool, rule: Rule, section: str = _CFG) -> Rule:
     return only_if(f"{section}.enabled", lambda value: (value is True) == megatron, reason, rule)
 
 
+def _nodes_of_servers(value: Any, given: Given) -> Outcome:
+    """Rule for the number of nodes that only generate; `of_nemo_rl` does not count them among those that train."""
+    if given("policy.generation.backend") != "vllm" or given("policy.generation.colocated.enabled") is not False:
+        return "the engines have no nodes of their own"
+    nodes = int(number(value, "policy.generation.colocated.resources.num_nodes")) if value else 0
+    if not nodes or given("cluster.num_nodes") in (None, 1):
+        return "the servers get the GPUs of the node on which nobody trains"
+    return ToDo(f"servers have nodes of their own: SERVER_NODES={nodes} sbatch scripts/slurm/grpo_vllm.sbatch …")
+
+
 def _with_vllm(rule: Rule) -> Rule:
     return only_if("policy.generation.backend", lambda value: value == "vllm", "the engine is not vLLM", rule)
 
@@ -399,7 +409,8 @@ NEMO_RL: dict[tuple[str, str], Rule] = {
         {"vllm": {"generation.backend": "vllm"}, "megatron": {"generation.backend": "megatron"}}
     ),
     ("", "policy.generation.colocated.enabled"): _with_vllm(to("generation.offload")),
-    ("", "policy.generation.colocated.resources.*"): said("generation.vllm.devices names the GPUs of the servers"),
+    ("", "policy.generation.colocated.resources.num_nodes"): _nodes_of_servers,
+    ("", "policy.generation.colocated.resources.*"): said("servers get the GPUs on which nobody trains"),
     ("", "policy.generation.vllm_cfg.tensor_parallel_size"): _with_vllm(servers),
     **{
         ("", f"policy.generation.vllm_cfg.{part}"): _with_vllm(_server_options_of_nemo_rl)

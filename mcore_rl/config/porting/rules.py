@@ -143,19 +143,14 @@ def optimizer(value: Any, given: Given) -> Outcome:
 
 
 def servers(value: Any, given: Given) -> Outcome:
-    """Return the sizes of vLLM's servers that run on all processes' GPUs: `value` processes for each server."""
+    """Rule for the number of GPUs of each of vLLM's servers; their number follows from the GPUs of the run."""
     each = int(number(value, "tensor_parallel_size"))
     if each < 1:
         raise UserError(f"tensor_parallel_size: must be at least 1, got {value}")
-    if given.nodes > 1:
-        return Refused(
-            f"a run starts servers on its first machine only: start those of {given.nodes} machines, of {each} GPUs "
-            "each, with scripts/serve_vllm.py, and name them in generation.vllm.urls"
-        )
-    return {
-        "generation.vllm.tensor_parallel_size": each,
-        "generation.vllm.num_servers": max(given.processes // each, 1),
-    }
+    per_node = given.processes // given.nodes
+    if given.nodes > 1 and each > per_node:
+        return Refused(f"a server's {each} GPUs must be on one node, and a node has {per_node}")
+    return {"generation.vllm.tensor_parallel_size": each}
 
 
 def betas(value: Any, given: Given) -> Outcome:

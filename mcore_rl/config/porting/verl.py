@@ -553,7 +553,7 @@ VERL: dict[tuple[str, str], Rule] = {
         for key in (f"{ROLLOUT}.response_length", "data.max_response_length")
     },
     ("", f"{ROLLOUT}.tensor_model_parallel_size"): _with_vllm(servers),
-    ("", f"{ROLLOUT}.free_cache_engine"): _with_vllm(to("generation.offload")),
+    ("", f"{ROLLOUT}.free_cache_engine"): _with_vllm(said("servers on the GPUs of training sleep: generation.offload")),
     ("", "actor_rollout_ref.hybrid_engine"): _with_vllm(to("generation.offload")),
     **{
         ("", f"{ROLLOUT}.{part}"): _with_vllm(_server_options)

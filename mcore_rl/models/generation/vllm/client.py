@@ -377,8 +377,9 @@ class ServerPool:
 
     If a request fails on a healthy server, it is sent again; it is sent at most `ATTEMPTS` times.
 
-    When a server has room, it gets the waiting request with the lowest priority number. Requests of the same group
-    start with the same tokens. They all go to one server, so that these tokens are computed once.
+    When a server has room, it gets the waiting request with the lowest priority number. Of several idle servers the
+    first one gets it, in the order of `servers`. Requests of the same group start with the same tokens. They all go to
+    one server, so that these tokens are computed once.
 
     One thread with an event loop sends all requests. Only this thread changes `servers` and the queue, so they need no
     lock.
@@ -390,6 +391,7 @@ class ServerPool:
 
     def __init__(self, servers: Iterable[VLLMServer], drop: Callable[[str, str], None], seconds: float) -> None:
         self.servers = {server.url: server for server in servers}
+        self._order = {url: place for place, url in enumerate(self.servers)}
         self._drop, self._seconds = drop, seconds
         self.last_failure = "there never was one"
         self._queue = RequestQueue()
@@ -538,7 +540,9 @@ class ServerPool:
         """Send requests to a further server, or again to one that was dropped."""
 
         async def added() -> None:
-            self.servers[server.url] = server
+            self._order.setdefault(server.url, len(self._order))
+            all_servers = {**self.servers, server.url: server}
+            self.servers = {url: all_servers[url] for url in sorted(all_servers, key=self._order.__getitem__)}
             self._queue.forget_homes([server.url])
             self._send_waiting()
 

@@ -1,8 +1,9 @@
 """Generation by vLLM's servers. The servers receive the policy's weights.
 
 The first rank of each data-parallel replica sends requests in the background. `weights` updates the servers'
-weights. A server that fails is dropped, and the run continues with the remaining servers. If a server of
-`generation.vllm.urls` answers again later, it is used again from the next update of the weights on.
+weights. A server that fails is dropped, and the run continues with the remaining servers. If it answers again later,
+it is used again from the next update of the weights on. The first rank of each node starts the servers of its node, and
+starts those that end again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
-from mcore_rl.distributed.collectives import broadcast_result, settle
-from mcore_rl.distributed.topology import Topology
+from mcore_rl.distributed.collectives import all_ranks_true, broadcast_result, settle
+from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
     NO_OPTIONS,
@@ -40,11 +41,12 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm.client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm.images import ImageEncoder
+from mcore_rl.models.generation.vllm.placement import ServerPlace, describe_places, places_of_launch
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm.weights import CONTROL_SECONDS, VLLMWeights, WeightSource
 from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.utils.console import GenerationProgress, PrintLine
+from mcore_rl.utils.console import GenerationProgress, PrintLine, rank_zero_printer
 
 T = TypeVar("T")
 
@@ -87,7 +89,9 @@ class VLLMGeneration(StreamingGeneration):
         self._launch = ""
         self._beside = ThreadPoolExecutor(1, "generation")
         self._encoder = ImageEncoder(ImageReader(config.model.path))
-        self._service: VLLMServerProcesses | None = None
+        self._service: VLLMServerProcesses | None = None  # on the first rank of a node with servers of this run
+        self._urls: list[str] = []
+        self._failed: list[str] = []  # dropped servers, of which their nodes do not know yet
         self._pool: ServerPool | None = None
         self._weights: VLLMWeights | None = None
         self._is_connected, self._sleeps = False, config.generation.offload
@@ -115,6 +119,8 @@ class VLLMGeneration(StreamingGeneration):
             self._make_room()
         if not self._is_connected:
             self._connect()
+        elif self._sleeps:
+            self._start_ended()
         if weight_version is None:
             weight_version = 0 if self.weight_version is None else self.weight_version + 1
         if self._sleeps:
@@ -221,6 +227,7 @@ class VLLMGeneration(StreamingGeneration):
         """
         if self._sleeps and self._is_connected:
             self._on_first_rank(self._put_to_sleep)
+            self._end_failed()  # one that hangs would keep its memory
             self.policy.prepare_for_training()
         return True
 
@@ -245,19 +252,39 @@ class VLLMGeneration(StreamingGeneration):
 
     def _connect(self) -> None:
         """Start the servers or connect to them, and prepare each replica's first rank to send them requests."""
+        places, own = places_of_launch(self.config)
+        if places and self.policy.is_writer:
+            for line in describe_places(places):
+                self.say(line)
+        starting = self._beside.submit(self._start, own) if own else None
+        settle(starting, self.config.parallel.meeting_seconds)
+        self._urls = [place.url for place in places] or list(self.config.generation.vllm.urls)
         # The launch id distinguishes versions of other runs, and of a restarted server.
-        self._launch, (urls, have_masks) = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
+        self._launch, have_masks = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
         if not have_masks:
             self.params = replace(self.params, max_kept_tokens=None)
         if self.policy.topology.leads_replica:
             drop = self._drop if self.policy.is_writer else _drop_in_silence
+            urls = _from_own_share(self._urls, self.policy.topology.data)
             self._pool = ServerPool(map(self._server, urls), drop, self.config.generation.vllm.request_seconds)
         pool = self._pool if self.policy.is_writer else None
         self._weights = VLLMWeights(
             self.config, self.policy, pool, self._on_first_rank, self._refit_seconds, on_host=self._sleeps
         )
-        self._weights.connect(urls)
+        self._weights.connect(self._urls)
+        if self._service is not None:
+            self._service.mark_used(self._urls)
+            if not self._sleeps:
+                self._service.watch()
         self._is_connected = True
+
+    def _start(self, places: Sequence[ServerPlace]) -> None:
+        """Start the servers of this node, and wait until they are ready."""
+        say = rank_zero_printer(True)  # a node's own messages are printed there
+        self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS, places, say)
+        deadline = time.monotonic() + self.config.generation.vllm.start_seconds
+        for url in self._service.urls:
+            wait_until_ready(VLLMServer(url, connections=1), self._service, deadline)
 
     def _server(self, url: str) -> VLLMServer:
         connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
@@ -271,22 +298,14 @@ class VLLMGeneration(StreamingGeneration):
         assert isinstance(family, Mixture), "checked as the model was built"
         return family.experts
 
-    def _find(self) -> tuple[list[str], bool]:
-        """Find or start the servers, and wait until they are ready.
-
-        Returns:
-            The servers' URLs, and a bool: False if the run needs sampling masks and a server does not return them.
-        """
-        vllm = self.config.generation.vllm
-        if not vllm.urls:
-            self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
-        urls = vllm.urls or self._service.urls  # type: ignore[union-attr]
-        deadline = time.monotonic() + vllm.start_seconds
-        for url in urls:
+    def _find(self) -> bool:
+        """Wait until all servers answer the first rank; return False if one lacks sampling masks that the run needs."""
+        deadline = time.monotonic() + self.config.generation.vllm.start_seconds
+        for url in self._urls:
             server = VLLMServer(url, connections=1)
             wait_until_ready(server, self._service, deadline)
             check_server(server, self.config)
-        return list(urls), not self.params.keeps_mask or self._have_masks(urls)
+        return not self.params.keeps_mask or self._have_masks(self._urls)
 
     def _have_masks(self, urls: Sequence[str]) -> bool:
         """Return whether all servers return sampling masks; if one does not, print a line.
@@ -301,7 +320,7 @@ class VLLMGeneration(StreamingGeneration):
         if self.config.rollouts.keep_sampling_mask:
             raise UserError(
                 f"generation.vllm.urls: {lack}, but {self.config.algorithm}.keep_sampling_mask=true needs this option; "
-                "start the server with scripts/serve_vllm.py and this configuration"
+                "start the server with `mcore-rl vllm-servers` and this configuration"
             )
         self.say(f"{lack}: log-probabilities are over the whole vocabulary, not over the tokens that sampling keeps")
         return False
@@ -309,10 +328,42 @@ class VLLMGeneration(StreamingGeneration):
     def _drop(self, url: str, reason: str) -> None:
         if self._weights is not None:
             self._weights.leave_out(url)
-        died = self._service.why_ended(url, seconds=1.0) if self._service else None
+        self.say(f"a vLLM server is dropped: {reason}")
+        self._failed.append(url)
         if self._service is not None:
-            self._service.end(url)
-        self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
+            self._service.end_used([url])
+
+    def _end_failed(self) -> None:
+        """End the servers that the first rank has dropped, if they still run. Collective."""
+
+        def failed() -> list[str]:
+            taken, self._failed = self._failed, []
+            return taken
+
+        dropped = self._on_first_rank(failed)
+        if self._service is not None:
+            self._service.end_used(dropped)
+
+    def _start_ended(self) -> None:
+        """Start the servers that have ended again, while no weights of the policy are in their GPUs. Collective.
+
+        Servers with GPUs of their own do not wait for this (`VLLMServerProcesses.watch`).
+        """
+        if all_ranks_true(self._service is None or not self._service.has_ended())[0]:
+            return
+        self.policy.offload_after_refit()
+        starting = None if self._service is None else self._beside.submit(self._wait_for_started, self._service)
+        settle(starting, self.config.parallel.meeting_seconds)
+
+    def _wait_for_started(self, service: VLLMServerProcesses) -> None:
+        """Start the servers that have ended again, and wait until each is ready or ends."""
+        deadline = time.monotonic() + self.config.generation.vllm.start_seconds
+        for url in service.start_ended():
+            try:
+                wait_until_ready(VLLMServer(url, connections=1), service, deadline)
+            except UserError as error:
+                service.end(url)
+                rank_zero_printer(True)(f"{error}; the run continues without it")
 
     # ------------------------------------------------------------ sleep
 
@@ -344,9 +395,12 @@ class VLLMGeneration(StreamingGeneration):
         if self._pool is not None:
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # all ranks must have the version before the first response with it arrives
+        self._end_failed()
         assert self._weights is not None, "connected before"
         if returned := self._on_first_rank(self._find_returned):
             self._weights.connect(returned)
+            if self._service is not None:
+                self._service.mark_used(returned)
         servers = self._weights.send(version, self._version())
         if self._pool is not None:
             for url in set(returned) & set(servers):
@@ -356,10 +410,10 @@ class VLLMGeneration(StreamingGeneration):
     def _find_returned(self) -> list[str]:
         """Return the URLs of dropped servers that answer again, for example because they were started again.
 
-        They get no requests before they have the weights. Servers that this run started were ended when dropped.
+        They get no requests before they have the weights.
         """
         assert self._pool is not None
-        dropped = [url for url in self.config.generation.vllm.urls if url not in self._pool.servers]
+        dropped = [url for url in self._urls if url not in self._pool.servers]
         with ThreadPoolExecutor(max(1, len(dropped))) as threads:
             returned = [
                 url for url, is_ready in zip(dropped, threads.map(self._is_ready, dropped), strict=True) if is_ready
@@ -378,6 +432,16 @@ class VLLMGeneration(StreamingGeneration):
         except (ServerError, TrainingError, UserError):
             return False
         return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
+
+
+def _from_own_share(urls: Sequence[str], replicas: ParallelDimension) -> list[str]:
+    """Return `urls`, beginning with the first server of this replica's share.
+
+    A replica sends requests to idle servers in this order. If all replicas began with the same server, few prompts
+    would all go to the first servers, and the others would be idle.
+    """
+    start = replicas.rank * len(urls) // replicas.size
+    return [*urls[start:], *urls[:start]]
 
 
 def _drop_in_silence(url: str, reason: str) -> None:
@@ -416,13 +480,13 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
     if model["max_model_len"] < wanted:
         raise UserError(
             f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, but "
-            f"data.max_sequence_length is {wanted}; start the server with scripts/serve_vllm.py and this "
-            "configuration"
+            f"data.max_sequence_length is {wanted}; start the server with `mcore-rl vllm-servers` and "
+            "this configuration"
         )
     if config.generation.offload and platform.has_gpu() and not _option(server, "enable_sleep_mode", unknown=True):
         raise UserError(
             f"generation.offload: {server.url} runs without --enable-sleep-mode; start the server with "
-            "scripts/serve_vllm.py and this configuration"
+            "`mcore-rl vllm-servers` and this configuration"
         )
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import Any
 
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm.placement import ServerPlace
+from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.model_directory import missing_files, vision_model_config
 from mcore_rl.utils.process_groups import GroupKeeper, end_groups
 
@@ -28,13 +35,23 @@ STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def server_command(config: RLConfig, port: int) -> list[str]:
-    """Return the command line that starts one server on `port`."""
+ENDING_SECONDS = 1.0
+"""Time that a server which does not answer any more gets to end by itself, so that it is known why."""
+WATCH_SECONDS = 1.0
+"""Seconds between two looks for servers that have ended."""
+PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)
+"""Seconds before a server that has ended is started again: the first time, the second time in a row, …"""
+STABLE_SECONDS = 1800.0
+"""A server that has run for this time begins a new row."""
+
+
+def server_command(config: RLConfig, place: ServerPlace) -> list[str]:
+    """Return the command line that starts the server at `place`."""
     vllm, longest = config.generation.vllm, config.data.max_sequence_length
     command = [
         str(vllm.python.absolute()), "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(config.model.path.absolute()), "--served-model-name", MODEL_NAME,
-        "--host", vllm.host, "--port", str(port),
+        "--host", place.host, "--port", str(place.port),
         "--dtype", config.model.dtype, "--max-model-len", str(longest),
         "--tensor-parallel-size", str(vllm.tensor_parallel_size),
         "--max-num-seqs", str(config.rollouts.generation_batch_size), "--seed", str(config.seed),
@@ -68,6 +85,19 @@ def server_command(config: RLConfig, port: int) -> list[str]:
     return [*command, *vllm.arguments]
 
 
+def server_environment(config: RLConfig, place: ServerPlace) -> dict[str, str]:
+    """Return the environment variables of the server at `place`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
+    environment |= ENVIRONMENT
+    if config.model.moe_router_replay or _returns_masks(config):
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one reports neither experts nor sampling masks
+    if not platform.has_gpu():
+        environment = {**CPU_ENVIRONMENT, **environment}
+    if place.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.devices)
+    return environment
+
+
 def describe_fp8_sampling(config: RLConfig) -> Iterator[str]:
     """Yield lines about sampling in FP8 by vLLM, with warnings of a large mismatch with the trainer."""
     scheme, fp8 = config.generation.vllm.quantization, config.model.fp8
@@ -87,89 +117,163 @@ def describe_fp8_sampling(config: RLConfig) -> Iterator[str]:
         )
 
 
-class VLLMServerProcesses:
-    """Starts the servers that a configuration describes, and ends them.
+@dataclass
+class _Server:
+    """A server of this machine.
 
-    The method `close` ends the servers. They also end when this process ends, even if this process is killed.
+    process: its process; None if it was ended and not started again.
+    log_start: place in the log at which the output of `process` begins.
+    started: time of its last start; starts: number of starts in a row, see `PAUSES`.
+    in_use: whether a run has used `process`, see `VLLMServerProcesses.end_used`.
+    """
+
+    place: ServerPlace
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    log_start: int = 0
+    started: float = 0.0
+    starts: int = 0
+    in_use: bool = False
+
+
+class VLLMServerProcesses:
+    """Starts servers on this machine, starts them again if they end, and ends them.
+
+    The method `close` ends the servers. They also end when this process ends, even if this process is killed. All
+    methods may be called by any thread.
 
     Args:
         logs: directory for the servers' output.
+        places: the places of the servers, which are all on this machine.
+        say: prints a message for the user.
 
     Raises:
         UserError: a port is taken, or the model's directory is quantized.
     """
 
-    def __init__(self, config: RLConfig, logs: Path) -> None:
-        vllm = config.generation.vllm
+    def __init__(self, config: RLConfig, logs: Path, places: Sequence[ServerPlace], say: PrintLine = silent) -> None:
         _check_precision(config.model.path)
-        for index in range(vllm.num_servers):
-            _check_port(vllm.host, vllm.port + index)
+        for place in places:
+            _check_port(place)
         logs.mkdir(parents=True, exist_ok=True)
-        self._keeper = GroupKeeper()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs: dict[str, Path] = {}
-        self._log_starts: dict[str, int] = {}
-        for index, url in enumerate(vllm.started_urls):
-            port = vllm.port + index
-            self._logs[url] = logs / f"vllm_{port}.log"
-            self._processes[url] = self._start(server_command(config, port), self._environment(config, index), url)
+        self.config, self._say = config, say
+        self._keeper, self._lock, self._closed = GroupKeeper(), Lock(), Event()
+        self._servers = {place.url: _Server(place, logs / f"{place.host}_{place.port}.log") for place in places}
+        for server in self._servers.values():
+            self._start(server)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(self._processes)
+        return tuple(self._servers)
 
     def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
         """Return why a server has ended; wait up to `seconds` for its end. Return None if it still runs."""
-        process = self._processes.get(url)
-        if process is None:
+        server = self._servers.get(url)
+        process = server.process if server is not None else None
+        if server is None or process is None:
             return None
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        printed = self._logs[url].read_bytes()[self._log_starts[url] :].decode(errors="replace")
-        return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
+        printed = server.log.read_bytes()[server.log_start :].decode(errors="replace")
+        return f"it ended with status {process.returncode}: {_last_error(printed)} ({server.log})"
 
     def end(self, *urls: str) -> None:
-        """End the servers with these URLs, unless they were ended before.
+        """End the servers with these URLs, unless they have ended.
 
         A server is not ended twice, because another process may get its process id.
         """
-        ending = [self._processes.pop(url) for url in urls if url in self._processes]
-        processes = {process.pid: process for process in ending}
-        end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
-        for process in ending:
-            process.wait()
-            self._keeper.remove(process.pid)
+        with self._lock:
+            ending = list[subprocess.Popen[bytes]]()
+            for server in (self._servers[url] for url in urls if url in self._servers):
+                if server.process is not None:
+                    ending.append(server.process)
+                server.process = None
+            processes = {process.pid: process for process in ending}
+            end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
+            for process in ending:
+                process.wait()
+                self._keeper.remove(process.pid)
+
+    def mark_used(self, urls: Iterable[str]) -> None:
+        """Record that a run uses the servers with these URLs as they run now."""
+        with self._lock:
+            for server in (self._servers[url] for url in urls if url in self._servers):
+                server.in_use = True
+
+    def end_used(self, urls: Iterable[str]) -> None:
+        """End those of the servers with these URLs that were not started again since the last `mark_used`.
+
+        A run calls it for servers that failed. A server that was started again does not have the failure. The reason is
+        printed if a server has ended by itself.
+        """
+        with self._lock:
+            used = [url for url in urls if url in self._servers and self._servers[url].in_use]
+        for url in used:
+            if why := self.why_ended(url, seconds=ENDING_SECONDS):
+                self._say(f"a vLLM server has ended: {url}; {why}")
+        self.end(*used)
+
+    def has_ended(self) -> bool:
+        """Return whether a server has ended, by itself or by `end`."""
+        with self._lock:
+            return any(server.process is None or server.process.poll() is not None for server in self._servers.values())
+
+    def start_ended(self) -> list[str]:
+        """Start the servers that have ended again, on the same GPUs and ports; return their URLs.
+
+        One that ends again and again is started after pauses.
+        """
+        begun = list[str]()
+        for url, server in self._servers.items():
+            why = self.why_ended(url)
+            if why is None and server.process is not None:
+                continue
+            with self._lock:
+                if self._closed.is_set():
+                    return begun
+                now = time.monotonic()
+                if server.process is not None:
+                    self._say(f"a vLLM server has ended: {url}; {why}")
+                    self._keeper.remove(server.process.pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(server.process.pid, signal.SIGKILL)  # its workers may have survived it
+                    server.process = None
+                if now - server.started > STABLE_SECONDS:
+                    server.starts = 0
+                if now - server.started < PAUSES[min(server.starts, len(PAUSES)) - 1]:
+                    continue
+                self._start(server)
+            self._say(f"a vLLM server is started again: {url}")
+            begun.append(url)
+        return begun
+
+    def watch(self) -> None:
+        """Start servers again as soon as they end, from now on, in a thread."""
+
+        def look() -> None:
+            while not self._closed.wait(WATCH_SECONDS):
+                self.start_ended()
+
+        Thread(target=look, name="vllm-servers", daemon=True).start()
 
     def close(self) -> None:
         """End all servers."""
+        self._closed.set()
         self.end(*self.urls)
         self._keeper.close()
 
-    def _start(self, command: list[str], environment: dict[str, str], url: str) -> subprocess.Popen[bytes]:
-        with open(self._logs[url], "ab") as log:
-            self._log_starts[url] = log.tell()
+    def _start(self, server: _Server) -> None:
+        command, environment = server_command(self.config, server.place), server_environment(self.config, server.place)
+        with open(server.log, "ab") as log:
+            server.log_start = log.tell()
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        server.process, server.started, server.starts = process, time.monotonic(), server.starts + 1
+        server.in_use = False
         self._keeper.add(process.pid)
-        return process
-
-    @staticmethod
-    def _environment(config: RLConfig, index: int) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
-        environment |= ENVIRONMENT
-        if config.model.moe_router_replay or _returns_masks(config):
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one reports neither experts nor sampling masks
-        if not platform.has_gpu():
-            environment = {**CPU_ENVIRONMENT, **environment}
-        vllm = config.generation.vllm
-        if vllm.devices:
-            size = vllm.tensor_parallel_size
-            devices = vllm.devices[index * size : (index + 1) * size]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        return environment
 
 
 def _check_precision(path: Path) -> None:
@@ -220,13 +324,14 @@ def _returns_masks(config: RLConfig) -> bool:
     return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(place: ServerPlace) -> None:
     """Raise UserError if another program uses the port: that program would be mistaken for the new server."""
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((place.host, place.port)).close()
     except OSError as error:
         raise UserError(
-            f"generation.vllm.port: a server cannot listen on {host}:{port} ({error.strerror}); choose another port"
+            f"generation.vllm.port: a server cannot listen on {place.host}:{place.port} ({error.strerror}); choose "
+            "another port"
         ) from None
 
 

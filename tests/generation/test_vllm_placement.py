@@ -1,0 +1,248 @@
+"""Tests of the placement of vLLM's servers on nodes and GPUs, and of servers that are started again."""
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+
+import pytest
+from ports import free_port
+from programs import ROOT
+from recipes import LARGE, RECIPES, read_recipe
+from vllm_cases import config_of
+
+from mcore_rl import platform
+from mcore_rl.cli.dry_run import describe_servers
+from mcore_rl.cli.vllm_servers import places_on_hosts
+from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm import server as vllm_server
+from mcore_rl.models.generation.vllm.placement import (
+    Node,
+    ServerPlace,
+    describe_places,
+    place_servers,
+    planned_nodes,
+    with_host,
+)
+from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
+
+EIGHT = tuple("01234567")
+
+
+def nodes_of(*trained_on, gpus=EIGHT):
+    return [Node(f"10.0.0.{index + 1}", gpus, tuple(used), index) for index, used in enumerate(trained_on)]
+
+
+def config_with(tmp_path, offload=False, **vllm):
+    config = config_of(tmp_path, offload=offload, **vllm)
+    return config.model_copy(update={"generation": config.generation.model_copy(update={
+        "vllm": config.generation.vllm.model_copy(update={"port": 8100})})})  # fmt: skip
+
+
+def devices(places):
+    return [(place.node, "".join(place.devices)) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("offload", "vllm", "trained_on", "expected"),
+    [
+        (True, {}, ["0123", "0123"], [(0, "0"), (0, "1"), (0, "2"), (0, "3"), (1, "0"), (1, "1"), (1, "2"), (1, "3")]),
+        (True, {"tensor_parallel_size": 4}, [EIGHT, EIGHT], [(0, "0123"), (0, "4567"), (1, "0123"), (1, "4567")]),
+        (True, {"tensor_parallel_size": 2, "num_servers": 3}, [EIGHT, EIGHT], [(0, "01"), (0, "23"), (1, "01")]),
+        (True, {}, ["0011"], [(0, "0"), (0, "1")]),  # ranks that share a GPU
+        (True, {"devices": [6, 7]}, [EIGHT], [(0, "6"), (0, "7")]),
+        (False, {}, ["012345", "012345"], [(0, "6"), (0, "7"), (1, "6"), (1, "7")]),
+        (False, {"tensor_parallel_size": 2}, ["7", "012345"], None),  # seven GPUs are left
+        (False, {"tensor_parallel_size": 2, "num_servers": 4}, ["7", "012345"],
+         [(0, "01"), (0, "23"), (0, "45"), (1, "67")]),
+        (False, {"num_servers": 2, "devices": [3, 4]}, ["012"], [(0, "3"), (0, "4")]),
+    ],
+)  # fmt: skip
+def test_servers_get_the_gpus_of_training_or_the_others(offload, vllm, trained_on, expected, tmp_path):
+    config = config_with(tmp_path, offload, **vllm)
+    if expected is None:
+        with pytest.raises(UserError, match="=2: does not divide the 7 GPUs that servers can use on node 0"):
+            place_servers(config, nodes_of(*trained_on))
+        return
+    places = place_servers(config, nodes_of(*trained_on))
+    assert devices(places) == expected
+    assert len({place.url for place in places}) == len(places)
+    for place in places:
+        assert place.host == f"10.0.0.{place.node + 1}"
+    assert [place.port for place in places if place.node == 0] == [
+        8100 + n for n, at in enumerate(expected) if not at[0]
+    ]
+
+
+def test_gpus_keep_the_names_that_a_scheduler_gave_them(tmp_path):
+    names = ("GPU-a", "GPU-b", "MIG-c", "GPU-d")
+    places = place_servers(config_with(tmp_path, tensor_parallel_size=2), [Node("h", names, ("GPU-b", "GPU-d"))])
+    assert [place.devices for place in places] == [("GPU-a", "MIG-c")]
+
+
+def test_gpu_names_are_those_of_the_variable(monkeypatch):
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(platform.torch.cuda, "device_count", lambda: 2)
+    for value, names in (("GPU-a, GPU-b", ("GPU-a", "GPU-b")), ("5,3,-1,0", ("5", "3")), ("", ("0", "1"))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert platform.gpu_names() == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert platform.gpu_names() == ("0", "1")
+
+
+def test_without_gpus_each_node_gets_a_server_and_nodes_on_one_machine_other_ports(tmp_path):
+    nodes = [Node("127.0.0.1"), Node("127.0.0.1"), Node("10.0.0.3")]
+    places = place_servers(config_with(tmp_path), nodes)
+    assert [(place.node, place.url) for place in places] == [
+        (0, "http://127.0.0.1:8100"), (1, "http://127.0.0.1:8101"), (2, "http://10.0.0.3:8100"),
+    ]  # fmt: skip
+    assert devices(place_servers(config_with(tmp_path, num_servers=5), nodes)) == [
+        (0, ""), (0, ""), (1, ""), (1, ""), (2, ""),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("offload", "vllm", "trained_on", "message"),
+    [
+        (False, {}, [EIGHT, EIGHT],
+         "servers need GPUs, but 2 nodes with 8 GPUs, 8 of them for training, 0 for servers; set generation.offload"),
+        (True, {"num_servers": 16}, [EIGHT],
+         "num_servers=16: a server needs 1 GPU, so 8 servers would fit: 1 node with 8 GPUs, 8 of them for training, 8"),
+        (True, {"num_servers": 1, "tensor_parallel_size": 16}, [EIGHT, EIGHT],
+         "a server needs 16 GPUs of one node, so 0 servers would fit"),
+        (True, {"tensor_parallel_size": 3}, [EIGHT], "=3: does not divide the 8 GPUs"),
+        (False, {"devices": [8]}, ["0"], "devices: node 0 has no GPU 8; it has 8 GPUs"),
+        (False, {"devices": [2, 1]}, ["01"], "devices: training uses GPU 1 of node 0"),
+        (False, {"host": "10.0.0.1"}, ["0", "0"], "host=10.0.0.1: is one address, but servers run on 2 nodes"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_arithmetic(offload, vllm, trained_on, message, tmp_path):
+    config = config_with(tmp_path, offload, **vllm)
+    with pytest.raises(UserError, match=message):
+        place_servers(config, with_host(config, nodes_of(*trained_on)))
+
+
+def test_ports_end_at_the_last_one(tmp_path):
+    config = config_of(tmp_path)
+    vllm = config.generation.vllm.model_copy(update={"port": 65535, "num_servers": 2})
+    config = config.model_copy(update={"generation": config.generation.model_copy(update={"vllm": vllm})})
+    with pytest.raises(UserError, match=r"generation\.vllm\.port=65535: 127\.0\.0\.1 has too few ports"):
+        place_servers(config, [Node("127.0.0.1")])
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "grpo" in path.stem], ids=lambda path: path.stem)
+def test_shipped_configurations_use_each_gpu_once(path, tmp_path, monkeypatch):
+    """One whose engines have nodes of their own is placed as `grpo_vllm.sbatch` starts it, and refused without them."""
+    config, gpus = read_recipe(path, tmp_path, monkeypatch)
+    trainers = planned_nodes(gpus, gpus_per_node=8)
+    if config.generation.offload:
+        places = place_servers(config, trainers)
+    else:
+        with pytest.raises(UserError, match=r"0 for servers; set generation\.offload=true"):
+            place_servers(config, trainers)
+        places = place_servers(config, nodes_of("", ""))
+    used = [(place.node, gpu) for place in places for gpu in place.devices]
+    assert len(used) == len(set(used)) == 8 * (len(trainers) if config.generation.offload else 2)
+
+
+def test_the_table_names_node_address_port_and_gpus():
+    places = [ServerPlace(0, "10.0.0.1", 8100, ("0", "1")), ServerPlace(1, "10.0.0.2", 8100)]
+    assert list(describe_places(places)) == [
+        "vLLM's servers: 2 servers",
+        "  node  address   port  GPUs",
+        "  0     10.0.0.1  8100  0,1",
+        "  1     10.0.0.2  8100  none (CPU)",
+    ]
+
+
+def test_tables_of_the_documentation_are_those_of_dry_runs(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "several_nodes.md").read_text()
+    eight, _ = read_recipe(LARGE / "grpo_8b_8gpu.yaml", tmp_path, monkeypatch)
+    seventy, _ = read_recipe(LARGE / "grpo_70b_64gpu.yaml", tmp_path, monkeypatch)
+    tables = [describe_servers(eight, 8), describe_servers(eight, 16)]
+    tables.append(describe_places(places_on_hosts(seventy, ["10.0.0.1", "10.0.0.2"], gpus_per_node=8)))
+    for lines in tables:
+        assert "\n".join(lines) in page
+    (warning,) = describe_servers(seventy, 64)
+    assert warning.startswith("warning: on 8 nodes of 8 GPUs, this run would be refused: generation.vllm: servers need")
+    monkeypatch.setattr(platform, "gpu_names", lambda: EIGHT)
+    with pytest.raises(UserError, match="servers need GPUs, but 8 nodes with 8 GPUs"):
+        list(describe_servers(seventy, 64))
+
+
+# ------------------------------------------------------------ servers that end
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    """Two servers that write down their environment, and do nothing else."""
+    record = (
+        "import os, sys, time; open(sys.argv[1], 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + chr(10)); "
+        "time.sleep(99)"
+    )
+    monkeypatch.setattr(
+        vllm_server, "server_command", lambda config, place: [sys.executable, "-c", record, tmp_path / str(place.port)]
+    )
+    first = free_port()
+    places = [ServerPlace(0, "127.0.0.1", first, ("4", "5")), ServerPlace(0, "127.0.0.1", free_port(), ("6", "7"))]
+    said = []
+    with closing(VLLMServerProcesses(config_of(tmp_path), tmp_path / "logs", places, said.append)) as started:
+        yield dataclasses.make_dataclass("Service", ["of", "places", "said", "path"])(started, places, said, tmp_path)
+
+
+def until(reached):
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def starts(service, index):
+    path = service.path / str(service.places[index].port)
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_server_that_ends_is_started_again_on_its_gpus(service, monkeypatch):
+    monkeypatch.setattr(vllm_server, "WATCH_SECONDS", 0.05)
+    until(lambda: starts(service, 0) == ["4,5"] and starts(service, 1) == ["6,7"])
+    process = service.of._servers[service.places[1].url].process
+    os.kill(process.pid, signal.SIGKILL)
+    service.of.watch()
+    until(lambda: starts(service, 1) == ["6,7", "6,7"])
+    url = service.places[1].url
+    until(lambda: len(service.said) == 2)
+    assert service.said[0].startswith(f"a vLLM server has ended: {url}; it ended with status -9: it printed nothing")
+    assert service.said[1] == f"a vLLM server is started again: {url}"
+    assert starts(service, 0) == ["4,5"]
+
+
+def test_a_server_that_ends_again_and_again_is_started_after_pauses(service, monkeypatch):
+    until(lambda: starts(service, 0) and starts(service, 1))
+    url = service.places[0].url
+    for pause in (0.0, 5.0, 30.0):
+        service.of.end(url)
+        assert service.of.has_ended()
+        server = service.of._servers[url]
+        if pause:
+            assert service.of.start_ended() == []
+            server.started -= pause
+        assert service.of.start_ended() == [url] and not service.of.has_ended()
+    server.started -= vllm_server.STABLE_SECONDS
+    service.of.end(url)
+    assert service.of.start_ended() == [url] and server.starts == 1
+
+
+def test_a_dropped_server_is_ended_unless_it_was_started_again_since(service):
+    until(lambda: starts(service, 0) and starts(service, 1))
+    first, second = (place.url for place in service.places)
+    service.of.mark_used([first, second, "http://elsewhere:1"])
+    service.of.end(first)
+    service.of.start_ended()
+    service.of.end_used([first, second, "http://elsewhere:1"])
+    processes = [service.of._servers[url].process for url in (first, second)]
+    assert processes[0] is not None and processes[0].poll() is None and processes[1] is None
+    service.of.mark_used([first])
+    service.of.end_used([first])
+    assert service.of._servers[first].process is None
