@@ -4,6 +4,7 @@ Whole models with indexers are compared with transformers in test_families, test
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from layout_cases import make_data, make_sft_config
 from small_models import and_long, make_config
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
@@ -51,9 +53,57 @@ def test_zero_scores_are_equal_whatever_their_sign():
     assert highest(scores, torch.tensor([[6]]), TOPK).tolist() == [[5, 0, 1, 3]]
 
 
+class SortedColumns(TorchDispatchMode):
+    """Records the number of columns of each tensor that is sorted inside the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if "sort" in function.overloadpacket.__name__:
+            self.columns.append(arguments[0].shape[-1])
+        return function(*arguments, **(named or {}))
+
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("topk", [1, 2, 16, 47, 48, 60])
+def test_highest_equals_a_stable_sort_of_all_scores_without_making_one(topk, dtype):
+    generator = torch.Generator().manual_seed(topk)
+    scores = torch.randn(200, 48, generator=generator, dtype=dtype)
+    scores[50:100] = scores[50:100].round()
+    scores[100:150].relu_()
+    scores[150:] = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(len(SPECIAL), (50, 48), generator=generator)]
+    ends = torch.randint(1, 49, (200, 1), generator=generator)
+    hidden = (scores + 0.0).masked_fill(torch.arange(48) >= ends, -math.inf)
+    expected = hidden.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    with SortedColumns() as sorts:
+        found = highest(scores, ends, topk)
+    assert torch.equal(found, torch.where(expected < ends, expected, -1).int())
+    assert sorts.columns == [min(topk, 48)]
+
+
+def test_highest_treats_nan_as_the_highest_score():
+    scores = torch.tensor([[0.0, math.nan, 2.0, -math.nan, 1.0, 3.0], [math.nan] * 6])
+    assert highest(scores, torch.tensor([[6], [5]]), TOPK).tolist() == [[1, 3, 5, 2], [0, 1, 2, 3]]
+
+
 def whole_numbers(*shape, low=-2, high=3):
     """Return random whole numbers, with which many scores are exactly equal, in float64."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(sum(shape))).double()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_choose_sorts_only_scores_that_are_chosen(size):
+    indexer, visible = replace(INDEXER, pool=size), AttentionPattern(PackLayout.pack((40,)), 0)
+    pooling = GatedPooling(size, torch.zeros(size, DIM).double()) if size > 1 else None
+    query, key, weight = whole_numbers(40, HEADS, DIM), whole_numbers(40, DIM * size), whole_numbers(40, HEADS)
+    with SortedColumns() as sorts:
+        choose(query, key, weight, visible, indexer, pooling=pooling)
+    assert sorts.columns == [TOPK // size]
 
 
 def plain_choice(query, key, weight, distance):

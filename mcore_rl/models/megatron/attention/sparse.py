@@ -16,6 +16,7 @@ of keys; the key of a pool is a mean, in GLM-5.3 with gates. A query always sees
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -391,14 +392,31 @@ def highest(
 ) -> Int32[Tensor, "queries chosen"]:
     """Return the positions of the highest scores, [queries, min(topk, keys)]; −1 after a query's last key.
 
-    Of equal scores the earlier position is chosen. Equal scores are frequent, because the score of a key is 0 if its
-    products with all heads are negative. `torch.topk` may return any of them, and others if a row has more columns.
+    The positions are in the order of their scores, the highest first. Of equal scores the earlier position is chosen,
+    and comes first. Equal scores are frequent, because the score of a key is 0 if its products with all heads are
+    negative. `torch.topk` may return any of them, and others if a row has more columns. Therefore it only finds the
+    lowest chosen score. The positions with this score are counted from the first on, until `topk` positions are chosen.
+    A stable sort of all scores would give the same positions; this function sorts only the chosen scores.
 
     Args:
-        scores: they are overwritten. ends: number of keys that each query sees, from the first on.
+        scores: they are overwritten. NaN counts as infinity. ends: number of keys that each query sees, from the first
+            on.
     """
-    behind = torch.arange(scores.shape[1], device=scores.device) >= ends
+    keys = scores.shape[1]
+    behind = torch.arange(keys, device=scores.device) >= ends
+    # NaN equals nothing, so that a row with NaN would have fewer than `topk` positions.
+    scores = scores.nan_to_num_(math.inf, math.inf, -math.inf).masked_fill_(behind, -math.inf)
+    if topk < keys:
+        lowest = scores.topk(topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+        chosen, equal = scores > lowest, scores == lowest
+        places = topk - chosen.sum(-1, keepdim=True)
+        chosen |= equal & (equal.cumsum(-1, dtype=torch.int32) <= places)
+        # Exactly `topk` columns are chosen. Their numbers from the end are positive and differ, so no two are equal.
+        from_end = torch.arange(keys, 0, -1, dtype=torch.int32, device=scores.device)
+        found = keys - torch.where(chosen, from_end, 0).topk(topk, dim=-1).values.long()
+    else:
+        found = torch.arange(keys, device=scores.device).expand(scores.shape)
     # Adding 0 turns −0 into 0: a sort by bits would separate them.
-    scores = scores.add_(0.0).masked_fill_(behind, -torch.inf)
-    found = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    order = scores.gather(-1, found).add_(0.0).sort(dim=-1, descending=True, stable=True).indices
+    found = found.gather(-1, order)
     return torch.where(found < ends, found, -1).int()
