@@ -6,6 +6,7 @@ import torch
 from layout_cases import STEPS, make_config, make_data
 from simulated_cases import SEQUENCES, config_of, in_processes
 from small_models import and_long
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config import LoRAConfig
 from mcore_rl.simulation.step import simulate_rank
@@ -45,6 +46,69 @@ def test_numbers_stay(family, layout, kind, model_of):
     assert kept.metrics == moved.metrics
     for name, weight in kept.weights.items():
         assert torch.equal(weight, moved.weights[name]), name
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors of at least one byte that are allocated inside the context without contents."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        self.count += function.overloadpacket is torch.ops.aten.empty and result.nbytes > 0
+        return result
+
+
+def counts_of_steps(config, data):
+    """Return for each of several calls: bytes that leave the device between steps, host buffers, releases of the cache.
+
+    The calls are four training steps; loading a checkpoint; another step; and `offload_before_refit`.
+    """
+    from mcore_rl import platform
+    from mcore_rl.algorithms.build_loss import build_loss
+    from mcore_rl.models.megatron.training.optimizer import Offload
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    allocations, releases, freed, offload = Allocations(), [], [], Offload.offload
+
+    def counted(self, tensors):
+        with allocations:
+            size = offload(self, tensors)
+        freed.append(size if self is policy.memory.between_steps else 0)
+        return size
+
+    def counts_of(call, *arguments):
+        releases.clear(), freed.clear()
+        allocations.count = 0
+        call(*arguments)
+        return sum(freed), allocations.count, len(releases)
+
+    Offload.offload, platform.release_cached_memory = counted, lambda: releases.append(None)
+    train = policy.train, data, build_loss(config)
+    counts = [counts_of(*train) for _ in range(4)]
+    iteration = policy.save_checkpoint(config.output_dir, 4, {"step": 4})
+    counts.append(counts_of(policy.load_checkpoint, iteration))
+    counts.append(counts_of(*train))
+    counts.append(counts_of(policy.offload_before_refit))
+    policy.shutdown()
+    return counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_allocate_no_buffers_and_keep_the_cache(dtype, model_of, tmp_path):
+    """Moments exist from the first step on; an engine gets the cached memory, of the optimizer's state too."""
+    config = changed(make_config(model_of("llama")), dtype=dtype).model_copy(update={"output_dir": tmp_path})
+    (counts,) = run_processes(counts_of_steps, offloading(config), make_data(), world_size=1)
+    first, *later, loaded, after_loading, for_engine = counts
+    size, buffers, _ = first
+    assert size > 0 and buffers > 0
+    assert later == [(size, 0, 0)] * 3
+    assert loaded[::2] == after_loading[::2] == (size, 0)
+    assert after_loading[1] == 0
+    assert for_engine[:2] == (0, 0) and for_engine[2] > 0
 
 
 def life(config, data):

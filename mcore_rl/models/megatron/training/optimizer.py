@@ -347,13 +347,19 @@ class ParameterGather:
 class Offload:
     """Releases device memory of tensors temporarily.
 
+    The buffers on the host are kept after `restore` and used again, because page-locking memory is slow. Copies in both
+    directions run on the same stream, so a buffer is not overwritten before its contents are restored.
+
     Args:
         keep: whether to keep the contents on the host. If not, the tensors are zeros after `restore`.
+        for_others: whether other processes need the released memory. If not, torch's allocator keeps it for this
+            process: freeing it and allocating it again would make the host wait for the device each time.
     """
 
-    def __init__(self, keep: bool) -> None:
-        self.keep = keep
+    def __init__(self, keep: bool, for_others: bool = True) -> None:
+        self.keep, self.for_others = keep, for_others
         self._away: list[tuple[Tensor, Tensor | int]] = []
+        self._buffers: dict[int, Tensor] = {}
 
     @property
     def is_away(self) -> bool:
@@ -363,16 +369,21 @@ class Offload:
         """Release the storages of `tensors`; return the number of bytes freed on the device."""
         if self.is_away:
             return 0
-        for whole in _storages(tensors):
+        earlier, self._buffers = self._buffers, {}  # buffers of storages that no longer exist are freed
+        for name, whole in _storages(tensors).items():
             host: Tensor | int = whole.numel()
             if self.keep:
-                host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=platform.has_gpu()).copy_(whole)
+                buffer = earlier.pop(name, None)
+                if buffer is None or buffer.shape != whole.shape:
+                    buffer = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=platform.has_gpu())
+                host = self._buffers[name] = buffer.copy_(whole)
             self._away.append((whole, host))
         freed = 0
         for whole, _ in self._away:
             freed += whole.untyped_storage().nbytes()
             whole.untyped_storage().resize_(0)
-        platform.release_cached_memory()
+        if self.for_others:
+            platform.release_cached_memory()
         return freed
 
     def restore(self) -> None:
@@ -386,15 +397,15 @@ class Offload:
         self._away = []
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each storage that `tensors` use, once, as a tensor of bytes."""
+def _storages(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return each storage that `tensors` use, by its `storage_id`, as a tensor of bytes."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             found.setdefault(platform.storage_id(tensor), whole)
-    return list(found.values())
+    return found
 
 
 def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
@@ -448,7 +459,7 @@ class TrainingMemory:
         self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
         # A simulated storage cannot be emptied; the simulation computes the saving afterwards.
         self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
-        self.between_steps = Offload(keep=True)
+        self.between_steps = Offload(keep=True, for_others=False)
         with self.optimizer_on_device():
             pass  # the state is offloaded before the first step too
 
