@@ -285,7 +285,7 @@ class Implementation:
     The simulation runs the package's own layers. The method `of` converts its report to these kernels and precisions.
 
     transformer_engine: whether the layers come from Transformer Engine. Its products add gradients of weights directly
-        to their sums, and read the weights of experts without copying them.
+        to their sums, and always read the weights of experts without copying them.
     products: FP8 recipe of the products of linear layers (see `CASTS`), or "" for the model's precision. The FP8 copies
         of weights are made in each update and kept. Activations that are kept for the backward pass stay in the model's
         precision.

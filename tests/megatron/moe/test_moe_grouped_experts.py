@@ -8,8 +8,11 @@ import torch
 from float32 import EPSILON, FORMULA
 from generation_cases import PARAMS, config_of, model_path, run, sequences  # noqa: F401
 from layout_cases import make_config, make_data, outcomes  # noqa: F401
+from small_models import and_long
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config import LoRAConfig
+from mcore_rl.models.megatron.moe.experts import stacked
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
@@ -88,6 +91,99 @@ def test_experts_with_few_tokens_or_none(dtype, lora, model_of):
             assert one.dtype == other.dtype
             largest = float(other.abs().max()) if other.numel() else 0.0
             torch.testing.assert_close(one, other, rtol=rounding, atol=rounding * largest, msg=str(counts))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the calls inside the context that concatenate or stack any of `tensors`."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.places, self.count = {tensor.data_ptr() for tensor in tensors}, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.overloadpacket in (torch.ops.aten.stack, torch.ops.aten.cat):
+            self.count += any(tensor.data_ptr() in self.places for tensor in arguments[0])
+        return function(*arguments, **(named or {}))
+
+
+def copies_of_steps(config, data, output):
+    """Return how often weights are stacked in each of several calls, and whether changes reach the grouped products.
+
+    The calls are scoring, two training steps, and scoring by the reference. Each change is followed by a comparison of
+    the grouped weights with the experts' own.
+    """
+    from mcore_rl.algorithms.build_loss import build_loss
+    from mcore_rl.models.megatron.moe.experts import GroupedExperts, stacked
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.reference import initial_reference
+
+    policy = MegatronPolicy(config.model_copy(update={"output_dir": output}), total_steps=10, rows_per_unit=2)
+    policy.reference = initial_reference(policy, adapters_are_trained=True)
+    layers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, GroupedExperts)]
+    of_linears = [[getattr(e, n).weight for e in x.local_experts] for x in layers for n in ("linear_fc1", "linear_fc2")]
+    counts, current, own = [], [], policy.own_rows(data)
+
+    def seen(call, *arguments):
+        with Copies(itertools.chain(*of_linears)) as copies:
+            result = call(*arguments)
+        counts.append(copies.count)
+        compare()
+        return result
+
+    def compare():
+        policy.finish_param_gather()
+        current.append(all(torch.equal(stacked(w), torch.stack([x.detach() for x in w])) for w in of_linears))
+
+    seen(policy.get_logprobs, own)
+    for _ in range(2):
+        seen(policy.train, own, build_loss(config))
+    seen(policy.get_reference_policy_logprobs, own)
+    with policy.reference.in_place():
+        compare()
+    path = policy.save_checkpoint(output, 2, {"step": 2})
+    policy.train(own, build_loss(config))
+    policy.load_checkpoint(path)
+    compare()
+    policy.offload_after_refit()
+    policy.prepare_for_training()
+    compare()
+    shared = all(stacked(w).untyped_storage()._cdata == w[0].untyped_storage()._cdata for w in of_linears)
+    policy.shutdown()
+    return counts, current, shared
+
+
+COPYING = and_long(
+    [(ParallelLayout(), {"recompute_activations": True}), (ParallelLayout(), {"lora": ADAPTERS})],
+    [(ParallelLayout(dp=2, ep=2), {}), (ParallelLayout(tp=2, dp=2, ep=2, sp=True), {})],
+)
+
+
+@pytest.mark.parametrize(("layout", "changes"), COPYING, ids=str)
+def test_no_pass_copies_the_weights_of_experts(layout, changes, model_of, tmp_path):
+    """The products read the weights where they are, whatever has changed them: a step, a reference, a checkpoint."""
+    config = layout.apply(grouped(make_config(model_of("mixtral")), **changes))
+    for counts, current, shared in run_processes(
+        copies_of_steps, config, make_data(), tmp_path, world_size=layout.world_size
+    ):
+        assert counts == [0] * 4
+        assert current == [True] * 7
+        assert shared
+
+
+def test_weights_at_unequal_distances_are_copied():
+    buffer = torch.arange(100.0)
+    for places in ((0, 20, 41), (40, 20, 0), (0, 3, 6), (7, 7, 7)):
+        weights = [buffer.as_strided((2, 3), (3, 1), place) for place in places]
+        whole = stacked(weights)
+        assert torch.equal(whole, torch.stack(weights))
+        assert whole.data_ptr() not in [weight.data_ptr() for weight in weights]
+    apart = [torch.arange(6.0).view(2, 3) for _ in range(3)]
+    assert torch.equal(stacked(apart), torch.stack(apart))
+    for places in ((5, 25, 45), (5,)):
+        weights = [buffer.as_strided((2, 3), (3, 1), place) for place in places]
+        whole = stacked(weights)
+        assert torch.equal(whole, torch.stack(weights))
+        assert whole.data_ptr() == weights[0].data_ptr()
 
 
 def kept_bytes(config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,13 @@ class _GroupedLinear(torch.autograd.Function):
     """Autograd function that computes a linear layer of every expert, as one grouped product.
 
     It maps rows [T, in], sorted by expert, to [T, out]. `ends`: [experts] int32, the number of the row after the last
-    row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in]. Forward and backward pass
-    both stack the weights, because keeping the stacked copy would double the memory of the weights.
+    row of each expert; an expert may have no rows. `weights`: each expert's weight [out, in].
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends, *weights)
-        return F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -38,10 +37,53 @@ class _GroupedLinear(torch.autograd.Function):
         grad_rows: Tensor | None = None
         grad_weights: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            grad_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+            grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends)
         if ctx.needs_input_grad[2]:
             grad_weights = F.grouped_mm(grad.T, rows, offs=ends).unbind()
         return grad_rows, None, *grad_weights
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return the experts' weights [out, in] as one tensor [experts, out, in]; without a copy, if their places allow it.
+
+    Without a copy, the tensor is a view of the weights' own memory, so it has every change of the weights. For this,
+    the weights must be at equal distances in one storage, in the order of the experts; see `GroupedExperts`.
+
+    In a storage of Megatron's DDP, a distance differs if a bucket ends between two experts and must be padded to a
+    multiple of 128 and of the number of replicas. Then each call copies the weights. A copy that is kept until the next
+    update would double the memory of the weights, and could be used after a change: an update in bfloat16 and an
+    all-gather of updated weights do not change the version counters of parameters.
+    """
+    first = weights[0]
+    storage, place = platform.storage_id(first), first.storage_offset()
+    distance = weights[1].storage_offset() - place if len(weights) > 1 else first.numel()
+    is_regular = distance >= first.numel() and all(
+        weight.storage_offset() == place + number * distance and platform.storage_id(weight) == storage
+        for number, weight in enumerate(weights)
+    )
+    if not is_regular:
+        return torch.stack(list(weights))
+    return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+
+
+class ExpertList(torch.nn.ModuleList):
+    """A list of experts that names the last expert's modules and parameters first.
+
+    Megatron's DDP stores parameters in the reverse of the order in which they are named. Therefore the experts'
+    parameters are stored in the order of the experts, as `stacked` needs them.
+    """
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, expert in reversed(list(self.named_children())):
+            yield from expert.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
 
 def row_ends(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
@@ -118,10 +160,23 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
 
     In generation the experts are computed one after the other: a pass has so few tokens that stacking the weights would
     take longer than the grouped product saves.
+
+    The experts' weights in a linear layer share one storage. Megatron's DDP later moves those that are trained to a
+    storage of its own.
     """
 
     takes_weights_of_parts = True
     """Whether this module uses its submodules' weights without calling the submodules, so their hooks do not run."""
+
+    local_experts: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_experts = ExpertList(self.local_experts)
+        for name in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, name).weight for expert in self.local_experts]
+            for weight, part in zip(weights, torch.stack([w.detach() for w in weights]).unbind(), strict=True):
+                weight.data = part
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
