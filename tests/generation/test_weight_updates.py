@@ -1,5 +1,6 @@
 """Tests of weight updates of servers, which stand-ins play, by several senders: whole and by differences."""
 
+import signal
 import threading
 import zlib
 from subprocess import PIPE, Popen
@@ -13,6 +14,7 @@ from vision_cases import make_model as make_vision_model
 from vllm_cases import root as root
 
 from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -101,6 +103,71 @@ def test_servers_have_the_trainers_weights_after_every_update(model, layout, del
         assert all(bytes_ < 0.75 * whole for bytes_ in sent[1:])
     else:
         assert sent == [whole] * 5
+
+
+TWICE = ParallelLayout(tp=2, pp=1, dp=2, sp=True)
+WAYS = {
+    "all by collectives": ([], []),
+    "one on another host": (None, []),
+    "passed on by ranks that do not send": ([2, 3], [3]),  # ranks 0 and 1 send
+    "from one sender, and passed on for the other": ([1, 2], None),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("way", "delta"),
+    and_long(
+        [("one on another host", False)],
+        [(way, way != "one on another host") for way in WAYS],
+        [(way, way == "one on another host") for way in WAYS],
+    ),
+    ids=str,
+)
+def test_weights_are_the_same_on_every_way(way, delta, root, tmp_path):
+    """The stand-ins map buckets of ranks whose memory they can read, and receive others by collectives."""
+    sees = [[] if ranks is None else ["--sees", *ranks] for ranks in WAYS[way]]
+    with serving(root / "dense", tmp_path, *(["--digests", *ranks] for ranks in sees)) as (urls, _, logs):
+        config = config_of(root, "dense", urls, delta, TWICE)
+        outcomes = run_processes(follow, config, 3, world_size=4, timeout=200)
+    results, said = outcomes[0]
+    assert said == []
+    for log, ranks in zip(logs, WAYS[way], strict=True):
+        assert digests(log) == [digest for digest, *_ in results]
+        mapped = [path for _, path in calls(log)].count("map")
+        assert (mapped == 0) == (ranks == []), mapped
+
+
+@pytest.mark.parametrize("delta", and_long([False], [True]), ids=["whole", "differences"])
+def test_a_server_that_dies_while_it_maps_a_bucket_harms_nobody(delta, root, tmp_path):
+    """The other server has every version. No block of shared memory is left."""
+    before = set(SHARED_DIRECTORY.iterdir())
+    dies = ["--digests", "--die", "map", 3, tmp_path / "died"]
+    with serving(root / "dense", tmp_path, ["--digests"], dies) as (urls, processes, logs):
+        config = config_of(root, "dense", urls, delta, ParallelLayout(tp=2, sp=True))
+        outcomes = run_processes(follow, config, 4, world_size=2, timeout=200)
+        assert processes[1].wait(10) == -signal.SIGKILL
+    results, said = outcomes[0]
+    assert len([line for line in said if "a vLLM server is dropped" in line]) == 1, said
+    assert digests(logs[0]) == [digest for digest, *_ in results]
+    assert digests(logs[1]) == digests(logs[0])[: len(digests(logs[1]))]
+    assert {path.name for path in set(SHARED_DIRECTORY.iterdir()) - before if path.name.startswith("psm_")} == set()
+
+
+def with_little_memory(config):
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+
+    vllm_weights.free_shared_memory = lambda: 40_000  # of two senders, with two buckets of 20,000 bytes or more each
+    return follow(config, 2)
+
+
+def test_servers_get_weights_by_collectives_if_shared_memory_has_no_room(root, tmp_path):
+    with serving(root / "dense", tmp_path, ["--digests"]) as (urls, _, logs):
+        config = config_of(root, "dense", urls, False, ParallelLayout(tp=2, sp=True))
+        results, said = run_processes(with_little_memory, config, world_size=2, timeout=200)[0]
+    assert digests(logs[0]) == [digest for digest, *_ in results]
+    assert [path for _, path in calls(logs[0])].count("map") == 0
+    assert len(said) == 1 and said[0].startswith("weights are sent to servers on the nodes of ranks [0, 1] by collec")
 
 
 class Restarting:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from layout_cases import make_config, make_data
 from small_models import and_long
+from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
-from mcore_rl.models.refit import transfer as refit
 from mcore_rl.models.refit.host_copy import path_of_shared
+from mcore_rl.models.refit.shared_block import Probe, decode_handle, encode_handle, open_block, sees_probe
 from mcore_rl.models.refit.transfer import RefitReceiver
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -112,17 +113,33 @@ def test_a_block_belongs_to_its_creator_alone(end):
         assert (sender.returncode, sender.stderr) == (0, "")
 
 
-def test_a_block_is_opened_under_the_number_that_the_device_has_here():
-    parameters = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    sent = tuple(f"their {name}" for name in parameters)
+def test_a_block_is_opened_under_the_number_that_the_device_has_here(monkeypatch):
+    """The handle is JSON on its way; the arguments of PyTorch's function arrive as they were."""
+    told = {
+        "tensor_size": torch.Size([64]), "tensor_stride": (1,), "tensor_offset": 0, "storage_handle": b"\x00\xff!",
+        "storage_size_bytes": 512, "storage_offset_bytes": 128, "requires_grad": False, "ref_counter_handle": b"",
+        "ref_counter_offset": 3, "event_handle": bytes(range(64)), "event_sync_required": True,
+    }  # fmt: skip
 
-    def rebuild(*arguments):
-        return dict(zip(parameters, arguments, strict=True))
+    def rebuild(**arguments):
+        return arguments
 
-    rebuild.__signature__ = inspect.signature(rebuild_cuda_tensor)
-    opened = refit._open_on(torch.device("cuda", 3), rebuild, sent)
-    assert opened.pop("storage_device") == 3
-    assert all(value == f"their {name}" for name, value in opened.items())
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    opened = open_block(decode_handle(encode_handle({"cuda": told})), torch.device("cuda", 3))
+    assert set(opened) == set(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert (opened.pop("storage_device"), opened.pop("dtype")) == (3, torch.uint8)
+    assert (opened.pop("tensor_cls"), opened.pop("storage_cls")) == (torch.Tensor, torch.UntypedStorage)
+    assert opened == told
+
+
+def test_a_probe_is_seen_only_where_its_block_can_be_read():
+    probe = Probe(on_host=True)
+    told = probe.told()
+    assert sees_probe(told, torch.device("cpu"))
+    assert not sees_probe({**told, "bytes": "00" * 16}, torch.device("cpu")), "another block of the same name"
+    assert not sees_probe({**told, "device": "GPU-another"}, torch.device("cpu"))
+    probe.release()
+    assert not sees_probe(told, torch.device("cpu"))
 
 
 def count_what_is_given_back(config):

@@ -27,6 +27,7 @@ from ports import free_port
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mcore_rl.models.refit import shared_block, transfer
 from mcore_rl.models.refit.delta import RefusedUpdate
 from mcore_rl.models.refit.host_copy import HostCopy
 from mcore_rl.models.refit.transfer import RefitReceiver, decode_refit_info
@@ -139,11 +140,23 @@ class Engine:
 
     def init(self, info):
         tensors = decode_refit_info(info["tensors"])
+        allowed, sees = self.options.sees, shared_block.sees_probe
+        ranks = iter(range(len(info["probes"])))
+        # As in another container, or on another GPU.
+        transfer.sees_probe = lambda told, device: (allowed is None or next(ranks) in allowed) and sees(told, device)
+        transfer.open_block = self.counted(transfer.open_block)
         copy = HostCopy(tensors.values(), info["copy"], info["timeout"]) if info["copy"] else None
         self.receiver = RefitReceiver(self.received.update, tensors, copy=copy)
-        self.receiver.order = info["order"]
-        for ip, port in info["senders"]:
-            self.receiver.init_collective(ip, port, info["first_rank"], info["world_size"], info["timeout"])
+        self.receiver.join_routes(info["store"], info["probes"], 0, info["timeout"])
+
+    def counted(self, call):
+        """Return the same function, which records its calls as path `map`."""
+
+        def wrapped(*arguments):
+            self.count("map")
+            return call(*arguments)
+
+        return call if hasattr(call, "is_counted") else setattr(wrapped, "is_counted", True) or wrapped
 
     def note(self, entry):
         with self.lock, open(self.options.log, "a") as log:
@@ -275,6 +288,7 @@ def main():
     parser.add_argument("--masks", action="store_true", help="return the tokens that top_k keeps")
     parser.add_argument("--digests", action="store_true", help="only note the digests of the weights, do not load them")
     parser.add_argument("--forget", nargs="*", type=int, default=[], help="updates before which it loses its version")
+    parser.add_argument("--sees", nargs="*", type=int, help="ranks whose memory it can read; by default all")
     parser.add_argument("--sleeps", action="store_true", help="has the routes for it")
     parser.add_argument("--refuse", nargs=2, type=int, default=(0, 0), help="a status for seeds that this divides")
     parser.add_argument(

@@ -20,6 +20,7 @@ from mcore_rl.models.refit.delta import RefusedUpdate, decode
 
 RefitShapes = Iterable[tuple[tuple[int, ...], torch.dtype]]
 
+SHARED_DIRECTORY = Path("/dev/shm")
 _ALIGNMENT = 16
 _POLL_SECONDS = 0.001
 _BUCKETS_PER_UPDATE = 10**9
@@ -178,7 +179,7 @@ def lay_out(
 
 def path_of_shared(name: str) -> Path:
     """Return the file of the block of shared memory `name`."""
-    return Path("/dev/shm") / name
+    return SHARED_DIRECTORY / name
 
 
 def open_shared(name: str) -> Tensor:

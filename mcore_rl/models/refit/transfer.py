@@ -5,9 +5,10 @@ A bucket contains several tensors, up to a number of bytes. There are two ways o
 - By collective. One or several ranks of the policy send; each has a process group with the engine's processes. For each
   bucket three tensors are broadcast: a header (number of tensors, number of bytes), the tensors' indices in the result
   of the policy's `prepare_refit_info`, and the tensors' concatenated bytes. A sender fills a bucket while it sends
-  another; the engine receives a bucket while it loads another.
-- By shared memory (IPC). Each bucket is one block of shared memory on every GPU of the policy, or on the host if there
-  is no GPU.
+  another; the engine receives a bucket while it loads another. In a group that shares memory, the place of the bytes is
+  broadcast instead of the bytes, and a barrier tells the sender when they were read.
+- By handles alone (IPC), which the caller transports. Each bucket is one block of shared memory on every GPU of the
+  policy, or on the host if there is no GPU.
 
 The additional memory is at most two buckets and the largest tensor.
 """
@@ -15,23 +16,23 @@ The additional memory is at most two buckets and the largest tensor.
 from __future__ import annotations
 
 import functools
-import inspect
+import json
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import accumulate, islice
-from multiprocessing import shared_memory
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.refit.delta import DeltaEncoder, RefusedUpdate
-from mcore_rl.models.refit.host_copy import HostCopy, K, Places, lay_out, nbytes_of, open_shared
+from mcore_rl.models.refit.host_copy import HostCopy, K, Places, lay_out, nbytes_of
+from mcore_rl.models.refit.shared_block import SharedBlock, decode_handle, encode_handle, open_block, sees_probe
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Map from name to shape and precision; a tensor's number is its index in the map."""
@@ -39,7 +40,10 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 BUCKET_BYTES = 512 * 1024**2
 """Size of a bucket, unless a caller chooses another one."""
 
-HEADER_NUMBERS = 2
+HEADER_NUMBERS = 3
+"""Numbers in the header of a bucket: of tensors, of bytes, and of characters of the handle in a group that shares."""
+KEPT_BLOCKS = 2
+"""Blocks of a sender that a receiver keeps open: a sender fills two in turn."""
 
 
 def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
@@ -87,14 +91,16 @@ class RefitGroup:
     Args:
         on_host: use gloo, with tensors in host memory, even if there is a GPU. This is needed if the policy and the
             engine use the same GPU, because NCCL does not connect two processes on one GPU.
+        shares: the engine's processes read the bytes of buckets from shared memory.
 
     Raises:
         RuntimeError: some processes did not join within the store's time limit. Every broadcast has the same limit.
     """
 
-    def __init__(self, store: RefitStore, world_size: int, on_host: bool = False) -> None:
+    def __init__(self, store: RefitStore, world_size: int, on_host: bool = False, shares: bool = False) -> None:
         self.group: Any
-        if platform.has_gpu() and not on_host:
+        self.shares, self.is_on_host = shares, on_host and not shares
+        if platform.has_gpu() and not (on_host or shares):
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = store.limit
             self.group = torch.distributed.ProcessGroupNCCL(store.store, store.rank, world_size, options)
@@ -116,6 +122,26 @@ class RefitGroup:
         wait: Callable[[], Any] = self.group.broadcast(tensor, 0).wait
         return wait
 
+    def begin_send(self, bucket: FilledBucket, only: Collection[str] | None = None) -> Callable[[], Any]:
+        """Start to send a bucket from rank 0; return a function that waits until it was received."""
+        told, payload = bucket.handle.encode(), bucket.payload.cpu() if self.is_on_host else bucket.payload
+        header = torch.tensor([len(bucket.numbers), payload.numel(), len(told)])
+        parts = [header, torch.tensor(bucket.numbers)]
+        if self.shares:
+            parts.append(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        else:
+            parts = [*(part.to(payload.device) for part in parts), payload]
+        waits = [self.begin_broadcast(part) for part in parts]
+        if self.shares:
+            waits.append(self.group.barrier().wait)
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            parts.clear()  # until here, the tensors must live
+
+        return finish
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcast the tensor of rank 0 into the tensors of all other ranks; return the tensor."""
         self.begin_broadcast(tensor)()
@@ -123,10 +149,10 @@ class RefitGroup:
 
 
 class RefitGroups:
-    """The groups of several engines. A tensor is broadcast to all groups concurrently.
+    """The groups of several engines. A bucket is sent to all groups concurrently.
 
-    If a broadcast to a group fails, the group gets no further tensors, and its error is in `failures`. Another thread
-    may call `leave_out` even during a broadcast.
+    If sending to a group fails, the group gets no further buckets, and its error is in `failures`. Another thread may
+    call `leave_out` even while a bucket is being sent.
 
     Args:
         groups: map from an engine's name to its group.
@@ -137,18 +163,18 @@ class RefitGroups:
         self._lock = Lock()
 
     def leave_out(self, name: str) -> None:
-        """Send no more tensors to the group `name`, if there is one."""
+        """Send no more buckets to the group `name`, if there is one."""
         with self._lock:
             self.groups.pop(name, None)
 
-    def begin_broadcast(self, tensor: Tensor) -> Callable[[], Any]:
-        """Start to broadcast `tensor` to all groups; return a function that waits for the end.
+    def begin_send(self, bucket: FilledBucket, only: Collection[str] | None = None) -> Callable[[], Any]:
+        """Start to send a bucket to all groups, or to those named in `only`; return a function that waits for the end.
 
         This process is rank 0 of each group.
         """
         with self._lock:
-            groups = list(self.groups.items())
-        begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
+            groups = [(name, group) for name, group in self.groups.items() if only is None or name in only]
+        begun = [(name, self._try(name, group.begin_send, bucket)) for name, group in groups]
 
         def finish() -> None:
             for name, wait in begun:
@@ -167,7 +193,7 @@ class RefitGroups:
             return None
 
 
-Broadcasts = RefitGroup | RefitGroups
+Receivers = RefitGroup | RefitGroups
 
 
 def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
@@ -185,35 +211,71 @@ def _cut(buffer: Tensor, places: Places[str]) -> Iterator[tuple[str, Tensor]]:
         yield name, buffer[start : start + size].clone().view(dtype).view(shape)
 
 
-class Bucket:
-    """Collects tensors in a buffer, to broadcast them together.
+class FilledBucket(NamedTuple):
+    """A bucket to send.
 
-    Args:
-        on_host: keep the buffer in host memory, instead of on the tensors' device.
+    numbers: the tensors' indices in the result of `prepare_refit_info`.
+    payload: their bytes, or an update of them (`DeltaEncoder`), [n] uint8.
+    handle: where a process that shares memory finds the bytes, see `encode_handle`; "" if no process does.
+    is_lent: whether the payload is memory of a tensor, which is valid only until the next tensor is asked for.
     """
 
-    def __init__(self, budget: int, on_host: bool = False) -> None:
-        self.budget, self.on_host = budget, on_host
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.reset(budget)
+    numbers: list[int]
+    payload: Tensor
+    handle: str = ""
+    is_lent: bool = False
 
-    def reset(self, budget: int) -> None:
-        """Empty the bucket, and make room for `budget` bytes."""
-        self.budget, self.filled = max(self.budget, budget), 0
-        self.numbers: list[int] = []
-        self.sizes: list[tuple[int, int]] = []
 
-    def add(self, number: int, tensor: Tensor) -> None:
-        """Copy `tensor` into the bucket, which must have room for it.
+class BucketMemory:
+    """Memory for two buckets, in turn: one is filled while the other is being sent.
 
-        `number` is the tensor's index in the result of `prepare_refit_info`.
-        """
-        if self.buffer.numel() < self.budget:
-            self.buffer = torch.empty(self.budget, dtype=torch.uint8, device="cpu" if self.on_host else tensor.device)
-        _put(self.buffer, self.filled, tensor)
-        self.numbers.append(number)
-        self.sizes.append((tensor.nbytes, tensor.itemsize))
-        self.filled += tensor.nbytes
+    Args:
+        shares: other processes read the buckets (`SharedBlock`).
+        on_host: keep the buckets in host memory.
+    """
+
+    def __init__(self, shares: bool = False, on_host: bool = False) -> None:
+        self.shares, self.on_host = shares, on_host
+        self._blocks: list[SharedBlock | Tensor | None] = [None, None]
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return `nbytes` bytes of the bucket that was taken less recently."""
+        self._blocks.reverse()
+        block = self._blocks[0]
+        if block is None or _buffer_of(block).numel() < nbytes:
+            self._free(block)
+            if self.shares:
+                block = SharedBlock(nbytes, self.on_host)
+            else:
+                device = torch.device("cpu") if self.on_host else platform.device()
+                block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._blocks[0] = block
+        return _buffer_of(block)[:nbytes]
+
+    @property
+    def handle(self) -> str:
+        """Handle of the bucket that was taken last; "" if it is not shared."""
+        block = self._blocks[0]
+        return encode_handle(block.handle) if isinstance(block, SharedBlock) else ""
+
+    @property
+    def is_taken(self) -> bool:
+        return any(block is not None for block in self._blocks)
+
+    def release(self) -> None:
+        """Release the memory; `take` takes new memory."""
+        for block in self._blocks:
+            self._free(block)
+        self._blocks = [None, None]
+
+    @staticmethod
+    def _free(block: SharedBlock | Tensor | None) -> None:
+        if isinstance(block, SharedBlock):
+            block.release()
+
+
+def _buffer_of(block: SharedBlock | Tensor) -> Tensor:
+    return block.buffer if isinstance(block, SharedBlock) else block
 
 
 class BucketSender:
@@ -222,14 +284,16 @@ class BucketSender:
     Args:
         encoder: makes each bucket the differences from what it has encoded before, in host memory; None to send the
             tensors as they are.
-        on_host: send from host memory.
+        memory: memory of the buckets.
     """
 
-    def __init__(self, group: Broadcasts, encoder: DeltaEncoder | None = None, on_host: bool = False) -> None:
+    def __init__(
+        self, group: Receivers, encoder: DeltaEncoder | None = None, memory: BucketMemory | None = None
+    ) -> None:
         self._group, self._encoder = group, encoder
-        self._on_host = on_host or encoder is not None
-        self._filling, self._sending = (Bucket(0, self._on_host) for _ in range(2))
-        self._pending: list[tuple[Tensor, Callable[[], Any]]] = []
+        self.memory = memory or BucketMemory(on_host=encoder is not None)
+        self._filling = BucketMemory(on_host=True) if encoder is not None else self.memory
+        self._pending: Callable[[], Any] | None = None
         self.bytes_sent = 0
 
     def send_together(self, tensors: Iterable[tuple[int, Tensor]], nbytes: int) -> None:
@@ -237,43 +301,59 @@ class BucketSender:
 
         It returns when the bucket before has been sent.
         """
-        bucket = self._filling
-        bucket.reset(nbytes)
-        for number, tensor in tensors:
-            if tensor.nbytes == nbytes:  # the only one: it is not copied on its device
-                data = (tensor.cpu() if self._on_host else tensor).contiguous().view(-1).view(torch.uint8)
-                self.send([number], self._encoded([number], [(nbytes, tensor.itemsize)], data))
-                self.wait()
-                return
-            bucket.add(number, tensor)
-        self.send(bucket.numbers, self._encoded(bucket.numbers, bucket.sizes, bucket.buffer[: bucket.filled]))
-        self._filling, self._sending = self._sending, bucket
+        bucket = self.filled(tensors, nbytes)
+        self.send(bucket)
+        if bucket.is_lent:
+            self.wait()
 
-    def send(self, numbers: list[int], payload: Tensor) -> None:
-        """Begin to send the tensors `numbers`, whose bytes are `payload`, after the bucket before has been sent."""
+    def filled(self, tensors: Iterable[tuple[int, Tensor]], nbytes: int) -> FilledBucket:
+        """Return a bucket with `tensors`, or with their differences from the versions that were sent last."""
+        buffer, start = None, 0
+        numbers, sizes = list[int](), list[tuple[int, int]]()
+        for number, tensor in tensors:
+            numbers.append(number)
+            sizes.append((tensor.nbytes, tensor.itemsize))
+            if tensor.nbytes == nbytes and not self._filling.shares:  # the only one: it is not copied on its device
+                buffer = (tensor.cpu() if self._filling.on_host else tensor).contiguous().view(-1).view(torch.uint8)
+                break
+            buffer = self._filling.take(nbytes) if buffer is None else buffer
+            _put(buffer, start, tensor)
+            start += tensor.nbytes
+        assert buffer is not None, "a bucket contains at least one tensor"
+        if self._encoder is None:
+            return FilledBucket(numbers, buffer, self._filling.handle, is_lent=not start)
+        starts = accumulate((nbytes for nbytes, _ in sizes), initial=0)
+        return self.placed(numbers, self._encoder.encode(
+            (number, buffer[start : start + nbytes].numpy(), itemsize)
+            for number, start, (nbytes, itemsize) in zip(numbers, starts, sizes, strict=False)
+        ))  # fmt: skip
+
+    def placed(self, numbers: list[int], payload: Tensor) -> FilledBucket:
+        """Return a bucket with bytes that lie elsewhere. They are copied if other processes read them."""
+        if not self.memory.shares:
+            return FilledBucket(numbers, payload)
+        return FilledBucket(numbers, self.memory.take(payload.numel()).copy_(payload), self.memory.handle)
+
+    def send(self, bucket: FilledBucket, only: Collection[str] | None = None) -> None:
+        """Begin to send a bucket, after the bucket before has been sent.
+
+        Args:
+            only: names of the groups to which it is sent, if this sender has `RefitGroups`; None for all.
+        """
         self.wait()
-        for tensor in (torch.tensor([len(numbers), payload.numel()]), torch.tensor(numbers), payload):
-            there = tensor.to(payload.device)
-            self._pending.append((there, self._group.begin_broadcast(there)))  # the tensor must live until the end
-        self.bytes_sent += payload.numel()
+        if self.memory.shares:
+            platform.synchronize_stream()  # other processes read what this one has written
+        self._pending = self._group.begin_send(bucket, only)
+        self.bytes_sent += bucket.payload.numel()
 
     def wait(self) -> None:
         """Wait until all is sent."""
-        for _, wait in self._pending:
-            wait()
-        self._pending.clear()
-
-    def _encoded(self, numbers: Sequence[int], sizes: Sequence[tuple[int, int]], data: Tensor) -> Tensor:
-        if self._encoder is None:
-            return data
-        starts = accumulate((nbytes for nbytes, _ in sizes), initial=0)
-        return self._encoder.encode(
-            (number, data[start : start + nbytes].numpy(), itemsize)
-            for number, start, (nbytes, itemsize) in zip(numbers, starts, sizes, strict=False)
-        )
+        if self._pending is not None:
+            self._pending()
+        self._pending = None
 
 
-def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
+def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Receivers | None, budget: int) -> None:
     """Broadcast all `tensors` to `group`, in buckets of `budget` bytes.
 
     If `group` is None, this rank sends nothing; it only iterates over `tensors`, because all ranks produce them
@@ -324,31 +404,19 @@ class SharedBucket:
         self.places, size = lay_out(info.items())
         if not size:
             raise ValueError("a bucket must contain at least one tensor")
-        self._memory: shared_memory.SharedMemory | None = None
-        if platform.has_gpu():
-            from torch.multiprocessing.reductions import reduce_tensor
-
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=platform.device())
-            self._where: dict[str, Any] = {"cuda": reduce_tensor(self._buffer)}
-        else:
-            self._memory = shared_memory.SharedMemory(create=True, size=size)
-            self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
-            self._where = {"shared_memory": self._memory.name}
+        self._block = SharedBlock(size)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        _put(self._buffer, self.places[name][0], tensor)
+        _put(self._block.buffer, self.places[name][0], tensor)
 
     def handle(self) -> dict[str, Any]:
         """Return a handle for `RefitReceiver.update_weights_from_ipc_handles`. First `write` all tensors."""
         platform.synchronize()
-        return {**self._where, "tensors": self.places}
+        return {**self._block.handle, "tensors": self.places}
 
     def release(self) -> None:
         """Release the block of memory. A process that has the block open can read it until the process closes it."""
-        del self._buffer
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
+        self._block.release()
 
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -366,6 +434,7 @@ class RefitReceiver:
         info: result of the policy's `prepare_refit_info`.
         device: device on which the weights are received. Default: the process's current GPU, or the CPU without GPU.
         copy: the engine's copy of the weights in host memory, if the policy sends differences; otherwise None.
+        on_host: receive collectives in host memory, because the policy may use the same GPU.
     """
 
     def __init__(
@@ -374,20 +443,43 @@ class RefitReceiver:
         info: RefitInfo,
         device: torch.device | str | None = None,
         copy: HostCopy | None = None,
+        on_host: bool = False,
     ) -> None:
         self.load_weights, self.info, self.copy = load_weights, info, copy
         self.device = platform.device() if device is None else torch.device(device)
+        self.is_on_host = on_host or copy is not None or self.device.type == "cpu"
         self.groups: list[RefitGroup] = []
         self.order: list[int] = []
 
-    def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
+    def init_collective(
+        self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600, shares: bool = False
+    ) -> None:
         """Join the process group that a sending rank and the engine's processes form; call it once for each sender.
 
         `rank` is this process's rank in the group. It is at least 1, because the sender has rank 0. `ip` and `port` are
-        the sender's address.
+        the sender's address. With `shares`, this process reads buckets from the sender's shared memory.
         """
-        on_host = self.device.type == "cpu" or self.copy is not None
-        self.groups.append(RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host))
+        self.groups.append(RefitGroup(RefitStore(ip, port, rank, timeout), world_size, self.is_on_host, shares))
+
+    def join_routes(
+        self, store: tuple[str, int], probes: Sequence[dict[str, str]], index: int, timeout: float = 600
+    ) -> None:
+        """Tell the policy's first rank whose memory this process can read, and join the groups that it then names.
+
+        Args:
+            store: address of a store of the first rank.
+            probes: for each rank of the policy, what its `Probe.told` returns.
+            index: number of this process among those of its engine.
+            timeout: time limit in seconds.
+        """
+        meeting = RefitStore(*store, rank=1, timeout=timeout).store
+        seen = [rank for rank, told in enumerate(probes) if sees_probe(told, self.device)]
+        meeting.set(f"sees/{index}", json.dumps(seen))
+        plan = json.loads(meeting.get("plan"))
+        self.order = plan["orders"][index]
+        for ip, port, members, shares in plan["routes"]:
+            if index in members:
+                self.init_collective(ip, port, 1 + members.index(index), 1 + len(members), timeout, shares)
 
     def update_weights_from_collective(
         self, base: int | None = None, version: int | None = None, count: int | None = None
@@ -428,7 +520,9 @@ class RefitReceiver:
 
         If there is a `failure`, or `use` fails, the rest is still received, because the senders wait for that.
         """
-        for numbers, payload in self._ahead(expected):
+        # A shared bucket is used before the next one is received, because its sender waits for that.
+        shares = any(group.shares for group in self.groups)
+        for numbers, payload in self._buckets(expected) if shares else self._ahead(expected):
             if failure is None:
                 try:
                     use(numbers, payload)
@@ -459,14 +553,23 @@ class RefitReceiver:
 
     def _buckets(self, expected: int) -> Iterator[tuple[list[int], Tensor]]:
         """Receive buckets until `expected` tensors have come; yield each bucket's numbers and bytes."""
-        device = torch.device("cpu") if self.copy is not None else self.device
+        device = torch.device("cpu") if self.is_on_host else self.device
         received, order = 0, iter(self.order)
+        blocks = [OrderedDict[str, Tensor]() for _ in self.groups]
         while received < expected:
-            group = self.groups[next(order, 0)]
-            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=device)
-            count, size = group.broadcast(header).tolist()
-            numbers = group.broadcast(torch.empty(count, dtype=torch.long, device=device)).tolist()
-            yield numbers, group.broadcast(torch.empty(size, dtype=torch.uint8, device=device))
+            number = next(order, 0)
+            group = self.groups[number]
+            at = torch.device("cpu") if group.shares else device
+            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=at)
+            count, size, length = group.broadcast(header).tolist()
+            numbers = group.broadcast(torch.empty(count, dtype=torch.long, device=at)).tolist()
+            payload = group.broadcast(torch.empty(length if group.shares else size, dtype=torch.uint8, device=at))
+            if group.shares:
+                yield numbers, _opened(blocks[number], payload.numpy().tobytes().decode(), self.device)[:size]
+                platform.synchronize(self.device)
+                group.group.barrier().wait()
+            else:
+                yield numbers, payload
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
@@ -485,20 +588,15 @@ class RefitReceiver:
                 + (f"there are handles for {', '.join(handles)}" if handles else "pass the handles of the first rank")
             )
         handle = handles[own]
-        if "cuda" in handle:
-            self.load_weights(_cut(_open_on(self.device, *handle["cuda"]), handle["tensors"]))
-            platform.synchronize(self.device)
-            return
-        self.load_weights(_cut(open_shared(handle["shared_memory"]), handle["tensors"]))
+        self.load_weights(_cut(open_block(handle, self.device), handle["tensors"]))
+        platform.synchronize(self.device)
 
 
-def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-    """Open a block of GPU memory that another process has shared.
-
-    Args:
-        device: the GPU, in this process's numbering; the other process may number the GPUs differently.
-        rebuild, arguments: function and arguments, as PyTorch's `reduce_tensor` has returned them in the other process.
-    """
-    call = inspect.signature(rebuild).bind(*arguments)
-    call.arguments["storage_device"] = platform.device_index(device)
-    return rebuild(*call.args, **call.kwargs)
+def _opened(blocks: OrderedDict[str, Tensor], handle: str, device: torch.device) -> Tensor:
+    """Return the block with this handle; open it if it is not in `blocks`, which keeps those that were used last."""
+    if handle not in blocks:
+        blocks[handle] = open_block(decode_handle(handle), device)
+    blocks.move_to_end(handle)
+    while len(blocks) > KEPT_BLOCKS:
+        blocks.popitem(last=False)
+    return blocks[handle]

@@ -269,7 +269,7 @@ class VLLMGeneration(StreamingGeneration):
             self._pool = ServerPool(map(self._server, urls), drop, self.config.generation.vllm.request_seconds)
         pool = self._pool if self.policy.is_writer else None
         self._weights = VLLMWeights(
-            self.config, self.policy, pool, self._on_first_rank, self._refit_seconds, on_host=self._sleeps
+            self.config, self.policy, pool, self._on_first_rank, self._refit_seconds, on_host=self._sleeps, say=self.say
         )
         self._weights.connect(self._urls)
         if self._service is not None:

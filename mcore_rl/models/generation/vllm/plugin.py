@@ -40,21 +40,19 @@ BACKEND = "mcore_rl"
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """The addresses of the trainer's ranks that send weights, and a description of the tensors that they will send.
+    """Where the trainer waits for this server's processes, and a description of the tensors that it will send.
 
-    senders: address (IP, port) of each sender. Each sender has a process group with the processes of this server.
-    order: for each bucket of an update, the index of the sender that sends it.
-    first_rank: rank of this server's first process in these process groups.
+    store: address (IP, port) of a store of the trainer's first rank. Each process writes there whose memory it can
+        read, and then reads by which routes it gets weights (`mcore_rl.models.generation.vllm.routes`).
+    probes: for each rank of the trainer, what `Probe.told` returns there.
     tensors: names, shapes and dtypes of the tensors, as `encode_refit_info` returns them.
     timeout: time limit in seconds for the creation of a group, and for each of its collectives.
     on_host: whether to receive the weights in the host's memory, because the trainer may be on the same GPU.
     copy: if the trainer sends differences, the name of the server's copy of the weights in shared memory; else None.
     """
 
-    senders: list[tuple[str, int]]
-    order: list[int]
-    first_rank: int
-    world_size: int
+    store: tuple[str, int]
+    probes: list[dict[str, str]]
     tensors: dict[str, Any]
     timeout: float
     on_host: bool
@@ -115,21 +113,15 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         info, parallel = init_info, self.parallel_config
-        rank = info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         if self.receiver is not None:
             self.receiver.close()
         if info.copy and (problem := zstd_problem()):
             raise RuntimeError(f"generation.vllm.weight_updates=delta: there is {problem} in vLLM's environment")
         tensors = decode_refit_info(info.tensors)
-        self.receiver = RefitReceiver(
-            self._load,
-            tensors,
-            "cpu" if info.on_host else self.device,
-            self._copy(tensors, info) if info.copy else None,
-        )
-        self.receiver.order = info.order
-        for ip, port in info.senders:
-            self.receiver.init_collective(ip, port, rank, info.world_size, info.timeout)
+        copy = self._copy(tensors, info) if info.copy else None
+        self.receiver = RefitReceiver(self._load, tensors, self.device, copy, info.on_host)
+        self.receiver.join_routes(info.store, info.probes, index, info.timeout)
 
     def _copy(self, tensors: RefitInfo, info: RefitInitInfo) -> HostCopy:
         """Return the copy of the weights that the processes of this server on this machine share."""
