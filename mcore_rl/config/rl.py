@@ -38,7 +38,7 @@ from mcore_rl.losses.policy_options import (
 
 LOOPBACK = "127.0.0.1"
 SERVER_LOGS = "vllm"
-"""Directory of vLLM's logs in the output directory."""
+"""Directory of vLLM's logs and of the run's key in the output directory."""
 
 
 FP8_SCHEMES = ("fp8_per_block", "fp8_per_tensor", "fp8", "mxfp8")
@@ -97,6 +97,8 @@ class VLLMConfig(Section):
         if len(set(self.devices)) < len(self.devices):
             raise ValueError("devices: a GPU is listed twice")
         for word in self.arguments:
+            if word.partition("=")[0].replace("_", "-") == "--api-key":
+                raise ValueError("arguments: --api-key: other users can read a command line; set VLLM_API_KEY instead")
             name = word.partition("=")[0].replace("_", "-")
             if (
                 name.startswith("--quantization-")

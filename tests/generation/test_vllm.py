@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from small_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 from two_nodes import HOSTS, run_on_two_nodes
-from vllm_servers import PYTHON, START_SECONDS, Serving
+from vllm_servers import KEY, PYTHON, START_SECONDS, Serving
 from vllm_servers import vllm_environment as vllm_environment  # a fixture
 
 from mcore_rl.config import GRPOConfig, load_config
@@ -258,7 +258,8 @@ def answer(serving, length):
     sampling = {"max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     body = {"token_ids": [7 + n % 50 for n in range(length)], "sampling_params": sampling}
     url = f"http://127.0.0.1:{serving.port}/inference/v1/generate"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         choice = json.load(response)["choices"][0]
     return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]

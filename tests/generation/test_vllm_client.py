@@ -18,7 +18,7 @@ import pytest
 from ports import free_port
 from published_directories import add_head
 from small_models import and_long, make_model
-from vllm_cases import GROUPS, PARAMS, Stub, config_of, pool_of, well
+from vllm_cases import GROUPS, KEY, PARAMS, Stub, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.vllm.client import (
@@ -117,7 +117,7 @@ def test_a_wrong_request_is_nobody_elses():
 def test_nobody_listens():
     started = time.monotonic()
     with pytest.raises(ServerError, match="does not answer"):
-        VLLMServer("http://127.0.0.1:9", 1).get("/health", 5.0)
+        VLLMServer("http://127.0.0.1:9", 1, KEY).get("/health", 5.0)
     assert time.monotonic() - started < 5
 
 
@@ -259,9 +259,9 @@ def test_a_drop_told_slowly_does_not_delay_the_exit():
 import time
 from mcore_rl.platform import initialize_platform
 initialize_platform()
-from vllm_cases import GROUPS, PARAMS
+from vllm_cases import GROUPS, KEY, PARAMS
 from mcore_rl.models.generation.vllm.client import ServerPool, VLLMServer
-pool = ServerPool([VLLMServer("http://127.0.0.1:9", 1)], lambda url, reason: time.sleep(100), 5)
+pool = ServerPool([VLLMServer("http://127.0.0.1:9", 1, KEY)], lambda url, reason: time.sleep(100), 5)
 pool.submit(GROUPS[0][0], PARAMS)
 time.sleep(1)
 """
@@ -322,7 +322,7 @@ places = [ServerPlace(0, "127.0.0.1", port + index) for index in range(2)]
 model = SimpleNamespace(moe_router_replay=False, path=Path("unused"))
 rollouts = SimpleNamespace(sampled_at_most=None)
 config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=VLLMConfig()), rollouts=rollouts)
-service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]), places)
+service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]), places, "the-key-of-this-run")
 print("started", flush=True)
 time.sleep(99)
 """
@@ -368,12 +368,12 @@ def places_from(config, count):
 
 def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
     config = config_of(tmp_path)
-    service = VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 2))
+    service = VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 2), KEY)
     try:
         with pytest.raises(
             UserError, match=r"did not start: it ended with status 3: ValueError: --model is no model \("
         ):
-            wait_until_ready(VLLMServer(service.urls[1], 1), service, time.monotonic() + 60)
+            wait_until_ready(VLLMServer(service.urls[1], 1, KEY), service, time.monotonic() + 60)
         assert service.why_ended(service.urls[0], seconds=10) is not None
     finally:
         service.close()
@@ -386,7 +386,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UserError, match=f"vllm.port: a server cannot listen on 127.0.0.1:{port}"),
     ):
-        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1))
+        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY)
     assert not (tmp_path / "logs").exists()
 
 
@@ -395,7 +395,7 @@ def test_a_quantized_directory_is_not_served(tmp_path):
     config.model.path.mkdir()
     (config.model.path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     with pytest.raises(UserError, match=r"generation\.backend: vLLM would keep .* quantized"):
-        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1))
+        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY)
     assert not (tmp_path / "logs").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from ports import free_port
 from programs import ROOT
 from recipes import LARGE, RECIPES, read_recipe
-from vllm_cases import config_of
+from vllm_cases import KEY, config_of
 
 from mcore_rl import platform
 from mcore_rl.cli.dry_run import describe_servers
@@ -188,7 +188,7 @@ def service(tmp_path, monkeypatch):
     first = free_port()
     places = [ServerPlace(0, "127.0.0.1", first, ("4", "5")), ServerPlace(0, "127.0.0.1", free_port(), ("6", "7"))]
     said = []
-    with closing(VLLMServerProcesses(config_of(tmp_path), tmp_path / "logs", places, said.append)) as started:
+    with closing(VLLMServerProcesses(config_of(tmp_path), tmp_path / "logs", places, KEY, said.append)) as started:
         yield dataclasses.make_dataclass("Service", ["of", "places", "said", "path"])(started, places, said, tmp_path)
 
 

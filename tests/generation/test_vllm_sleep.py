@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ports import free_port
-from vllm_cases import PARAMS, config_of
+from vllm_cases import KEY, PARAMS, config_of
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError
@@ -123,7 +123,7 @@ def telling(answers):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Told)
     server.answers = answers
     Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield VLLMServer(f"http://127.0.0.1:{server.server_port}", 1)
+    yield VLLMServer(f"http://127.0.0.1:{server.server_port}", 1, KEY)
     server.shutdown()
     server.server_close()
 

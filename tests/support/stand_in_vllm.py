@@ -257,6 +257,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, body):
         engine = self.server.engine
+        if self.path != "/health" and self.headers["Authorization"] != f"Bearer {os.environ['VLLM_API_KEY']}":
+            return self.send_error(401)
         if self.path == "/sleep?level=1" and not engine.options.sleeps:
             return self.send_error(404)
         engine.count(self.path)
@@ -304,7 +306,8 @@ def main():
 @contextmanager
 def serving(model, directory, *options):
     """Start stand-ins, one for each list of options; return their URLs as an override, their processes, and their
-    logs."""
+    logs. They and the programs that are started meanwhile have the same key."""
+    os.environ["VLLM_API_KEY"] = "the-key-of-this-run"
     directory.mkdir(parents=True, exist_ok=True)
     ports = [free_port() for _ in options]
     logs = [directory / f"{port}.jsonl" for port in ports]
@@ -318,6 +321,7 @@ def serving(model, directory, *options):
             wait_for(url)
         yield f"generation.vllm={{urls: [{','.join(urls)}]}}", processes, logs
     finally:
+        del os.environ["VLLM_API_KEY"]
         for process in processes:
             process.kill()
             process.communicate()

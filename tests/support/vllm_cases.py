@@ -66,6 +66,9 @@ GROUPS = [
 PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
 
 
+KEY = "the-key-of-this-run"
+
+
 class Stub(BaseHTTPRequestHandler):
     """Server stub whose response is the prompt's last token and the seed, in vLLM's format; `server.behave` may
     refuse. Subclasses may set `told`, further entries of the answer."""
@@ -73,6 +76,7 @@ class Stub(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
+        assert self.headers["Authorization"] == f"Bearer {KEY}"
         status, change = self.server.behave(len(self.server.asked)) or (200, {})
         if status is None:  # cut the line
             return self.connection.close()
@@ -106,7 +110,7 @@ def pool_of(*behaviours, connections=3, seconds=20.0, handler=Stub):
         threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
         stubs.append(stub)
     urls = [f"http://127.0.0.1:{stub.server_port}" for stub in stubs]
-    pool = ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__, seconds)
+    pool = ServerPool([VLLMServer(url, connections, KEY) for url in urls], dropped.__setitem__, seconds)
     pool.announce("a.3", 3)
     pool.settle(urls)
     try:

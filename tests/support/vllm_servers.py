@@ -10,11 +10,15 @@ from programs import ROOT
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_SECONDS = 240
+KEY = "the-key-of-these-servers"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_environment():
     subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)  # of servers and runs, which have directories of their own
+        yield
 
 
 class Serving:

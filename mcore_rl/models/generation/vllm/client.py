@@ -109,6 +109,7 @@ ATTEMPTS = 3
 BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
+UNAUTHORIZED = 401
 KEPT_SECONDS = 3.0
 """Seconds for which an idle connection stays open. vLLM's servers close idle connections after 5 s. A request sent at
 that moment would fail as if the server had failed."""
@@ -128,6 +129,10 @@ class BusyError(ServerError):
 
 class WrongServerError(ServerError):
     """A server does not use the weights that it was sent, or lacks a feature that this run needs."""
+
+
+class WrongKeyError(WrongServerError):
+    """A server does not accept the run's key."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +183,22 @@ class VLLMServer:
 
     Args:
         connections: maximum number of concurrent requests for responses.
+        key: the run's key, which each request carries.
         experts: description of the model's experts, if a response must contain, for each token, the experts that
             computed it; otherwise None.
         encoder: makes the parts of requests that contain images; None if no request has images.
     """
 
     def __init__(
-        self, url: str, connections: int, experts: Experts | None = None, encoder: ImageEncoder | None = None
+        self,
+        url: str,
+        connections: int,
+        key: str,
+        experts: Experts | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.url, self.connections, self.experts, self.encoder = url, connections, experts, encoder
+        self._headers = {"Authorization": f"Bearer {key}"}
 
     def get(self, path: str, seconds: float) -> Any:
         return asyncio.run(self._ask_once("GET", path, None, seconds))
@@ -202,27 +214,47 @@ class VLLMServer:
         """Send an HTTP request; return the decoded JSON of the answer, or None if the answer is empty.
 
         Raises:
+            ServerError: as `_body`; or the answer is not JSON.
+            RequestError: the server rejects the request as invalid.
+        """
+        content = await self._body(session, method, path, body, seconds)
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
+
+    async def _body(self, session: aiohttp.ClientSession, method: str, path: str, body: Any, seconds: float) -> bytes:
+        """Send an HTTP request; return the body of the answer.
+
+        Raises:
             ServerError: there is no answer within `seconds`, or the answer reports a failure.
+            WrongKeyError: the server does not accept the key.
             RequestError: the server rejects the request as invalid.
         """
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
+        url, headers = self.url + path, self._headers
         try:
-            async with session.request(method, self.url + path, json=body, timeout=limits) as answer:
-                text = await answer.read()
-                content = json.loads(text) if text else None
+            async with session.request(method, url, json=body, headers=headers, timeout=limits) as answer:
+                content = await answer.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:  # a TimeoutError is an OSError
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
-        return self._accepted(path, answer.status, content)
-
-    def _accepted(self, path: str, status: int, content: Any) -> Any:
-        """Return the content of an answer with status 200; otherwise raise the error of its status."""
-        if status in BUSY:
-            raise BusyError(f"{self.url}{path}: status {status}: {_told(content)}")
-        if 400 <= status < 500:
-            raise RequestError(f"{self.url}{path} refuses the request: {_told(content)}")
-        if status != 200:
-            raise ServerError(f"{self.url}{path}: status {status}: {_told(content)}")
+        if answer.status != 200:
+            raise self._failure(path, answer.status, content)
         return content
+
+    def _failure(self, path: str, status: int, content: bytes) -> Exception:
+        """Return the error of an answer with this status."""
+        if status == UNAUTHORIZED:
+            return WrongKeyError(f"{self.url} has another key than this run")
+        try:
+            told = _told(json.loads(content))
+        except ValueError:
+            told = _told(content.decode(errors="replace"))
+        if status in BUSY:
+            return BusyError(f"{self.url}{path}: status {status}: {told}")
+        if 400 <= status < 500:
+            return RequestError(f"{self.url}{path} refuses the request: {told}")
+        return ServerError(f"{self.url}{path}: status {status}: {told}")
 
     async def is_well(self, session: aiohttp.ClientSession) -> bool:
         """Return whether the server reports that it is healthy."""

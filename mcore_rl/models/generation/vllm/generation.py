@@ -39,8 +39,9 @@ from mcore_rl.models.generation.interfaces import (
     share_responses,
 )
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
-from mcore_rl.models.generation.vllm.client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm.client import Request, ServerError, ServerPool, VLLMServer, WrongKeyError
 from mcore_rl.models.generation.vllm.images import ImageEncoder
+from mcore_rl.models.generation.vllm.key import FILE, VARIABLE, run_key
 from mcore_rl.models.generation.vllm.placement import ServerPlace, describe_places, places_of_launch
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm.weights import CONTROL_SECONDS, VLLMWeights, WeightSource
@@ -86,7 +87,7 @@ class VLLMGeneration(StreamingGeneration):
         self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
         self.max_sequence_length = config.data.max_sequence_length
         self.weight_version: int | None = None
-        self._launch = ""
+        self._launch, self._key = "", ""
         self._beside = ThreadPoolExecutor(1, "generation")
         self._encoder = ImageEncoder(ImageReader(config.model.path))
         self._service: VLLMServerProcesses | None = None  # on the first rank of a node with servers of this run
@@ -256,12 +257,15 @@ class VLLMGeneration(StreamingGeneration):
         if places and self.policy.is_writer:
             for line in describe_places(places):
                 self.say(line)
+        # The launch id distinguishes versions of other runs, and of a restarted server. Other ranks get the key from the
+        # first rank, because they may not see its output_dir.
+        self._launch, self._key = self._on_first_rank(
+            lambda: (secrets.token_hex(4), run_key(self.config.output_dir / SERVER_LOGS))
+        )
         starting = self._beside.submit(self._start, own) if own else None
         settle(starting, self.config.parallel.meeting_seconds)
         self._urls = [place.url for place in places] or list(self.config.generation.vllm.urls)
-        # The launch id distinguishes versions of other runs, and of a restarted server.
-        self._launch, have_masks = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
-        if not have_masks:
+        if not self._on_first_rank(self._find):
             self.params = replace(self.params, max_kept_tokens=None)
         if self.policy.topology.leads_replica:
             drop = self._drop if self.policy.is_writer else _drop_in_silence
@@ -281,14 +285,14 @@ class VLLMGeneration(StreamingGeneration):
     def _start(self, places: Sequence[ServerPlace]) -> None:
         """Start the servers of this node, and wait until they are ready."""
         say = rank_zero_printer(True)  # a node's own messages are printed there
-        self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS, places, say)
+        self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS, places, self._key, say)
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
         for url in self._service.urls:
-            wait_until_ready(VLLMServer(url, connections=1), self._service, deadline)
+            wait_until_ready(VLLMServer(url, 1, self._key), self._service, deadline)
 
     def _server(self, url: str) -> VLLMServer:
         connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
-        return VLLMServer(url, connections, self._experts(), self._encoder)
+        return VLLMServer(url, connections, self._key, self._experts(), self._encoder)
 
     def _experts(self) -> Experts | None:
         """Return the family's `experts` if servers must report the experts of each token; otherwise None."""
@@ -302,7 +306,7 @@ class VLLMGeneration(StreamingGeneration):
         """Wait until all servers answer the first rank; return False if one lacks sampling masks that the run needs."""
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
         for url in self._urls:
-            server = VLLMServer(url, connections=1)
+            server = VLLMServer(url, 1, self._key)
             wait_until_ready(server, self._service, deadline)
             check_server(server, self.config)
         return not self.params.keeps_mask or self._have_masks(self._urls)
@@ -313,7 +317,8 @@ class VLLMGeneration(StreamingGeneration):
         Raises:
             UserError: a server returns no masks, but the configuration requires them.
         """
-        lacking = [url for url in urls if not _option(VLLMServer(url, connections=1), "return_sampling_mask", False)]
+        servers = {url: VLLMServer(url, 1, self._key) for url in urls}
+        lacking = [url for url in urls if not _option(servers[url], "return_sampling_mask", False)]
         if not lacking:
             return True
         lack = f"{lacking[0]} does not run with --return-sampling-mask"
@@ -360,7 +365,7 @@ class VLLMGeneration(StreamingGeneration):
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
         for url in service.start_ended():
             try:
-                wait_until_ready(VLLMServer(url, connections=1), service, deadline)
+                wait_until_ready(VLLMServer(url, 1, self._key), service, deadline)
             except UserError as error:
                 service.end(url)
                 rank_zero_printer(True)(f"{error}; the run continues without it")
@@ -420,12 +425,12 @@ class VLLMGeneration(StreamingGeneration):
             ]
         for url in returned:
             self.say(f"a vLLM server answers again: {url}")
-            self._pool.add(VLLMServer(url, connections=0))
+            self._pool.add(VLLMServer(url, 0, self._key))
         return returned
 
     def _is_ready(self, url: str) -> bool:
         """Return whether the server answers, and suits this run."""
-        server = VLLMServer(url, connections=0)
+        server = VLLMServer(url, 0, self._key)
         try:
             server.get("/health", RETURN_SECONDS)
             check_server(server, self.config)
@@ -474,8 +479,14 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
-    """Raise UserError if a server allows too few tokens for this run, or lacks the sleep mode that the run needs."""
-    (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
+    """Raise UserError if a server has another key, allows too few tokens, or lacks the sleep mode that the run needs."""
+    try:
+        (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
+    except WrongKeyError:
+        raise UserError(
+            f"generation.vllm.urls: {server.url} has another key than this run; set the environment variable "
+            f"{VARIABLE} to the key in the file {SERVER_LOGS}/{FILE} of the servers' output_dir"
+        ) from None
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
         raise UserError(

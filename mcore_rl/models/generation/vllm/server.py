@@ -18,12 +18,14 @@ from typing import Any
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm.key import VARIABLE
 from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.model_directory import missing_files, vision_model_config
 from mcore_rl.utils.process_groups import GroupKeeper, end_groups
 
 MODEL_NAME = "policy"
+MIDDLEWARE = "mcore_rl.models.generation.vllm.middleware.RunKey"
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight transfer
@@ -57,7 +59,7 @@ def server_command(config: RLConfig, place: ServerPlace) -> list[str]:
         "--max-num-seqs", str(config.rollouts.generation_batch_size), "--seed", str(config.seed),
         "--generation-config", "vllm",  # the model directory's config would silently change the sampling
         "--logprobs-mode", "processed_logprobs",  # log-probabilities in the sampling distribution
-        "--disable-uvicorn-access-log", "--enable-scale-out",
+        "--disable-uvicorn-access-log", "--enable-scale-out", "--middleware", MIDDLEWARE,
         "--weight-transfer-config", json.dumps({"backend": "mcore_rl"}),
     ]  # fmt: skip
     if config.model.trust_remote_code:
@@ -145,18 +147,21 @@ class VLLMServerProcesses:
     Args:
         logs: directory for the servers' output.
         places: the places of the servers, which are all on this machine.
+        key: the run's key. The servers get it in their environment, where only this user can read it.
         say: prints a message for the user.
 
     Raises:
         UserError: a port is taken, or the model's directory is quantized.
     """
 
-    def __init__(self, config: RLConfig, logs: Path, places: Sequence[ServerPlace], say: PrintLine = silent) -> None:
+    def __init__(
+        self, config: RLConfig, logs: Path, places: Sequence[ServerPlace], key: str, say: PrintLine = silent
+    ) -> None:
         _check_precision(config.model.path)
         for place in places:
             _check_port(place)
         logs.mkdir(parents=True, exist_ok=True)
-        self.config, self._say = config, say
+        self.config, self._key, self._say = config, key, say
         self._keeper, self._lock, self._closed = GroupKeeper(), Lock(), Event()
         self._servers = {place.url: _Server(place, logs / f"{place.host}_{place.port}.log") for place in places}
         for server in self._servers.values():
@@ -266,6 +271,7 @@ class VLLMServerProcesses:
 
     def _start(self, server: _Server) -> None:
         command, environment = server_command(self.config, server.place), server_environment(self.config, server.place)
+        environment[VARIABLE] = self._key
         with open(server.log, "ab") as log:
             server.log_start = log.tell()
             process = subprocess.Popen(
