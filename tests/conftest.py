@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)  # processes that the tests start must print their lines without it
 CACHE = tempfile.TemporaryDirectory()  # of tokenized data: for this run of the tests, and the processes that it starts
 os.environ["MCORE_RL_CACHE"] = CACHE.name
+os.environ["VLLM_API_KEY"] = "the-key-of-this-run"  # servers and runs of tests have different directories
 
 from pathlib import Path
 

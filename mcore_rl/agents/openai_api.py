@@ -171,7 +171,7 @@ class ChatReply:
             logprobs = self._logprobs(turn) if self.asked.get("logprobs") else None
             message = {**_message(turn.messages[-1]), "refusal": None}
             choice = {"index": index, "message": message, "finish_reason": finish_of(turn), "logprobs": logprobs}
-            choices.append(choice | ({"token_ids": turn.response.token_ids} if self._tells_ids else {}))
+            choices.append(choice | ({"token_ids": turn.response.token_ids.tolist()} if self._tells_ids else {}))
         made = {**self._head("chat.completion"), "choices": choices, "usage": usage_of(turns)}
         return made | ({"prompt_token_ids": self.call.prompt.ids} if self._tells_ids else {})
 
@@ -206,7 +206,7 @@ class ChatReply:
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
 
     def _logprobs(self, turn: Turn) -> dict[str, Any]:
-        sampled = zip(turn.response.token_ids, turn.response.logprobs, strict=True)
+        sampled = zip(turn.response.token_ids.tolist(), turn.response.logprobs.tolist(), strict=True)
         likeliest = turn.response.likeliest or [()] * len(turn.response.token_ids)
         content = [
             {**self._of_token(*pair), "top_logprobs": [self._of_token(*other) for other in others]}
@@ -267,7 +267,7 @@ class CompletionReply:
         yield "data: [DONE]\n\n"
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
-        ids, logprobs = turn.response.token_ids, None
+        ids, logprobs = turn.response.token_ids.tolist(), None
         if self.asked.get("logprobs") is not None:
             tokens = [self.tree.template.text([token]) for token in ids]
             ends = [0]
@@ -275,7 +275,7 @@ class CompletionReply:
                 ends.append(ends[-1] + len(token))
             logprobs = {
                 "tokens": tokens,
-                "token_logprobs": turn.response.logprobs,
+                "token_logprobs": turn.response.logprobs.tolist(),
                 "top_logprobs": self._top_logprobs(turn.response),
                 "text_offset": ends[:-1],
             }
@@ -291,7 +291,7 @@ class CompletionReply:
         """
         if not response.likeliest:
             return None
-        sampled = zip(response.token_ids, response.logprobs, response.likeliest, strict=True)
+        sampled = zip(response.token_ids.tolist(), response.logprobs.tolist(), response.likeliest, strict=True)
         text = self.tree.template.text
         return [
             {text([token]): logprob, **{text([other]): value for other, value in reversed(likeliest)}}

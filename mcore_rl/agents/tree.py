@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from mcore_rl.agents.messages import Message, ids_of_calls, key_of, make_call, thought_of
 from mcore_rl.agents.parsing import CallForm, Parsed, parse
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.interfaces import Response
-from mcore_rl.rollouts.samples import TokenRow
+from mcore_rl.rollouts.samples import Numbers, TokenRow
 
 History = Literal["template", "keep"]
 
@@ -55,7 +57,7 @@ class TurnPrompt:
         path, ids = self.parent.path if self.parent else [], list[int]()
         ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
         for turn, end in zip(path, ends[: len(path)], strict=True):
-            ids += [*turn.prompt.new_ids, *turn.response.token_ids[:end]]
+            ids += [*turn.prompt.new_ids, *turn.response.token_ids[:end].tolist()]
         return ids + self.new_ids
 
 
@@ -144,7 +146,10 @@ class SessionTree:
         return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
 
     def _without_end(self, turn: Turn) -> list[int]:
-        ids = turn.response.token_ids
+        return self._ids_without_end(turn.response)
+
+    def _ids_without_end(self, response: Response) -> list[int]:
+        ids: list[int] = response.token_ids.tolist()
         return ids[:-1] if ids and ids[-1] in self.template.ends else ids
 
     def _candidates(self, keys: tuple[str, ...], messages: Sequence[Message]) -> list[Turn]:
@@ -169,7 +174,7 @@ class SessionTree:
         if after is None or (self.history == "template" and not self._repeats(turn, text, after)):
             return None
         ids, response = template.ids(after), turn.response.token_ids
-        if response and ids and ids[0] == response[-1] and ids[0] in template.ends:
+        if len(response) and ids and ids[0] == response[-1] and ids[0] in template.ends:
             ids = ids[1:]  # the response has sampled its end token
         in_thought = template.begins_thought(text)
         return TurnPrompt(turn, len(response), ids, text, full, tools, in_thought, template.call_form(tools))
@@ -192,7 +197,7 @@ class SessionTree:
         """For each turn whose context `ids` begins with: the context's length, and that of the equal response part."""
         for turn in self.turns:
             before, same = equal.get(turn.prompt.parent, (0, -1))
-            new, response = turn.prompt.new_ids, turn.response.token_ids
+            new, response = turn.prompt.new_ids, turn.response.token_ids.tolist()
             start = before + turn.prompt.kept
             end, whole = start + len(new), start + len(new) + len(response)
             if same >= turn.prompt.kept and ids[start:end] == new:
@@ -207,8 +212,7 @@ class SessionTree:
 
     def text_of(self, response: Response, stops: Sequence[str] = ()) -> str:
         """Return the text of a response, without its end token and without the stop string that has ended it."""
-        ids = response.token_ids
-        text = self.template.text(ids[:-1] if ids and ids[-1] in self.template.ends else ids)
+        text = self.template.text(self._ids_without_end(response))
         found = [at for stop in stops if response.ended and (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
@@ -328,8 +332,8 @@ def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
     Args:
         counted: for each turn, the number of its response's tokens that carry loss in earlier rows; updated.
     """
-    row, path = TokenRow([], [], []), leaf.path
-    kept = KeptTokens.none(0)
+    path, kept, length = leaf.path, KeptTokens.none(0), 0
+    ids, mask, logprobs = list[Numbers](), list[Numbers](), list[Numbers]()
     has_kept = any(turn.response.kept_tokens is not None for turn in path)
     ends = [*(turn.prompt.kept for turn in path[1:]), len(leaf.response.token_ids)]
     for turn, end in zip(path, ends, strict=True):
@@ -339,12 +343,15 @@ def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
             counted[turn] = max(first, end)
         else:  # a response that was not delivered
             first = end
-        row.input_ids += [*prompt, *response.token_ids[:end]]
-        row.token_mask += [False] * (len(prompt) + first) + [True] * (end - first)
-        row.logprobs += [0.0] * (len(prompt) + first) + response.logprobs[first:end]
+        unsampled = len(prompt) + first
+        ids += [np.array(prompt, np.int32), response.token_ids[:end]]
+        mask += [np.zeros(unsampled, bool), np.ones(end - first, bool)]
+        logprobs += [np.zeros(unsampled, np.float32), response.logprobs[first:end]]
+        length += len(prompt) + end
         if has_kept and response.kept_tokens is not None:
             own, _ = response.kept_tokens.split([end, len(response.token_ids) - end])
-            kept = kept.padded(len(row.input_ids) - end) + own
+            kept = kept.padded(length - end) + own
+    row = TokenRow(np.concatenate(ids), np.concatenate(mask), np.concatenate(logprobs))
     row.kept_tokens = kept if has_kept else None
     row.choices = leaf.response.choices
     return row

@@ -134,7 +134,7 @@ def _check_unused_ids(
     count, rows = count_ids(inputs.tokenizer), family_of(inputs.hf_config).vocab_size
     key = f"{config.algorithm}.sample_unused_ids"
     if recorded is not None:
-        last = max((max(r.input_ids, default=0) for rollouts in recorded.values() for r in rollouts), default=0)
+        last = max((int(r.input_ids.max(initial=0)) for rollouts in recorded.values() for r in rollouts), default=0)
         if last >= count:
             raise UserError(
                 f"{key}: the recording has the id {last}, but the tokenizer's last is {count - 1}; set it true"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDic
     return BatchedDataDict(**rows, token_mask=token_mask, sample_mask=torch.ones(len(sequences)), **of_images)
 
 
-def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
+def padded_rows(sequences: Sequence[Sequence[int] | np.ndarray[Any, Any]], pad_token_id: int = 0) -> dict[str, Tensor]:
     """Pad `sequences` on the right; return them as `input_ids` [B, S], with `input_lengths` [B]. B may be 0."""
     input_ids = torch.full((len(sequences), max(map(len, sequences), default=1)), pad_token_id, dtype=torch.long)
     for row, sequence in enumerate(sequences):

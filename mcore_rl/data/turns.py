@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mcore_rl.data.chat import Messages, end_token_ids, render, unused_character
 from mcore_rl.data.texts import continuation_ids
 from mcore_rl.errors import UserError
 
 
-def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:
+def tokens_between(
+    tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int] | np.ndarray[Any, Any]
+) -> list[int]:
     """Return the tokens that follow a response: the end of its turn, `observation`, and the request for a new response.
 
     Args:
@@ -26,7 +30,7 @@ def tokens_between(tokenizer: Any, conversation: Messages, observation: str, res
     if not found:
         raise ValueError("the chat template does not write earlier responses")
     tokens = continuation_ids(tokenizer, mark, after)
-    ended = bool(response) and bool(tokens) and response[-1] == tokens[0] and tokens[0] in end_token_ids(tokenizer)
+    ended = len(response) > 0 and bool(tokens) and response[-1] == tokens[0] and tokens[0] in end_token_ids(tokenizer)
     return tokens[1:] if ended else tokens
 
 

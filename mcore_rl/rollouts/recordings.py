@@ -140,7 +140,9 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
 
 def _row_to_json(row: Rollout | TokenRow) -> dict[str, Any]:
     kept = row.kept_tokens
+    lists = {name: getattr(row, name).tolist() for name in ("input_ids", "token_mask", "logprobs")}
     return asdict(replace(row, choices={}, kept_tokens=None)) | {
+        **lists,
         "choices": {name: values.tolist() for name, values in row.choices.items()},
         "kept_tokens": None if kept is None else {"counts": kept.counts.tolist(), "ids": kept.ids.tolist()},
     }

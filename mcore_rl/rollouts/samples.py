@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Shaped, UInt8
+from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
 from mcore_rl import platform
@@ -345,21 +346,32 @@ def _outcome(
     )
 
 
+Numbers = Sequence[float] | np.ndarray[Any, Any]
+
+
+def _make_arrays(row: TokenRow | Rollout) -> None:
+    row.input_ids, row.token_mask = np.asarray(row.input_ids, np.int32), np.asarray(row.token_mask, bool)
+    row.logprobs = np.asarray(row.logprobs, np.float32)
+
+
 @dataclass
 class TokenRow:
     """A row of a training batch: tokens that the model read and generated. The fields are those of `Rollout`."""
 
-    input_ids: list[int]
-    token_mask: list[bool]
-    logprobs: list[float]
+    input_ids: Int32[np.ndarray, " tokens"]
+    token_mask: Bool[np.ndarray, " tokens"]
+    logprobs: Float32[np.ndarray, " tokens"]
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
     choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
 
+    def __post_init__(self) -> None:
+        _make_arrays(self)
+
     @property
     def sizes(self) -> RowSizes:
         kept = 0 if self.kept_tokens is None else len(self.kept_tokens.ids)
-        return RowSizes(len(self.input_ids), sum(self.token_mask), kept)
+        return RowSizes(len(self.input_ids), int(self.token_mask.sum()), kept)
 
 
 @dataclass
@@ -370,7 +382,8 @@ class Rollout:
     A token of a response carries loss in one row only.
 
     input_ids, token_mask, logprobs: id, mask and log-probability of each token of the first row. The mask is True for
-        tokens of responses; all other tokens have a log-probability of 0.
+        tokens of responses; all other tokens have a log-probability of 0. They may be given as any sequences, which
+        become arrays of these types.
     further_rows: rows after the first one.
     truncated: whether the last response reached the limit of new tokens; with several rows, that of any row.
     error: reason why the rollout could not be judged; None if it was judged.
@@ -380,9 +393,9 @@ class Rollout:
     """Index of the prompt in the dataset."""
     sample_id: int
     """Number of the sample among all samples of the run; with the seed, it determines the random numbers."""
-    input_ids: list[int]
-    token_mask: list[bool]
-    logprobs: list[float]
+    input_ids: Int32[np.ndarray, " tokens"]
+    token_mask: Bool[np.ndarray, " tokens"]
+    logprobs: Float32[np.ndarray, " tokens"]
     reward: float = 0.0
     truncated: bool = False
     turns: int = 0
@@ -407,27 +420,29 @@ class Rollout:
     session: list[dict[str, Any]] = field(default_factory=list)
     """Turns of an agent's session, for samples.jsonl (`SessionTree.logged`)."""
 
+    def __post_init__(self) -> None:
+        _make_arrays(self)
+
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
         """Return a rollout that has only its prompt, and no response yet."""
-        size = len(prompt.input_ids)
-        log = prompt.message_log
-        return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
+        ids, size, log = np.array(prompt.input_ids, np.int32), len(prompt.input_ids), prompt.message_log
+        return cls(index, sample_id, ids, np.zeros(size, bool), np.zeros(size, np.float32), message_log=log)
 
-    def add_response(self, tokens: list[int], logprobs: list[float], kept: KeptTokens | None = None) -> None:
+    def add_response(self, tokens: Numbers, logprobs: Numbers, kept: KeptTokens | None = None) -> None:
         if kept is not None:
             before = KeptTokens.none(0) if self.kept_tokens is None else self.kept_tokens
             self.kept_tokens = before.padded(len(self.input_ids)) + kept
         self._add(tokens, True, logprobs)
         self.response_lengths = [*self.response_lengths, len(tokens)]
 
-    def add_observation(self, tokens: list[int]) -> None:
-        self._add(tokens, False, [0.0] * len(tokens))
+    def add_observation(self, tokens: Numbers) -> None:
+        self._add(tokens, False, np.zeros(len(tokens), np.float32))
 
-    def _add(self, tokens: list[int], is_response: bool, logprobs: list[float]) -> None:
-        self.input_ids += tokens
-        self.token_mask += [is_response] * len(tokens)
-        self.logprobs += logprobs
+    def _add(self, tokens: Numbers, is_response: bool, logprobs: Numbers) -> None:
+        self.input_ids = np.concatenate([self.input_ids, np.asarray(tokens, np.int32)])
+        self.token_mask = np.concatenate([self.token_mask, np.full(len(tokens), is_response)])
+        self.logprobs = np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)])
 
     def add_reward(self, step: Step) -> None:
         """Add the rewards in `step`, the judgement of the last response.
@@ -634,7 +649,7 @@ def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.where(last < 0, data["input_lengths"] - 1, last)
 
 
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
+def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
     if not rows:
         return torch.zeros(0, 1, dtype=dtype)
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]

@@ -53,7 +53,8 @@ class Conversation:
         start, asked = len(self.prompt.input_ids), self.prompt.num_complete_messages
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
-        return Sample(rollout.message_log, self.prompt.record, asked, is_text, rollout.input_ids[start:], size)
+        ids = rollout.input_ids[start:].tolist()  # for the judge's process, which reads JSON
+        return Sample(rollout.message_log, self.prompt.record, asked, is_text, ids, size)
 
     def respond(self, response: Response, tokenizer: Any) -> None:
         rollout = self.rollout
@@ -62,7 +63,7 @@ class Conversation:
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
         if response.choices:  # those of the whole conversation so far
             rollout.choices = response.choices
-        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        text = tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True)
         rollout.message_log = with_response(rollout.message_log, text)
 
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
@@ -240,7 +241,7 @@ class RolloutWorker:
         assert isinstance(self.generation, StreamingGeneration)
         while True:
             rollout, group = conversation.rollout, conversation.prompt.input_ids
-            ids, images = tuple(rollout.input_ids), conversation.prompt.images
+            ids, images = tuple(rollout.input_ids.tolist()), conversation.prompt.images
             asked = self.generation.submit(ids, rollout.sample_id, group, greedy, images=images)
             try:
                 conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
@@ -272,7 +273,7 @@ class RolloutWorker:
                 conversation.rollout.error = "it has no response"
                 continue
             response = slice(lengths[row], ends[row])
-            tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
+            tokens, logprobs = out["output_ids"][row, response].numpy(), out["logprobs"][row, response].numpy()
             versions = [(self.weight_version, len(tokens))]
             choices = {name: out[name][row, : ends[row]] for name in CHOICES if name in out}
             kept = out["kept_tokens"][row] if "kept_tokens" in out else None

@@ -104,7 +104,7 @@ def test_completions_of_texts_and_ids(serve):
     served = serve([" four", " five"])
     _, _, first = served.post("/v1/completions", {"prompt": "2 + 2 =", "max_tokens": 30, "logprobs": 1})
     assert first["choices"][0]["text"] == " four" and first["choices"][0]["logprobs"]["text_offset"][0] == 0
-    ids = [*served.session.tree.turns[0].prompt.ids, *served.session.tree.turns[0].response.token_ids, 9]
+    ids = [*served.session.tree.turns[0].prompt.ids, *served.session.tree.turns[0].response.token_ids.tolist(), 9]
     status, _, second = served.post("/v1/completions", {"prompt": ids, "max_tokens": 30, "return_token_ids": True})
     assert status == 200 and second["prompt_token_ids"] == ids
     assert len(served.session.tree.rows()) == 1

@@ -31,7 +31,8 @@ def make_rollouts():
 
     rollouts = []
     for sample in range(12):
-        prompt = tokens(count(1, 8)) if sample % 2 == 0 else rollouts[-1].input_ids[: rollouts[-1].token_mask.index(1)]
+        if sample % 2 == 0:
+            prompt = tokens(count(1, 8))
         rollout = Rollout(sample // 2, sample, list(prompt), [False] * len(prompt), [0.0] * len(prompt))
         for turn in range(1 + sample % 3 // 2):
             if turn:

@@ -401,8 +401,8 @@ def test_a_rollout_keeps_what_was_sampled(tokenizer_of):
     rollout.message_log = [*asked, {"role": "assistant", "content": "one"}]
     going = Conversation(rollout, prompt)
     observed = going.observe(Step(done=False, observation="and?"), tokenizer, max_turns=2, max_sequence_length=100)
-    assert observed == rollout.input_ids[len(ids) + 3 :]
-    assert rollout.input_ids[len(ids) : len(ids) + 3] == odd
+    assert observed == rollout.input_ids[len(ids) + 3 :].tolist()
+    assert rollout.input_ids[len(ids) : len(ids) + 3].tolist() == odd
     behind = tokenizer.decode(rollout.input_ids[len(ids) + 3 :])
     assert behind == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert sum(rollout.token_mask) == 3

@@ -158,7 +158,7 @@ def test_observations_continue_the_text():
     rollout.turns, rollout.message_log = 1, [*prompt.message_log, {"role": "assistant", "content": "4"}]
     going = Conversation(rollout, prompt)
     going.observe(Step(done=False, observation="+2="), tokenizer, max_turns=2, max_sequence_length=100)
-    assert rollout.input_ids == tokenizer("2+2=4+2=")["input_ids"]
+    assert rollout.input_ids.tolist() == tokenizer("2+2=4+2=")["input_ids"]
 
 
 def test_the_dry_run_shows_the_text_of_the_trained_ids():

@@ -124,7 +124,7 @@ def shared_and_gathered(with_experts):
     prompts = [(5, 6), (7,), (8, 9, 10)][: 3 - topology.data.rank]
     made = []
     for row, prompt in enumerate(prompts):
-        tokens = [2**40 + row, *[rank] * row]
+        tokens = [2**31 - 1 - row, *[rank] * row]
         response = Response(tokens, [-1 / 3 - t for t in range(len(tokens))], row != 1)
         if with_experts:
             size = (len(prompt) + len(tokens), 3, 2)
@@ -144,7 +144,7 @@ def shared_and_gathered(with_experts):
 def test_responses_are_the_same_on_other_ranks(with_experts):
     def told(responses, experts):
         routed = [r.choices["routed_experts"].tolist() if experts else None for r in responses]
-        return [(r.token_ids, r.logprobs, r.ended, e) for r, e in zip(responses, routed, strict=True)]
+        return [(r.token_ids.tolist(), r.logprobs.tolist(), r.ended, e) for r, e in zip(responses, routed, strict=True)]
 
     results = run_processes(shared_and_gathered, with_experts, world_size=4)
     made = [made for made, _, _ in results]

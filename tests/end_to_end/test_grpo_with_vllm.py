@@ -130,7 +130,7 @@ def weights_of(recording):
     return [json.loads(line)["weights"] for line in recording.read_text().splitlines()]
 
 
-ASKS = {"/health", "/v1/models", "/get_world_size", "/init_weight_transfer_engine", "/inference/v1/generate"}
+ASKS = {"/health", "/v1/models", "/get_world_size", "/init_weight_transfer_engine", "/mcore_rl/generate"}
 
 
 def changes(log):
@@ -177,7 +177,7 @@ def test_servers_that_die_ahead_of_training_lose_no_sample(root, tmp_path):
         ended = {
             calls(log)[-1][1]: server.wait(5) for server, log in zip(processes, logs, strict=True) if is_dead(server)
         }
-        assert ended == {"/inference/v1/generate": -signal.SIGKILL, "/update_weights": -signal.SIGKILL}
+        assert ended == {"/mcore_rl/generate": -signal.SIGKILL, "/update_weights": -signal.SIGKILL}
         assert len(LEFT.findall(process.stdout_text + process.stderr_text)) == 2
     check_complete(metrics, recording)
 
@@ -189,7 +189,7 @@ def deadly(directory):
     Sixteen answers for each of two steps are asked for at first: of three servers or two one comes to its ninth, and
     before all have answered.
     """
-    answering = ["--die", "/inference/v1/generate", "9", directory / "answering"]
+    answering = ["--die", "/mcore_rl/generate", "9", directory / "answering"]
     return ["--seconds", "0.02", *answering, "--die", "/update_weights", "3", directory / "updating"]
 
 
@@ -219,7 +219,7 @@ def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
 )
 def test_the_last_server_of_an_offloaded_policy_loses_no_step(layout, processes, root, tmp_path):
     """Weights and optimizer are in host memory while the server, which dies in the third step, uses the device."""
-    dies = ["--sleeps", "--die", "/inference/v1/generate", "36", tmp_path / "dead"]  # 16 requests a step
+    dies = ["--sleeps", "--die", "/mcore_rl/generate", "36", tmp_path / "dead"]  # 16 requests a step
     with serving(root / "dense", tmp_path, dies) as (urls, _, _):
         options = ("generation.offload=true", "checkpoint.save_interval=null", *layout)
         process, metrics = train(root, tmp_path.name, *options, urls, processes=processes, check=False)

@@ -92,9 +92,9 @@ class Expanding(Stub):
         for token in json.loads(content)["token_ids"]:
             count = next(counts) if token == IMAGE else 1
             if token == IMAGE:
-                places.append({"offset": len(ids), "length": count})
+                places.append([len(ids), count])
             ids += [token] * count
-        self.told = {"prompt_token_ids": ids, "mm_placeholders": {"image": places}}
+        self.told = {"prompt_token_ids": np.array(ids, np.int32), "image_places": places}
         self.rfile = io.BytesIO(content)
         super().do_POST()
 
@@ -113,7 +113,7 @@ def test_a_request_has_one_token_and_a_picture_for_each_image(reader, tmp_path):
         stub.counts = [15, 28]
         for server in pool.servers.values():
             server.encoder = ImageEncoder(reader)
-        assert pool.submit(request, PARAMS).result(60).token_ids == [14, 1]
+        assert pool.submit(request, PARAMS).result(60).token_ids.tolist() == [14, 1]
         assert dropped == {}
     (body,) = stub.asked
     assert body["token_ids"] == [11, IMAGE, 12, 13, IMAGE, 14] and body["return_token_ids"] is True
@@ -153,20 +153,20 @@ def test_an_image_that_has_changed_ends_the_request_alone(reader, tmp_path):
 
 
 IDS, PLACED = [5, 8, 8, 6], [PlacedImage(1, (1, 1, 2), "digest", "a.png")]
-PLACES = {"image": [{"offset": 1, "length": 2}]}
+PLACES = [[1, 2]]
 WRONG = [
-    ({}, "no prompt_token_ids; images need vLLM 0.32 or newer"),
-    ({"prompt_token_ids": [5, 8, 6], "mm_placeholders": None}, "0 images in its prompt instead of 1"),
-    ({"prompt_token_ids": [5, 8, 8, 6, 6], "mm_placeholders": PLACES}, "a prompt of 5 tokens instead of 4"),
-    ({"prompt_token_ids": [5, 8, 8, 7], "mm_placeholders": PLACES}, "the token 7 at 3 of its prompt instead of 6"),
+    (None, PLACES, "no prompt_token_ids; images need vLLM 0.32 or newer"),
+    ([5, 8, 6], [], "0 images in its prompt instead of 1"),
+    ([5, 8, 8, 6, 6], PLACES, "a prompt of 5 tokens instead of 4"),
+    ([5, 8, 8, 7], PLACES, "the token 7 at 3 of its prompt instead of 6"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "message"), WRONG)
-def test_the_difference_of_prompts_is_named(answer, message):
-    check_prompt({"prompt_token_ids": list(IDS), "mm_placeholders": PLACES}, tuple(IDS), PLACED)
+@pytest.mark.parametrize(("ids", "places", "message"), WRONG)
+def test_the_difference_of_prompts_is_named(ids, places, message):
+    check_prompt(np.array(IDS, np.int32), PLACES, tuple(IDS), PLACED)
     with pytest.raises(ValueError, match=message):
-        check_prompt(answer, tuple(IDS), PLACED)
+        check_prompt(None if ids is None else np.array(ids, np.int32), places, tuple(IDS), PLACED)
 
 
 def test_equal_pictures_are_encoded_once(reader, tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_run_samples_responses_to_images_from_servers(tower, root, tmp_path, m
     with serving(root / "model", tmp_path, []) as (urls, _, logs):
         options = f"output_dir={tmp_path / 'run'}", urls, f"model.vision_tower={tower}"
         run("train_grpo.py", root / "grpo.yaml", *options)
-        assert sum(path == "/inference/v1/generate" for _, path in calls(logs[0])) == 32
+        assert sum(path == "/mcore_rl/generate" for _, path in calls(logs[0])) == 32
     for step in metrics_of(tmp_path / "run"):
         assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
         assert step["num_failed"] == 0 and not step["skipped_update"]

@@ -1,4 +1,4 @@
-"""Tests of the run's key: its file, the middleware that demands it, and what a run says if a server has another key."""
+"""Tests of the run's key: its file, the middleware that demands it, and the error if a server has another key."""
 
 import asyncio
 import importlib
@@ -17,6 +17,9 @@ from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.vllm.generation import check_server
 from mcore_rl.models.generation.vllm.key import run_key
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.identity import RunIdentity
+from mcore_rl.utils.torchrun import launch_id
 
 # ------------------------------------------------------------------ file
 
@@ -81,6 +84,16 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match=r"the key of vLLM's servers cannot be read or written \(.*; choose an output"):
         run_key(tmp_path / "out")
+
+
+def test_a_directory_that_is_cleared_for_a_new_run_keeps_the_key(tmp_path):
+    """Servers that run since before the clearing have this key."""
+    directory = RunDirectory(tmp_path)
+    directory.mark(RunIdentity("grpo", {}, "", "", {}, launch_id()).to_json(), "")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    key = run_key(tmp_path / "vllm")
+    directory.clear()
+    assert not (tmp_path / "metrics.jsonl").exists() and run_key(tmp_path / "vllm") == key
 
 
 # ------------------------------------------------------------------ servers
@@ -189,9 +202,10 @@ def test_a_server_that_comes_back_with_another_key_is_dropped():
 
 
 @pytest.mark.long
-def test_a_run_whose_key_the_server_does_not_know_ends_before_it_trains(root, tmp_path):
+def test_a_run_whose_key_the_server_does_not_know_ends_before_it_trains(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     with serving(root / "dense", tmp_path, []) as (urls, _, _):
-        os.environ["VLLM_API_KEY"] = "the-key-of-another-run"
+        monkeypatch.setenv("VLLM_API_KEY", "the-key-of-another-run")
         process = run("train_grpo.py", root / "grpo.yaml", f"output_dir={tmp_path / 'run'}", urls, check=False)
     assert process.returncode == 2 and "has another key than this run; set the environment" in process.stderr_text
     assert "the-key-of" not in process.stdout_text + process.stderr_text

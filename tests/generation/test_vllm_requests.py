@@ -125,7 +125,7 @@ def test_a_run_goes_on_without_the_samples_whose_requests_are_bad(status, asked,
     options = ("environment.max_turns=1", "trainer.max_steps=2", "environment.max_failed_fraction=0.9")
     with serving(root / "dense", tmp_path, ["--refuse", status, 5]) as (urls, _, logs):
         process, metrics = train(root, tmp_path.name, *options, urls, "--record", recording)
-        answers = [path for _, path in calls(logs[0]) if path == "/inference/v1/generate"]
+        answers = [path for _, path in calls(logs[0]) if path == "/mcore_rl/generate"]
     assert "a vLLM server is dropped" not in process.stdout_text
     rollouts = [r for line in recording.read_text().splitlines() for r in json.loads(line)["rollouts"]]
     failed = [rollout for rollout in rollouts if rollout["error"] is not None]

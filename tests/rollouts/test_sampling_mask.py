@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from mcore_rl.distributed.sampling_mask import KeptTokens, kept_tiles
 from mcore_rl.errors import UserError
 from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
-from mcore_rl.models.generation.vllm.client import decode_sampling_mask
+from mcore_rl.models.generation.vllm.answers import decode_sampling_mask
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -142,14 +143,23 @@ def test_options_without_a_mask_are_refused(options, message):
 
 
 def test_vllm_s_sampling_mask_is_checked():
-    assert decode_sampling_mask([[1, 5], [2]], [5, 2]).ids.tolist() == [1, 5, 2]
-    for mask, tokens, message in (
-        (None, [5], "no sampling_mask"),
-        ([[1]], [1, 2], "of 1 positions, but 2 tokens"),
-        ([[1], [3]], [1, 2], "without the sampled token 2 at position 1"),
+    def decode(counts, ids, tokens):
+        arrays = (None if values is None else np.array(values, np.int32) for values in (counts, ids, tokens))
+        return decode_sampling_mask(*arrays)
+
+    kept = decode([2, 1], [1, 5, 2], [5, 2])
+    assert kept.counts.tolist() == [2, 1] and kept.ids.tolist() == [1, 5, 2]
+    for counts, ids, tokens, message in (
+        (None, None, [5], "no sampling_mask"),
+        ([1], None, [5], "no sampling_mask"),
+        ([1], [1], [1, 2], "of 1 positions, but 2 tokens"),
+        ([1, 1], [1, 3], [1, 2], "without the sampled token 2 at position 1"),
+        ([0, 2], [1, 2], [1, 2], "without the sampled token 1 at position 0"),
+        ([2, 1], [1, 2], [1, 2], "of 2 tokens, but with counts that sum to 3"),
+        ([3, -1], [1, 2], [1, 2], "of 2 tokens, but with counts"),
     ):
         with pytest.raises(ValueError, match=message):
-            decode_sampling_mask(mask, tokens)
+            decode(counts, ids, tokens)
 
 
 # ------------------------------------------------------------------ generation and training
@@ -377,7 +387,9 @@ def test_ids_without_a_token_that_cannot_be_excluded_are_refused(vocab_size, bac
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 83, "c": 5})
     inputs = SimpleNamespace(tokenizer=tokenizer, hf_config=small_config("llama", vocab_size=vocab_size))
     config = SimpleNamespace(algorithm="ppo", generation=SimpleNamespace(backend=backend))
-    recorded = None if last_id is None else {1: [SimpleNamespace(input_ids=[]), SimpleNamespace(input_ids=[last_id])]}
+    rows = [[]] if last_id is None else [[], [last_id]]
+    rollouts = [SimpleNamespace(input_ids=np.array(row, np.int32)) for row in rows]
+    recorded = None if last_id is None else {1: rollouts}
     if told is None:
         _check_unused_ids(config, inputs, recorded)
         return

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from plain_values import plain
 from pydantic import ValidationError
 from small_models import and_long, make_tokenizer
 
@@ -110,15 +111,15 @@ def whole(of_ranks):
     own = {place: rollout for rollouts in of_ranks for place, rollout in rollouts.own.items()}
     together = [own[place] for place in sorted(own)]
     assert all(list(rollouts.outcomes) == [rollout.outcome for rollout in together] for rollouts in of_ranks)
-    return together
+    return plain(together)
 
 
 @pytest.mark.parametrize(("greedy", "sizes"), and_long([(False, (4,))], [(True, (1, 3, 4))]))
 def test_conversations_are_the_same_turn_by_turn_and_each_by_itself(greedy, sizes):
     ((expected, judged, _),) = run_processes(conversations, False, None, greedy, world_size=1)
     expected = whole([expected])
-    assert {r.turns for r in expected} == {1, 2, 3} and [r.sample_id for r in expected] == list(range(30, 51))
-    assert all(r.rewards["a"] == pytest.approx(r.reward) for r in expected)
+    assert {r["turns"] for r in expected} == {1, 2, 3} and [r["sample_id"] for r in expected] == list(range(30, 51))
+    assert all(r["rewards"]["a"] == pytest.approx(r["reward"]) for r in expected)
     for size in sizes:
         results = run_processes(conversations, True, None, greedy, world_size=size)
         assert whole([rollouts for rollouts, _, _ in results]) == expected

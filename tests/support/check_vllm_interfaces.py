@@ -15,27 +15,33 @@ import zipfile
 from pathlib import Path
 
 ROUTES = {
-    "/inference/v1/generate", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/finish_weight_update", "/pause", "/resume", "/sleep", "/wake_up", "/get_world_size", "/health", "/v1/models",
     "/server_info",
 }  # fmt: skip
-"""Routes that `VLLMServer` and `VLLMGeneration` call."""
+"""Routes of vLLM that `VLLMServer` and `VLLMGeneration` call."""
 
 FIELDS = {
     "vllm/entrypoints/scale_out/token_in_token_out/protocol.py": {
-        "GenerateRequest": ("token_ids", "sampling_params", "content_parts", "return_token_ids"),
-        "PlaceholderRangeInfo": ("offset", "length"),
-        "GenerateResponseBase": ("prompt_token_ids", "mm_placeholders"),
-        "GenerateChoiceBase": (
-            "finish_reason", "token_ids", "routed_experts", "sampling_mask", "weight_versions",
+        "GenerateRequest": (
+            "token_ids", "sampling_params", "content_parts", "return_token_ids", "output_mode", "stream",
+            "_response_mm_placeholders",
         ),
-        "GenerateLogProb": ("logprob", "token_id"),
-        "GenerateLogProbsContent": ("top_logprobs",),
+        "PlaceholderRangeInfo": ("offset", "length"),
     },
+    "vllm/outputs.py": {
+        "CompletionOutput": (
+            "token_ids", "logprobs", "routed_experts", "finish_reason", "sampling_mask", "weight_versions",
+        ),
+        "SamplingMask": ("token_ids",),
+        "WeightVersionSpan": ("version", "start", "end"),
+    },
+    "vllm/logprobs.py": {"FlatLogprobs": ("start_indices", "end_indices", "token_ids", "logprobs")},
     "vllm/sampling_params.py": {
         "SamplingParams": (
             "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "ignore_eos", "stop_token_ids",
             "detokenize", "stop", "include_stop_str_in_output", "skip_special_tokens", "logit_bias",
+            "n", "flat_logprobs",
         ),
     },
 }  # fmt: skip
@@ -48,9 +54,12 @@ METHODS = {
             "shutdown",
         ),
     },
+    "vllm/entrypoints/scale_out/token_in_token_out/serving.py": {
+        "ServingTokens": ("serve_tokens", "serve_tokens_full_generator"),
+    },
     "vllm/distributed/weight_transfer/factory.py": {"WeightTransferEngineFactory": ("register_engine",)},
 }  # fmt: skip
-"""Methods that the plugin calls or overrides."""
+"""Methods that the plugin and the route of packed answers call or override."""
 
 FUNCTIONS = {
     "vllm/model_executor/model_loader/reload/layerwise.py": (
@@ -58,7 +67,17 @@ FUNCTIONS = {
         "finalize_layerwise_reload",
     ),
     "vllm/model_executor/model_loader/weight_utils.py": ("default_weight_loader",),
+    "vllm/entrypoints/serve/utils/api_utils.py": ("load_aware_call", "validate_json_request", "with_cancellation"),
 }  # fmt: skip
+
+READ = {"serve_tokens_full_generator": 4}
+"""Numbers of parameters that overriding methods of this package read; they accept any others."""
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parameters(method):
+    read = READ.get(method.name)
+    return ast.unparse(method.args) if read is None else ", ".join(ast.unparse(arg) for arg in method.args.args[:read])
 
 
 def interfaces(root):
@@ -76,14 +95,12 @@ def interfaces(root):
     for file, classes in METHODS.items():
         for node in ast.parse((root / file).read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name in classes:
-                methods = (one for one in node.body if isinstance(one, ast.FunctionDef))
+                methods = (one for one in node.body if isinstance(one, FUNCTION))
                 found |= {
-                    f"{node.name}.{one.name}": ast.unparse(one.args)
-                    for one in methods
-                    if one.name in classes[node.name]
+                    f"{node.name}.{one.name}": parameters(one) for one in methods if one.name in classes[node.name]
                 }
     for file, names in FUNCTIONS.items():
-        functions = (one for one in ast.parse((root / file).read_text()).body if isinstance(one, ast.FunctionDef))
+        functions = (one for one in ast.parse((root / file).read_text()).body if isinstance(one, FUNCTION))
         found |= {one.name: ast.unparse(one.args) for one in functions if one.name in names}
     return found
 

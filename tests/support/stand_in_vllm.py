@@ -27,17 +27,21 @@ from ports import free_port
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mcore_rl.models.generation.vllm.packed import ROUTE, pack
 from mcore_rl.models.refit import shared_block, transfer
 from mcore_rl.models.refit.delta import RefusedUpdate
 from mcore_rl.models.refit.host_copy import HostCopy
 from mcore_rl.models.refit.transfer import RefitReceiver, decode_refit_info
 
 
-def told_logprobs(token, scores, count):
-    """Return the entry of a token in a response's `logprobs`: the sampled token first, then `count` likeliest."""
-    likeliest = [token, *(other for other in scores.argsort(descending=True)[:count].tolist() if other != token)]
-    entries = [{"token_id": other, "logprob": max(float(scores[other]), -9999.0)} for other in likeliest]
-    return {**entries[0], "top_logprobs": entries}
+def told_likeliest(drawn, count):
+    """Return the arrays of the likeliest tokens: at each position the sampled token, then `count` likeliest."""
+    rows = [(torch.tensor([token]), scores, scores.argsort(descending=True)[:count]) for token, scores in drawn]
+    ids = torch.cat([torch.cat((token, likeliest)) for token, _, likeliest in rows])
+    values = torch.cat([scores[torch.cat((token, likeliest))] for token, scores, likeliest in rows])
+    counts = np.full(len(rows), 1 + count, np.int32)
+    logprobs = values.clamp(min=-9999.0).float().numpy()
+    return {"likeliest_counts": counts, "likeliest_ids": ids.int().numpy(), "likeliest_logprobs": logprobs}
 
 
 class Engine:
@@ -77,7 +81,7 @@ class Engine:
         else:
             assert sampling["top_k"] == 0
         generator = torch.Generator().manual_seed(sampling["seed"])
-        ids, logprobs, spans, reason, masks = list(prompt), [], [], "length", []
+        ids, all_drawn, spans, reason, masks = list(prompt), [], [], "length", []
         biases = sampling.get("logit_bias", {})
         for index in range(sampling["max_tokens"]):
             time.sleep(self.options.seconds)
@@ -88,30 +92,33 @@ class Engine:
                 (token, scores, mask), version = drawn, self.version
             ids.append(token)
             masks.append(mask)
-            logprobs.append(told_logprobs(token, scores, sampling["logprobs"]))
-            if spans and spans[-1]["version"] == version:
-                spans[-1]["end"] = index + 1
+            all_drawn.append((token, scores))
+            if spans and spans[-1][0] == version:
+                spans[-1][2] = index + 1
             else:
-                spans.append({"version": version, "start": index, "end": index + 1})
+                spans.append([version, index, index + 1])
             if token in sampling["stop_token_ids"]:
                 reason = "stop"
                 break
-        choice = {
-            "token_ids": ids[len(prompt) :], "finish_reason": reason, "weight_versions": spans,
-            "logprobs": {"content": logprobs},
-        }  # fmt: skip
+        told = {"finish_reason": reason, "weight_versions": spans}
+        logprobs = torch.stack([scores[token] for token, scores in all_drawn]).clamp(min=-9999.0)
+        arrays = {"token_ids": np.array(ids[len(prompt) :], np.int32), "logprobs": logprobs.float().numpy()}
+        if sampling["logprobs"]:
+            arrays |= told_likeliest(all_drawn, sampling["logprobs"])
         if self.options.experts:
-            choice["routed_experts"] = encode(told_experts(self.config, len(ids) - 1))
+            arrays["routed_experts"] = told_experts(self.config, len(ids) - 1)
         if self.options.masks:
-            choice["sampling_mask"] = masks
-        told = {"prompt_token_ids": prompt, "mm_placeholders": places} if body.get("return_token_ids") else {}
-        return {"choices": [choice], **told}
+            arrays["mask_counts"] = np.array([len(mask) for mask in masks], np.int32)
+            arrays["mask_ids"] = np.concatenate(masks).astype(np.int32)
+        if body.get("return_token_ids"):
+            arrays["prompt_token_ids"], told["image_places"] = np.array(prompt, np.int32), places
+        return pack(told, arrays)
 
     def read_images(self, body):
         """Return the expanded prompt, the model's inputs for its images, and the images' places, as vLLM tells them."""
         parts, ids, places = body.get("content_parts"), list(body["token_ids"]), []
         if not parts:
-            return ids, {}, None
+            return ids, {}, []
         contents = [base64.b64decode(part["url"].removeprefix("data:image/png;base64,")) for part in parts]
         processor = AutoImageProcessor.from_pretrained(self.options.model, backend="pil")
         images = processor(images=[Image.open(io.BytesIO(content)) for content in contents], return_tensors="pt")
@@ -120,9 +127,9 @@ class Engine:
         for count in counts:
             start = ids.index(self.config.image_token_id, start)
             ids[start : start + 1] = [self.config.image_token_id] * count
-            places.append({"offset": start, "length": count})
+            places.append([start, count])
             start += count
-        return ids, images, {"image": places}
+        return ids, images, places
 
     @torch.no_grad()
     def draw(self, ids, images, temperature, top_k, generator, biases):
@@ -177,7 +184,7 @@ class Engine:
             self.model, self.version = model, version
 
     def answer(self, path, body):
-        if path == "/inference/v1/generate":
+        if path == ROUTE:
             return self.generate(body)
         if path == "/init_weight_transfer_engine":
             self.init(body["init_info"])
@@ -226,13 +233,6 @@ def told_experts(config, num_tokens):
     return experts.astype(np.uint8)
 
 
-def encode(array):
-    """Encode an array as vLLM does: base64 of a .npy file."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
-
-
 def send_to_told_experts(model):
     def hook_of(layer):
         def hook(module, inputs, outputs):
@@ -262,12 +262,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/sleep?level=1" and not engine.options.sleeps:
             return self.send_error(404)
         engine.count(self.path)
-        status = engine.refusal(body) if self.path == "/inference/v1/generate" else 0
+        status = engine.refusal(body) if self.path == ROUTE else 0
         try:
             answer = {"error": "not this one"} if status else engine.answer(self.path, body)
         except RefusedUpdate as error:
             status, answer = 500, {"error": str(error)}
-        content = json.dumps(answer).encode()
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status or 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -306,8 +306,7 @@ def main():
 @contextmanager
 def serving(model, directory, *options):
     """Start stand-ins, one for each list of options; return their URLs as an override, their processes, and their
-    logs. They and the programs that are started meanwhile have the same key."""
-    os.environ["VLLM_API_KEY"] = "the-key-of-this-run"
+    logs."""
     directory.mkdir(parents=True, exist_ok=True)
     ports = [free_port() for _ in options]
     logs = [directory / f"{port}.jsonl" for port in ports]
@@ -321,7 +320,6 @@ def serving(model, directory, *options):
             wait_for(url)
         yield f"generation.vllm={{urls: [{','.join(urls)}]}}", processes, logs
     finally:
-        del os.environ["VLLM_API_KEY"]
         for process in processes:
             process.kill()
             process.communicate()

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import yaml
 from ports import free_port
@@ -16,6 +17,7 @@ from small_models import make_model
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.generation.vllm.client import Request, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm.packed import pack
 
 
 @pytest.fixture(scope="module")
@@ -66,30 +68,37 @@ GROUPS = [
 PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
 
 
-KEY = "the-key-of-this-run"
+KEY = os.environ["VLLM_API_KEY"]  # of all servers and runs of tests (conftest.py)
+
+
+def packed(told):
+    """Return an answer in packed form; its arrays are the entries that are arrays."""
+    arrays = {name: value for name, value in told.items() if isinstance(value, np.ndarray)}
+    return pack({name: value for name, value in told.items() if name not in arrays}, arrays)
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Server stub whose response is the prompt's last token and the seed, in vLLM's format; `server.behave` may
-    refuse. Subclasses may set `told`, further entries of the answer."""
+    """Server stub whose response is the prompt's last token and the seed, in packed form; `server.behave` may refuse,
+    or change entries of the answer. Subclasses may set `told`, further entries."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
+        assert self.path == "/mcore_rl/generate"
         assert self.headers["Authorization"] == f"Bearer {KEY}"
         status, change = self.server.behave(len(self.server.asked)) or (200, {})
         if status is None:  # cut the line
             return self.connection.close()
         sampling = body["sampling_params"]
-        choice = {
-            "token_ids": [body["token_ids"][-1], sampling["seed"]],
+        told = {
             "finish_reason": "stop" if sampling["seed"] % 2 else "length",
-            "weight_versions": [{"version": "a.3", "start": 0, "end": 2}],
-            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
+            "weight_versions": [["a.3", 0, 2]],
+            "token_ids": np.array([body["token_ids"][-1], sampling["seed"]], np.int32),
+            "logprobs": np.array([-0.25, -0.5], np.float32),
+            **getattr(self, "told", {}),
+            **change,
         }
-        told = getattr(self, "told", {})
-        answer = {"choices": [{**choice, **change}], **told} if status == 200 else {"error": {"message": "told so"}}
-        content = json.dumps(answer).encode()
+        content = packed(told) if status == 200 else json.dumps({"error": {"message": "told so"}}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -1,5 +1,6 @@
 """Real vLLM servers for tests: `make test-vllm`. Their environment (3.4 GB) is created if it is missing."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,15 +11,12 @@ from programs import ROOT
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_SECONDS = 240
-KEY = "the-key-of-these-servers"
+KEY = os.environ["VLLM_API_KEY"]  # of all servers and runs of tests (conftest.py)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_environment():
     subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", KEY)  # of servers and runs, which have directories of their own
-        yield
 
 
 class Serving:

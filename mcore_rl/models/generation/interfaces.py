@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
+import numpy as np
 import torch
-from jaxtyping import Float64, Int32
+from jaxtyping import Float32, Float64, Int32
 from torch import Tensor
 
 from mcore_rl.data.batching import padded_rows
@@ -107,6 +108,7 @@ class RequestError(TrainingError):
 class Response:
     """The response to one prompt.
 
+    token_ids, logprobs: may be given as any sequences, which become arrays of these types.
     logprobs: log-probability of each token of the response.
     ended: True if a stop token or stop string ended the response; False if the limit of new tokens ended it.
     weight_versions: pairs (version of the weights, number of consecutive tokens that these weights generated).
@@ -118,13 +120,17 @@ class Response:
         asks for them.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Int32[np.ndarray, " tokens"]
+    logprobs: Float32[np.ndarray, " tokens"]
     ended: bool
     weight_versions: Sequence[tuple[int, int]] = ()
     choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
     likeliest: Sequence[Sequence[tuple[int, float]]] = ()
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.asarray(self.token_ids, np.int32)
+        self.logprobs = np.asarray(self.logprobs, np.float32)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,9 @@ class StreamingGeneration(GenerationInterface, RequestEngine):
 
 
 def prompts_to_answer(
-    prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], images: Sequence[Sequence[PlacedImage]] = ()
+    prompts: Sequence[Sequence[int] | np.ndarray[Any, Any]],
+    sample_ids: Sequence[int],
+    images: Sequence[Sequence[PlacedImage]] = (),
 ) -> BatchedDataDict[GenerationDatumSpec]:
     """Return `prompts`, lists of tokens, and their images as a `GenerationDatumSpec`."""
     ids = torch.tensor(sample_ids, dtype=torch.long)
@@ -230,7 +238,8 @@ def output_of(
     output_ids = torch.full((len(prompts), max(lengths, default=1)), pad_token_id)
     logprobs = torch.zeros(len(prompts), max(lengths, default=1))
     for row, (prompt, response, length) in enumerate(zip(prompts, responses, lengths, strict=True)):
-        output_ids[row, :length] = torch.tensor([*prompt, *response.token_ids])
+        output_ids[row, : len(prompt)] = torch.tensor(prompt)
+        output_ids[row, len(prompt) : length] = torch.tensor(response.token_ids)
         logprobs[row, len(prompt) : length] = torch.tensor(response.logprobs)
     output: BatchedDataDict[GenerationOutputSpec] = BatchedDataDict(
         output_ids=output_ids,
@@ -269,23 +278,24 @@ class ResponseTensors:
             (len(response.token_ids), response.ended, len(kept.ids))
             for response, kept in zip(responses, all_kept, strict=True)
         ]
-        tokens = [
-            triple
-            for response, kept in zip(responses, all_kept, strict=True)
-            for triple in zip(response.token_ids, response.logprobs, kept.counts.tolist(), strict=True)
+        kept_tokens = KeptTokens.concatenated(all_kept)
+        columns = [
+            np.concatenate([np.zeros(0), *parts])  # float64, which has every id and every log-probability exactly
+            for parts in ([one.token_ids for one in responses], [one.logprobs for one in responses])
         ]
-        of_sizes, of_tokens = (torch.tensor(rows, dtype=torch.float64).view(-1, 3) for rows in (sizes, tokens))
-        return cls(of_sizes, of_tokens, KeptTokens.concatenated(all_kept).ids)
+        tokens = np.stack([*columns, kept_tokens.counts.numpy()], axis=1)
+        of_sizes = torch.tensor(sizes, dtype=torch.float64).view(-1, 3)
+        return cls(of_sizes, torch.from_numpy(tokens), kept_tokens.ids)
 
     def responses(self) -> list[Response]:
         """Return the responses; the inverse of `of`."""
         lengths, ended = self.sizes[:, 0].long().tolist(), self.sizes[:, 1].bool().tolist()
-        ids, logprobs = self.tokens[:, 0].long().split(lengths), self.tokens[:, 1].split(lengths)
+        ids, logprobs = self.tokens[:, 0].int().split(lengths), self.tokens[:, 1].float().split(lengths)
         kept: Sequence[KeptTokens | None] = [None] * len(lengths)
         if len(self.kept):
             kept = KeptTokens(self.tokens[:, 2].int(), self.kept).split(lengths)
         return [
-            Response(i.tolist(), p.tolist(), end, kept_tokens=k)
+            Response(i.cpu().numpy(), p.cpu().numpy(), end, kept_tokens=k)
             for i, p, end, k in zip(ids, logprobs, ended, kept, strict=True)
         ]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -548,8 +549,8 @@ class ContinuousBatch:
     # ------------------------------------------------------------ results
 
     def _responses(self) -> list[Response]:
-        tokens = torch.cat([step for draws in self.history for step in draws.tokens]).tolist()
-        logprobs = torch.cat([step for draws in self.history for step in draws.logprobs]).tolist()
+        tokens = torch.cat([step for draws in self.history for step in draws.tokens]).cpu().numpy()
+        logprobs = torch.cat([step for draws in self.history for step in draws.logprobs]).cpu().numpy()
         columns: dict[SamplingBatch, list[slice]] = {}
         start = 0
         for draws in self.history:
@@ -560,8 +561,8 @@ class ContinuousBatch:
         responses = []
         for s in self.all:
             parts = [columns[draws][column] for draws, column in s.places if draws.tokens]
-            own_tokens = [token for part in parts for token in tokens[part]][: s.response_length]
-            own_logprobs = [logprob for part in parts for logprob in logprobs[part]][: s.response_length]
+            own_tokens = np.concatenate([tokens[:0], *(tokens[part] for part in parts)])[: s.response_length]
+            own_logprobs = np.concatenate([logprobs[:0], *(logprobs[part] for part in parts)])[: s.response_length]
             kept = s.kept_tokens() if self.params.keeps_mask and self.decoder.topology.is_last_stage else None
             responses.append(Response(own_tokens, own_logprobs, s.ended_at is not None, kept_tokens=kept))
         return responses

@@ -79,8 +79,8 @@ class ServedBatch(ContinuousBatch):
         """Return the response of a sequence that has ended."""
         parts = [(torch.stack(draws.tokens), torch.stack(draws.logprobs), column) for draws, column in sequence.places]
         length = sequence.response_length
-        tokens = torch.cat([of_steps[:, column] for of_steps, _, column in parts])[:length].tolist()
-        logprobs = torch.cat([of_steps[:, column] for _, of_steps, column in parts])[:length].tolist()
+        tokens = torch.cat([of_steps[:, column] for of_steps, _, column in parts])[:length].cpu().numpy()
+        logprobs = torch.cat([of_steps[:, column] for _, of_steps, column in parts])[:length].cpu().numpy()
         # The last token was not an input of the model.
         choices = {name: F.pad(x, (0, 0, 0, 0, 0, 1), value=-1) for name, x in sequence.choices().items()}
         kept = sequence.kept_tokens() if self.params.keeps_mask else None

@@ -1,17 +1,15 @@
-"""The HTTP client of vLLM's servers: prompts, responses, weights, routed experts."""
+"""The HTTP client of vLLM's servers: requests, responses, weights."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
-import io
 import itertools
 import json
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,84 +19,14 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
-import torch
-from jaxtyping import Int16
-from torch import Tensor
 
-from mcore_rl.data.choices import ROUTED_EXPERTS
-from mcore_rl.data.images import PlacedImage
-from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError, Response
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.generation.vllm.images import ImageEncoder, check_prompt, with_single_tokens
+from mcore_rl.models.generation.vllm.answers import Answer, Request, decode_answer
+from mcore_rl.models.generation.vllm.images import ImageEncoder, with_single_tokens
+from mcore_rl.models.generation.vllm.packed import ROUTE
 from mcore_rl.models.megatron.families.mixtures import Experts
-
-DTYPES = ("uint8", "uint16", "int32")
-
-
-def decode_routed_experts(
-    encoded: str | None, num_tokens: int, experts: Experts
-) -> Int16[Tensor, "tokens layers topk"]:
-    """Decode a server's `routed_experts`: the experts of each token of a prompt and its response.
-
-    The result is −1 at the last token. This token was not an input of the model.
-
-    Args:
-        encoded: base64 of the bytes of a .npy file: [num_tokens − 1, layers of the model, topk]. The entries of dense
-            layers have no meaning and are removed here.
-        num_tokens: number of tokens in prompt and response.
-
-    Raises:
-        ValueError: `encoded` is missing or invalid; the message contains what was found and what was expected.
-    """
-    if encoded is None:
-        raise ValueError("no routed_experts; start the server with --enable-return-routed-experts")
-    array = _load(encoded)
-    expected = (num_tokens - 1, len(experts.sparse_layers), experts.topk)
-    if array.shape != expected or array.dtype.name not in DTYPES:
-        raise ValueError(
-            f"routed_experts of shape {array.shape} and type {array.dtype}; the shape must be {expected} (tokens "
-            f"fed to the model, layers, experts per token), the type one of {', '.join(DTYPES)}"
-        )
-    chosen = array[:, list(experts.sparse_layers)].astype(np.int64)
-    if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts.count:
-        raise ValueError(
-            f"routed_experts with ids {chosen.min()} to {chosen.max()}, but the model has {experts.count} experts"
-        )
-    ordered = np.sort(chosen, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():  # true of rows that were never written
-        raise ValueError("routed_experts that contain the same expert twice for a token")
-    return torch.from_numpy(np.pad(chosen, ((0, 1), (0, 0), (0, 0)), constant_values=-1)).short()
-
-
-def decode_sampling_mask(mask: Any, token_ids: Sequence[int]) -> KeptTokens:
-    """Decode a server's `sampling_mask`: the tokens that the server's filters kept at each position of a response.
-
-    Args:
-        mask: for each position, a list of the kept token ids.
-        token_ids: the response.
-
-    Raises:
-        ValueError: the mask is missing, has another length than the response, or lacks a sampled token.
-    """
-    if mask is None:
-        raise ValueError("no sampling_mask; start the server with --return-sampling-mask")
-    if len(mask) != len(token_ids):
-        raise ValueError(f"a sampling_mask of {len(mask)} positions, but {len(token_ids)} tokens")
-    for position, (kept, token) in enumerate(zip(mask, token_ids, strict=True)):
-        if token not in kept:
-            raise ValueError(f"a sampling_mask without the sampled token {token} at position {position}")
-    return KeptTokens.of(mask)
-
-
-def _load(encoded: str) -> np.ndarray[Any, Any]:
-    try:
-        return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"routed_experts, but they cannot be read as an array ({error})") from None
-
 
 T = TypeVar("T")
 
@@ -109,7 +37,7 @@ ATTEMPTS = 3
 BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
-UNAUTHORIZED = 401
+UNAUTHORIZED, NOT_FOUND = 401, 404
 KEPT_SECONDS = 3.0
 """Seconds for which an idle connection stays open. vLLM's servers close idle connections after 5 s. A request sent at
 that moment would fail as if the server had failed."""
@@ -131,42 +59,12 @@ class WrongServerError(ServerError):
     """A server does not use the weights that it was sent, or lacks a feature that this run needs."""
 
 
+class NoRouteError(RequestError):
+    """Raised if a server has no such route."""
+
+
 class WrongKeyError(WrongServerError):
-    """A server does not accept the run's key."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for a response.
-
-    token_ids: tokens of the prompt.
-    max_tokens: maximum number of tokens in the response.
-    seed: seed of the response's random numbers.
-    priority: requests with a lower number are served first.
-    group: leading tokens that the prompt has in common with the prompts of other requests.
-    num_likeliest: number of the likeliest tokens at each position that are returned with the response.
-    images: the images among the prompt's tokens.
-    """
-
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    seed: int
-    priority: int
-    group: tuple[int, ...]
-    num_likeliest: int = 0
-    images: tuple[PlacedImage, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A response, and the versions of the weights that generated it.
-
-    spans: pairs (version, number of tokens) for consecutive tokens. A version is the name that the servers received
-        with the weights.
-    """
-
-    response: Response
-    spans: list[tuple[str, int]]
+    """Raised if a server does not accept the run's key."""
 
 
 @dataclass
@@ -252,6 +150,8 @@ class VLLMServer:
             told = _told(content.decode(errors="replace"))
         if status in BUSY:
             return BusyError(f"{self.url}{path}: status {status}: {told}")
+        if status == NOT_FOUND:
+            return NoRouteError(f"{self.url}{path}: status {status}: {told}")
         if 400 <= status < 500:
             return RequestError(f"{self.url}{path} refuses the request: {told}")
         return ServerError(f"{self.url}{path}: status {status}: {told}")
@@ -270,8 +170,8 @@ class VLLMServer:
         """Return a response with the versions of the weights that generated it.
 
         Raises:
-            ServerError: the server does not answer in time, fails, or aborts the request; or its answer lacks the
-                routed experts or the sampling mask that this run needs, or it has other tokens for images.
+            ServerError: the server does not answer in time, fails, or aborts the request; or its answer cannot be
+                decoded (`decode_answer`).
             RequestError: the server rejects the request as invalid.
             UserError: an image's file is missing, or has changed since its record was tokenized.
         """
@@ -283,52 +183,22 @@ class VLLMServer:
             parts = await asyncio.to_thread(lambda: list(map(encoder.part, request.images)))
             ids = with_single_tokens(request.token_ids, request.images)
             body |= {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
-        content = await self._ask(session, "POST", "/inference/v1/generate", body, seconds)
-        if request.images:
-            try:
-                check_prompt(content, request.token_ids, request.images)
-            except ValueError as error:
-                raise WrongServerError(f"{self.url}: its response has {error}") from None
-        (choice,) = content["choices"]
-        if choice["finish_reason"] not in ("stop", "length"):
+        try:
+            content = await self._body(session, "POST", ROUTE, body, seconds)
+        except NoRouteError:
+            raise WrongServerError(f"{self.url} has no route {ROUTE}; start it with scripts/serve_vllm.py") from None
+        try:
+            # Experts and masks have millions of numbers; the loop serves other requests meanwhile.
+            answer = await asyncio.to_thread(decode_answer, content, request, self.experts, params.keeps_mask)
+        except ValueError as error:
+            raise WrongServerError(f"{self.url}: its response has {error}") from None
+        if answer.finish_reason not in ("stop", "length"):
             raise ServerError(
-                f"{self.url}: the request ended before its response was complete "
-                f"(finish_reason={choice['finish_reason']})"
+                f"{self.url}: the request ended before its response was complete (finish_reason={answer.finish_reason})"
             )
-        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
-        if request.num_likeliest:
-            found = (token["top_logprobs"] for token in choice["logprobs"]["content"])
-            response.likeliest = [_likeliest(tokens, request.num_likeliest) for tokens in found]
-        if self.experts is not None:
-            num_tokens = len(request.token_ids) + len(response.token_ids)
-            try:
-                experts = decode_routed_experts(choice.get("routed_experts"), num_tokens, self.experts)
-            except ValueError as error:
-                raise WrongServerError(f"{self.url}: its response has {error}") from None
-            response.choices = {ROUTED_EXPERTS: experts}
-        if params.keeps_mask:
-            try:
-                response.kept_tokens = decode_sampling_mask(choice.get("sampling_mask"), response.token_ids)
-            except ValueError as error:
-                raise WrongServerError(f"{self.url}: its response has {error}") from None
-        spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
-        return Answer(response, spans)
+        return answer
 
 
-def _likeliest(tokens: Sequence[Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
-    """Return the `count` likeliest tokens of a position; a server also lists the sampled token and excluded ones."""
-    pairs = [(_id_of(token), token["logprob"]) for token in tokens if token["logprob"] > LOWEST_LOGPROB]
-    return sorted(pairs, key=lambda pair: -pair[1])[:count]
-
-
-def _id_of(token: Mapping[str, Any]) -> int:
-    """Return the id of a token of a response's `logprobs`; older servers have it in the token's name."""
-    return int(token["token_id"]) if "token_id" in token else int(token["token"].removeprefix("token_id:"))
-
-
-LOWEST_LOGPROB = -9999.0
-"""vLLM's value for a log-probability of −∞."""
 EXCLUDING_BIAS = -100.0
 """Lowest bias that vLLM adds to a logit. It divides the probability of an id by e^100, about 10^43."""
 BIASED_IDS = 1024

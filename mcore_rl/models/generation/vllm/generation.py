@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from mcore_rl import platform
@@ -39,7 +40,8 @@ from mcore_rl.models.generation.interfaces import (
     share_responses,
 )
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
-from mcore_rl.models.generation.vllm.client import Request, ServerError, ServerPool, VLLMServer, WrongKeyError
+from mcore_rl.models.generation.vllm.answers import Request
+from mcore_rl.models.generation.vllm.client import ServerError, ServerPool, VLLMServer, WrongKeyError
 from mcore_rl.models.generation.vllm.images import ImageEncoder
 from mcore_rl.models.generation.vllm.key import FILE, VARIABLE, run_key
 from mcore_rl.models.generation.vllm.placement import ServerPlace, describe_places, places_of_launch
@@ -218,7 +220,8 @@ class VLLMGeneration(StreamingGeneration):
         except RequestError as error:
             self.say(f"a sample has no response, and counts as failed: {error}")
             recorded = recorded_choices(self.policy.model.family, self.config.model)
-            return Response([], [], False, choices={choice.name: choice.unknown(len(prompt)) for choice in recorded})
+            choices = {choice.name: choice.unknown(len(prompt)) for choice in recorded}
+            return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), False, choices=choices)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """End generation. With `generation.offload`, put the servers to sleep and move the policy back to the device.
@@ -479,7 +482,10 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
-    """Raise UserError if a server has another key, allows too few tokens, or lacks the sleep mode that the run needs."""
+    """Raise UserError if a server does not suit the run.
+
+    It may have another key, allow too few tokens, or lack the sleep mode that the run needs.
+    """
     try:
         (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
     except WrongKeyError:

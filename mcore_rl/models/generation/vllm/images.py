@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+
+import numpy as np
 
 from mcore_rl.data.images import ImageReader, PlacedImage
+from mcore_rl.models.generation.vllm.packed import Array
 
 ENCODED_IMAGES = 64
 """Number of encoded images that are kept, for further responses to the same prompts."""
@@ -49,30 +51,35 @@ def with_single_tokens(token_ids: Sequence[int], images: Sequence[PlacedImage]) 
     return [*found, *token_ids[start:]]
 
 
-def check_prompt(answer: Mapping[str, Any], token_ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+def check_prompt(
+    theirs: Array | None,
+    places: Sequence[tuple[int, int]],
+    token_ids: Sequence[int],
+    images: Sequence[PlacedImage],
+) -> None:
     """Compare the prompt that a server has made of a request with the trainer's.
 
     Args:
-        answer: the server's answer, with `prompt_token_ids` and `mm_placeholders`.
+        theirs: tokens of the server's prompt.
+        places: for each image in it, its first token and its number of tokens.
         token_ids, images: the trainer's prompt.
 
     Raises:
         ValueError: the prompts differ; the message says what the server's is.
     """
-    theirs = answer.get("prompt_token_ids")
     if theirs is None:
         raise ValueError("no prompt_token_ids; images need vLLM 0.32 or newer")
-    places = (answer.get("mm_placeholders") or {}).get("image") or []
     if len(places) != len(images):
         raise ValueError(f"{len(places)} images in its prompt instead of {len(images)}")
-    for place, image in zip(places, images, strict=True):
-        if (place["offset"], place["length"]) != (image.start, image.count):
+    for (start, count), image in zip(places, images, strict=True):
+        if (start, count) != (image.start, image.count):
             raise ValueError(
-                f"{place['length']} tokens at {place['offset']} for the image {image.path} instead of {image.count} at "
+                f"{count} tokens at {start} for the image {image.path} instead of {image.count} at "
                 f"{image.start}; the server must have the preprocessor_config.json of model.path"
             )
     if len(theirs) != len(token_ids):
         raise ValueError(f"a prompt of {len(theirs)} tokens instead of {len(token_ids)}")
-    if theirs != list(token_ids):
-        at = next(at for at, (a, b) in enumerate(zip(theirs, token_ids, strict=True)) if a != b)
+    differs = theirs != np.asarray(token_ids)
+    if differs.any():
+        at = int(differs.argmax())
         raise ValueError(f"the token {theirs[at]} at {at} of its prompt instead of {token_ids[at]}")

@@ -1,4 +1,4 @@
-"""Guards a vLLM server by the run's key. It runs in vLLM's API process.
+"""Guards a vLLM server by the run's key, and adds the route of packed answers. It runs in vLLM's API process.
 
 vLLM's own check of a key covers /v1 and /inference, but not the routes of its development mode, by which anyone who
 reaches the server could replace its weights or run code. vLLM's option `--middleware` names the class `RunKey`.
@@ -35,8 +35,11 @@ class RunKey:
         self._expected = f"Bearer {os.environ[VARIABLE]}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] == "lifespan" or scope["path"] == OPEN
-        if not is_open and not self._is_allowed(scope):
+        if scope["type"] == "lifespan":  # the server starts
+            from mcore_rl.models.generation.vllm.route import add_route  # imports vLLM
+
+            add_route(scope["app"])
+        elif scope.get("path") != OPEN and not self._is_allowed(scope):
             await _refuse(scope, send)
             return
         await self.app(scope, receive, send)
