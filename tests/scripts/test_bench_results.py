@@ -119,6 +119,7 @@ def test_the_tables_of_bfloat16_are_those_of_its_run():
             "--hidden 64 --layers 1 --prompts 8 --new-tokens 12 --repetitions 1",
             "groups of 8, ",
         ),
+        ("benchmarks/bench_answers.py", "--responses 4 --tokens 100", "CPU seconds of the trainer"),
         ("benchmarks/bench_images.py", "--rows 4 --repetitions 1", "share of a tower: trained"),
     ],
 )
