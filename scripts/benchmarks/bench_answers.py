@@ -29,7 +29,7 @@ from mcore_rl.cli.entry_point import Parser, count
 from mcore_rl.platform import initialize_platform
 
 CPU_BOUND, MEMORY_BOUND = 1 / 5, 1 / 8
-CONNECTIONS, VOCABULARY, SECONDS = 64, 150_000, 1800
+CONNECTIONS, VOCABULARY, SECONDS = 16, 150_000, 1800
 KEY = "the-key-of-the-benchmark"
 
 
@@ -95,6 +95,11 @@ def serve(telling: Connection, tokens: int) -> None:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def do_GET(self) -> None:  # /health
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def log_message(self, *_: object) -> None:
             pass
