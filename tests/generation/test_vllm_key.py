@@ -16,6 +16,7 @@ from vllm_cases import root as root  # a fixture
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.vllm.generation import check_server
 from mcore_rl.models.generation.vllm.key import run_key
+from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity
@@ -157,7 +158,8 @@ def test_the_middleware_cannot_be_imported_without_a_key(key, monkeypatch):
 def test_servers_get_the_key_in_their_environment_alone(tmp_path):
     config = config_of(tmp_path)
     config.generation.vllm.python.write_text('#!/bin/sh\necho "key=$VLLM_API_KEY" "$@"\n')
-    service = VLLMServerProcesses(config, tmp_path / "logs", KEY)
+    place = ServerPlace(0, "127.0.0.1", config.generation.vllm.port)
+    service = VLLMServerProcesses(config, tmp_path / "logs", [place], KEY)
     try:
         (url,) = service.urls
         assert service.why_ended(url, seconds=20) is not None
@@ -165,7 +167,7 @@ def test_servers_get_the_key_in_their_environment_alone(tmp_path):
         service.close()
     (log,) = (tmp_path / "logs").iterdir()
     assert log.read_text().startswith(f"key={KEY} -m vllm") and log.read_text().count(KEY) == 1
-    command = server_command(config, 8123)
+    command = server_command(config, place)
     assert command[command.index("--middleware") + 1] == "mcore_rl.models.generation.vllm.middleware.RunKey"
 
 

@@ -260,8 +260,8 @@ class VLLMGeneration(StreamingGeneration):
         if places and self.policy.is_writer:
             for line in describe_places(places):
                 self.say(line)
-        # The launch id distinguishes versions of other runs, and of a restarted server. Other ranks get the key from the
-        # first rank, because they may not see its output_dir.
+        # The launch id distinguishes versions of other runs, and of a restarted server. The first rank hands the key to
+        # the others, because they may not see its output_dir.
         self._launch, self._key = self._on_first_rank(
             lambda: (secrets.token_hex(4), run_key(self.config.output_dir / SERVER_LOGS))
         )
