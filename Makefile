@@ -182,6 +182,9 @@ LAID_OVER := .venv-megatron/$(MEGATRON)
 WITH_MEGATRON = PYTHONPATH=$(LAID_OVER):.venv-triton $(BIN)/pytest $(IN_PARALLEL)
 # Megatron's own layers, checkpoints and schedules are used in these folders.
 ROOMS := tests/megatron tests/policy tests/generation tests/distributed
+# These tests run no code of Megatron-Core.
+WITHOUT_MEGATRON := $(foreach path,config data docs report scripts cli environments/test_judge_processes.py \
+	environments/test_judges.py end_to_end/test_wrong_inputs.py,--ignore tests/$(path))
 # These tests share one slow computation, which each worker would repeat.
 IN_ONE := --numprocesses 0
 
@@ -198,7 +201,7 @@ WITH_BOTH = TE_STAND_IN_VERSION=2.20.2 PYTHONPATH=$(LAID_OVER):.venv-triton:test
 
 test-megatron-default: $(LAID_OVER)/installed .venv-triton/installed
 	$(WITH_MEGATRON) $(IN_ONE) -m megatron tests/megatron --suite '$@ (both versions)'
-	$(WITH_MEGATRON)
+	$(WITH_MEGATRON) $(WITHOUT_MEGATRON)
 	$(WITH_BOTH) --suite '$@ (layers)'
 
 test-megatron: test-megatron-default .venv/installed-compat

@@ -1,4 +1,4 @@
-"""Compare updates of an engine's weights: from the first rank, from all senders, and as differences.
+"""Compare updates of an engine's weights: from the first rank, from all senders, as differences, by shared memory.
 
     python scripts/benchmarks/bench_refit.py [--predict]
 
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from bench_results import Row, finish
 
@@ -30,13 +31,22 @@ initialize_platform()
 from mcore_rl.config import SFTConfig
 from mcore_rl.models.refit.delta import DeltaEncoder
 from mcore_rl.models.refit.host_copy import HostCopy
-from mcore_rl.models.refit.transfer import BucketSender, RefitGroup, RefitGroups, RefitInfo, RefitReceiver, RefitStore
+from mcore_rl.models.refit.transfer import (
+    BucketMemory,
+    BucketSender,
+    RefitGroup,
+    RefitGroups,
+    RefitInfo,
+    RefitReceiver,
+    RefitStore,
+)
 from mcore_rl.testing.processes import run_processes
 
 MODEL = Path("outputs/smollm/model")
 TRAINERS, STEPS, BUCKET_BYTES = 2, 3, 32 * 1024**2
 RATES = (1e-6, 1e-5)
-WAYS = ("first rank", "senders", "delta")
+WAYS = ("first rank", "senders", "delta", "shared", "shared delta")
+"""Ways of an update. In the last two, senders and receiver share memory."""
 
 
 def main() -> int:
@@ -47,13 +57,13 @@ def main() -> int:
         return 0
     rows = []
     for rate in RATES:
-        ports = [free_port() for _ in range(1 + 1 + 2 * TRAINERS)]
+        ports = [free_port() for _ in range(1 + 1 + (len(WAYS) - 1) * TRAINERS)]
         with tempfile.TemporaryDirectory() as directory:
             order = Path(directory) / "order.json"
             outcomes = run_processes(take_part, rate, ports, order, world_size=TRAINERS + 1, timeout=500)
         seconds = {way: statistics.median(outcomes[0][way][1:]) for way in WAYS}
         sent = sum(outcomes[rank]["bytes"][-1] for rank in range(TRAINERS))
-        whole = outcomes[0]["whole"]
+        whole, network = outcomes[0]["whole"], outcomes[0]["network"]
         print(f"lr {rate:g}: {seconds}, {sent:,} of {whole:,} bytes", flush=True)
         name = f"learning rate {rate:g}"
         rows += [
@@ -68,6 +78,14 @@ def main() -> int:
         ]
     ratio = seconds["senders"] / seconds["first rank"]
     rows.insert(0, Row("s, whole, two senders", seconds["senders"], seconds["first rank"], ratio, at_most=1.0))
+    for way, of in (("shared", "senders"), ("shared delta", "delta")):
+        name = "whole" if of == "senders" else f"differences, learning rate {RATES[-1]:g}"
+        over = network[way] / network[of]
+        rows += [
+            Row(f"MB through the network stack, shared memory, {name}", network[way] / 1e6, network[of] / 1e6, over,
+                at_most=0.05),
+            Row(f"s, shared memory, {name}", seconds[way], seconds[of], seconds[way] / seconds[of], at_most=1.0),
+        ]  # fmt: skip
     columns = ("update", "compared with", "ratio")
     return finish("refit", "updates of SmolLM2-135M in bfloat16, two pipeline stages", columns, rows)
 
@@ -105,15 +123,19 @@ def train_and_send(rate: float, ports: list[int], order: Path) -> dict[str, Any]
     policy = MegatronPolicy(config, total_steps=STEPS)
     rank, info = torch.distributed.get_rank(), policy.prepare_refit_info()
     policy.init_collective("127.0.0.1", ports[0], 2)
-    encoder, shipments = DeltaEncoder(), plan_shipments(policy.model, BUCKET_BYTES)
+    encoders, shipments = (
+        {"delta": DeltaEncoder(), "shared delta": DeltaEncoder()},
+        plan_shipments(policy.model, BUCKET_BYTES),
+    )
     order.write_text(json.dumps([shipment.sender.stage for shipment in shipments]))
     torch.distributed.barrier()
     groups = {
-        way: RefitGroups({way: RefitGroup(RefitStore("127.0.0.1", port, 0, 300), 2)})
-        for way, port in zip(WAYS[1:], (ports[1 + rank], ports[1 + TRAINERS + rank]), strict=True)
+        way: RefitGroups({way: RefitGroup(RefitStore("127.0.0.1", port, 0, 300), 2, shares="shared" in way)})
+        for way, port in zip(WAYS[1:], ports[1 + rank :: TRAINERS], strict=True)
     }
+    memory = {way: BucketMemory(shares=True, on_host=True) for way in WAYS if "shared" in way}
     numbers = {name: number for number, name in enumerate(info)}
-    result: dict[str, Any] = {way: [] for way in WAYS} | {"bytes": [], "whole": 0}
+    result: dict[str, Any] = {way: [] for way in WAYS} | {"bytes": [], "whole": 0, "network": {}}
     ids = torch.randint(100, 40_000, (4, 64), generator=torch.Generator().manual_seed(0))
     data = BatchedDataDict(
         input_ids=ids, input_lengths=torch.full((4,), 64), token_mask=torch.ones(4, 64), sample_mask=torch.ones(4)
@@ -121,19 +143,23 @@ def train_and_send(rate: float, ports: list[int], order: Path) -> dict[str, Any]
     for _ in range(STEPS + 1):
         for way in WAYS:
             torch.distributed.barrier()
-            start = time.perf_counter()
+            start, network = time.perf_counter(), psutil.net_io_counters().bytes_sent
             if way == "first rank":
                 policy.broadcast_weights_for_collective(BUCKET_BYTES)
             else:
-                sender = BucketSender(groups[way], encoder if way == "delta" else None)
+                sender = BucketSender(groups[way], encoders.get(way), memory.get(way))
                 for shipment, tensors in gather_shipments(policy.model, shipments):
                     sender.send_together(((numbers[name], tensor) for name, tensor in tensors), shipment.nbytes)
                 sender.wait()
-                result["bytes"].append(sender.bytes_sent)
+                if way == "delta":
+                    result["bytes"].append(sender.bytes_sent)
             torch.distributed.barrier()
             result[way].append(time.perf_counter() - start)
+            result["network"][way] = psutil.net_io_counters().bytes_sent - network  # of all processes
         policy.train(data, NLLLoss())
     result["whole"] = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in info.values())
+    for of_way in memory.values():
+        of_way.release()
     policy.shutdown()
     return result
 
@@ -150,18 +176,20 @@ def receive(ports: list[int], order: Path) -> dict[str, Any]:
         for name, tensor in tensors:
             engine[name].copy_(tensor)
 
-    receivers = {way: RefitReceiver(load, info) for way in WAYS[:2]}
-    receivers["delta"] = RefitReceiver(load, info, copy=HostCopy(info.values()))
-    of_way = {"first rank": ports[:1], "senders": ports[1 : 1 + TRAINERS], "delta": ports[1 + TRAINERS :]}
+    receivers = {
+        way: RefitReceiver(load, info, copy=HostCopy(info.values()) if "delta" in way else None) for way in WAYS
+    }
+    of_way = {"first rank": ports[:1]}
+    of_way |= {way: ports[1 + n * TRAINERS :][:TRAINERS] for n, way in enumerate(WAYS[1:])}
     for way in WAYS:
         for port in of_way[way]:
-            receivers[way].init_collective("127.0.0.1", port, 1, 2, 300)
+            receivers[way].init_collective("127.0.0.1", port, 1, 2, 300, shares="shared" in way)
         receivers[way].order = [] if way == "first rank" else json.loads(order.read_text())
     for step in range(STEPS + 1):
         versions = []
         for way in WAYS:
             receivers[way].update_weights_from_collective(
-                *((step - 1 if step else None, step) if way == "delta" else ())
+                *((step - 1 if step else None, step) if "delta" in way else ())
             )
             versions.append({name: tensor.clone() for name, tensor in engine.items()})
         for name, tensor in versions[0].items():

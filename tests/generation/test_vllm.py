@@ -590,12 +590,12 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "from mcore_rl.models.refit import transfer as refit\n"
         "from mcore_rl.models.generation.vllm import weights as vllm_weights\n"
         "vllm_weights.BUCKET_BYTES = 50_000\n"
-        "send, count = refit.RefitGroups.begin_broadcast, []\n"
-        "def broadcast(self, tensor):\n"
+        "send, count = refit.RefitGroups.begin_send, []\n"
+        "def begin_send(self, *arguments):\n"
         "    count.append(1)\n"
-        "    if len(count) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return send(self, tensor)\n"
-        "refit.RefitGroups.begin_broadcast = broadcast\n"
+        "    if len(count) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return send(self, *arguments)\n"
+        "refit.RefitGroups.begin_send = begin_send\n"
         "from mcore_rl.cli.train import train\n"
         "train('grpo')\n"
     )
@@ -629,6 +629,40 @@ def test_other_families_and_servers_of_several_processes(family, updates, root, 
         differences, _, _ = run_processes(follow, config, 2, world_size=2, timeout=START_SECONDS)[0]
     assert torch.tensor(differences).max() < CLOSE, differences
     assert serving.process.returncode == 130
+
+
+def follow_by_collectives(config, steps):
+    """`follow`, as if no rank shared memory with a server."""
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+
+    vllm_weights.without_memory = lambda sees, reports, bucket_bytes: frozenset(range(len(reports)))
+    return follow(config, steps)
+
+
+WAYS = {
+    "mixture, adapters": ("qwen3_moe", {"head_dim": 32}, ["model.lora={rank: 4}"]),
+    "dense": ("qwen2", {"num_attention_heads": 2, "head_dim": 32}, []),
+}
+
+
+@pytest.mark.parametrize(("family", "changes", "more"), WAYS.values(), ids=WAYS)
+def test_weights_by_shared_memory_are_those_by_collectives(family, changes, more, root, tmp_path):
+    """Four ranks of TP2 x PP2 send to a server of two processes; its answers are the same to the bit."""
+    make_model(family, tmp_path / "model", initializer_range=0.1, **changes)
+    options = (f"model.path={tmp_path / 'model'}", "generation.vllm.tensor_parallel_size=2")
+    layout = [f"parallel.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")]
+    with Serving(root, *options) as serving:
+        config = config_of(root, *options, serving.urls, *layout, "parallel.sequence_parallel=true", *more)
+        (ours, outputs, _), *_ = run_processes(follow, config, 1, world_size=4, timeout=START_SECONDS)
+        (theirs, others, said), *_ = run_processes(
+            follow_by_collectives, config, 1, world_size=4, timeout=START_SECONDS
+        )
+    assert any("by collectives, because" in line for line in said)
+    assert torch.tensor([ours, theirs]).max() < CLOSE
+    for (out, likeliest), (out_again, likeliest_again) in zip(outputs, others, strict=True):
+        for one, other in ((out, out_again), (likeliest, likeliest_again)):
+            assert torch.equal(one["output_ids"], other["output_ids"])
+            assert torch.equal(one["logprobs"], other["logprobs"])
 
 
 # ------------------------------------------------------------------ servers that die; this is their last test
@@ -668,7 +702,7 @@ def live_dangerously(config):
     data["advantages"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(0))
     policy.train(data, ClippedPGLossFn(ClippedPGOptions()), temperature=config.grpo.temperature)
     if policy.is_writer:
-        RefitGroups.begin_broadcast = killing(RefitGroups.begin_broadcast, urls[1], at=5)
+        RefitGroups.begin_send = killing(RefitGroups.begin_send, urls[1], at=1)
     generation.prepare_for_generation(weight_version=1)
     left.append(generation.servers)
     difference, _ = score(policy, prompts, generation.generate(prompts), generation.params)

@@ -12,7 +12,7 @@ from vllm_cases import root as root  # a fixture
 
 from mcore_rl.data.choices import RecordedChoice
 from mcore_rl.models.generation.interfaces import RequestError
-from mcore_rl.models.refit.transfer import RefitGroups
+from mcore_rl.models.refit.transfer import FilledBucket, RefitGroups
 from mcore_rl.rollouts.samples import Rollout, to_batch
 
 
@@ -67,7 +67,7 @@ def test_a_server_without_room_is_asked_later(status):
 
 def test_servers_are_dropped_while_weights_are_sent():
     class Group:
-        def begin_broadcast(self, tensor):
+        def begin_send(self, bucket, only=None):
             time.sleep(0.001)
             return lambda: None
 
@@ -81,7 +81,7 @@ def test_servers_are_dropped_while_weights_are_sent():
     dropping = threading.Thread(target=drop)
     dropping.start()
     for _ in range(3):
-        groups.begin_broadcast(torch.zeros(1))()
+        groups.begin_send(FilledBucket([0], torch.zeros(1, dtype=torch.uint8)))()
     dropping.join(60)
     assert not failed and sorted(map(int, groups.groups)) == list(range(1, 400, 2))
 
