@@ -78,6 +78,7 @@ def test_each_node_starts_servers_on_its_gpus_and_starts_them_again(gpus, overri
         assert later.count("/inference/v1/generate") > 3 and later.count("/update_weights") >= 1
 
 
+@pytest.mark.exhaustive
 def test_servers_that_do_not_fit_are_refused_before_they_start(root, tmp_path):
     with pytest.raises(AssertionError, match="2 nodes with 2 GPUs, 2 of them for training, 0 for servers"):
         train_on_two_nodes(root, tmp_path, 2)
