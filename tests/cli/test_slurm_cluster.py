@@ -15,7 +15,10 @@ import pytest
 import yaml
 from ports import free_port
 from programs import ROOT, metrics_of
+from recipes import LARGE, PROCESSES, shrunk_run
 from small_models import make_model
+from stand_in_vllm import calls
+from vllm_cases import vllm_python
 
 pytestmark = pytest.mark.slurm
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -187,3 +190,25 @@ def test_servers_on_one_node_and_trainers_on_the_other(cluster):
     assert "data 2" in said
     calls = [(cluster / f"calls-{port + index}.log").read_text() for index in range(2)]
     assert all("generate" in text for text in calls)
+
+
+def test_a_shipped_configuration_on_two_nodes(cluster, tmp_path, monkeypatch):
+    _, words = shrunk_run(LARGE / "sft_235b_a22b_128gpu.yaml", tmp_path, monkeypatch)
+    state, code, said = Job(cluster, "train.sbatch", *words).wait(400)
+    assert (state, code) == ("COMPLETED", "0:0"), said
+    assert [step["step"] for step in metrics_of(tmp_path / "out")] == [1, 2]
+
+
+def test_a_shipped_configuration_with_engines_on_a_node_of_their_own(cluster, tmp_path, monkeypatch):
+    """The smallest layout needs four processes, more than a node has GPUs: each node counts as one of four."""
+    monkeypatch.setenv("PROCESSES_PER_NODE", str(PROCESSES))
+    _, (_, *words) = shrunk_run(LARGE / "grpo_70b_64gpu.yaml", tmp_path, monkeypatch)
+    port = max(free_port(), free_port())
+    words += [f"generation.vllm.python={vllm_python(tmp_path)}", f"generation.vllm.port={port}"]
+    state, code, said = Job(cluster, "grpo_vllm.sbatch", *words).wait(400)
+    assert (state, code) == ("COMPLETED", "0:0"), said
+    assert [step["step"] for step in metrics_of(tmp_path / "out")] == [1, 2]
+    places = [tuple(line.split()) for line in (tmp_path / "places").read_text().splitlines()]
+    assert sorted(devices for *_, devices in places) == ["0,1", "2,3"]
+    for host, port, _ in places:
+        assert "/inference/v1/generate" in [path for _, path in calls(tmp_path / f"{host}:{port}.log")]

@@ -2,30 +2,17 @@
 by their nodes. A stand-in takes vLLM's place, and writes down where it runs."""
 
 import re
-import sys
 
 import pytest
 import yaml
 from ports import free_port
-from programs import ROOT, SUPPORT, metrics_of
+from programs import metrics_of
 from stand_in_vllm import calls
 from two_nodes import HOSTS, run_on_two_nodes
 from vllm_cases import root as root
+from vllm_cases import vllm_python
 
 pytestmark = pytest.mark.long
-
-
-def vllm_python(directory, *options):
-    """Write a program in the place of vLLM's Python; it adds a line "address port GPUs" to `places` for each start."""
-    path = directory / "vllm_python"
-    words = " ".join(map(str, options))
-    path.write_text(
-        f'#!/bin/bash\nport=${{10}}; echo "$8 $port ${{CUDA_VISIBLE_DEVICES-none}}" >> {directory}/places\n'
-        f"export PYTHONPATH={ROOT}\n"
-        f'exec {sys.executable} {SUPPORT}/stand_in_vllm.py "$4" "$port" {directory}/$8:$port.log --host "$8" {words}\n'
-    )
-    path.chmod(0o755)
-    return path
 
 
 def train_on_two_nodes(root, directory, gpus, *overrides, options=()):

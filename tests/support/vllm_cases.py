@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from ports import free_port
-from programs import metrics_of, run
+from programs import ROOT, SUPPORT, metrics_of, run
 from small_models import make_model
 
 from mcore_rl.config import GRPOConfig, build_config
@@ -59,6 +60,20 @@ def train(root, name, *options, processes=1, check=True):
     arguments = (root / "grpo.yaml", f"output_dir={root / name}", *options)
     process = run("train_grpo.py", *arguments, processes=processes, check=check)
     return process, metrics_of(root / name) if (root / name / "metrics.jsonl").exists() else []
+
+
+def vllm_python(directory, *options):
+    """Write a program that takes the place of vLLM's Python and starts the stand-in; it adds a line "address port GPUs"
+    to `places` for each start."""
+    path = directory / "vllm_python"
+    words = " ".join(map(str, options))
+    path.write_text(
+        f'#!/bin/bash\nport=${{10}}; echo "$8 $port ${{CUDA_VISIBLE_DEVICES-none}}" >> {directory}/places\n'
+        f"export PYTHONPATH={ROOT}\n"
+        f'exec {sys.executable} {SUPPORT}/stand_in_vllm.py "$4" "$port" {directory}/$8:$port.log --host "$8" {words}\n'
+    )
+    path.chmod(0o755)
+    return path
 
 
 GROUPS = [
