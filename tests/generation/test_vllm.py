@@ -493,7 +493,7 @@ def answer_while_weights_change(config, destination):
         count, before = len(response.token_ids), len(prompt)
         rollouts.append({
             "sample_id": len(rollouts), "input_ids": [*prompt, *response.token_ids],
-            "token_mask": [False] * before + [True] * count, "logprobs": [0.0] * before + response.logprobs,
+            "token_mask": [False] * before + [True] * count, "logprobs": [0.0] * before + response.logprobs.tolist(),
             "weight_versions": response.weight_versions,
         })  # fmt: skip
     left = generation.servers

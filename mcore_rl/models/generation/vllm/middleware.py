@@ -36,7 +36,7 @@ class RunKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # the server starts
-            from mcore_rl.models.generation.vllm.route import add_route  # imports vLLM
+            from mcore_rl.models.generation.vllm.answer_route import add_route  # imports vLLM
 
             add_route(scope["app"])
         elif scope.get("path") != OPEN and not self._is_allowed(scope):

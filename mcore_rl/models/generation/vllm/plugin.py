@@ -43,7 +43,7 @@ class RefitInitInfo(WeightTransferInitInfo):
     """Where the trainer waits for this server's processes, and a description of the tensors that it will send.
 
     store: address (IP, port) of a store of the trainer's first rank. Each process writes there whose memory it can
-        read, and then reads by which routes it gets weights (`mcore_rl.models.generation.vllm.routes`).
+        read, and then reads by which routes it gets weights (`mcore_rl.models.generation.vllm.weight_routes`).
     probes: for each rank of the trainer, what `Probe.told` returns there.
     tensors: names, shapes and dtypes of the tensors, as `encode_refit_info` returns them.
     timeout: time limit in seconds for the creation of a group, and for each of its collectives.

@@ -1,9 +1,9 @@
 """Sends the policy's weights to vLLM's servers.
 
 Several ranks send (`weights.senders`). Buckets go to the processes of a server by shared memory where a rank and the
-process can share it, and otherwise by collectives of each sender with the server's processes (`routes`). Rank 0 leads:
-it pauses the servers, lets them receive while the ranks send, and drops those that fail. A server receives from all
-senders in turn.
+process can share it, and otherwise by collectives of each sender with the server's processes (`weight_routes`). Rank 0
+leads: it pauses the servers, lets them receive while the ranks send, and drops those that fail. A server receives from
+all senders in turn.
 
 A frozen vision tower is part of the first update that a server gets, because the server may have another run's tower.
 Later updates leave it out.
@@ -31,7 +31,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.distributed.collectives import gather_objects, settle
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.vllm.client import ServerError, ServerPool, VLLMServer
-from mcore_rl.models.generation.vllm.routes import (
+from mcore_rl.models.generation.vllm.weight_routes import (
     RankReport,
     Route,
     orders_of,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mcore_rl.models.generation.vllm.routes import (
+from mcore_rl.models.generation.vllm.weight_routes import (
     RankReport,
     Route,
     orders_of,
