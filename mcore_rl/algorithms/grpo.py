@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,9 +31,9 @@ from mcore_rl.losses.common import over_updates, reductions_of
 from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
 from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
-from mcore_rl.models.generation.megatron.generation import megatron_generation_of, sampling_params_of
+from mcore_rl.models.generation.megatron.generation import megatron_generation_of
 from mcore_rl.models.generation.vllm.client import BIASED_IDS
-from mcore_rl.models.generation.vllm.generation import VLLMGeneration
+from mcore_rl.models.generation.vllm.generation import vllm_generation_of
 from mcore_rl.models.generation.vllm.placement import places_of_launch
 from mcore_rl.models.generation.vllm.server import describe_fp8_sampling
 from mcore_rl.models.megatron.families import family_of
@@ -206,9 +205,7 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
         say: prints the events of vLLM's servers, and the progress of long generation.
     """
     if config.generation.backend == "vllm":
-        unused = range(policy.model.num_ids, policy.model.vocab_size)
-        params = replace(sampling_params_of(config, tokenizer), unused_ids=unused)
-        return VLLMGeneration(config, policy, params, tokenizer, say)
+        return vllm_generation_of(config, policy, tokenizer, say)
     return megatron_generation_of(config, policy, tokenizer, say)
 
 
@@ -221,7 +218,7 @@ def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> Megatron
     updates = (steps - config.first_update_step + 1) * config.updates_per_step
     policy = MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
     if not config.rollouts.sample_unused_ids:
-        policy.model.family.num_ids = min(count_ids(inputs.tokenizer), policy.model.vocab_size)
+        policy.exclude_unused_ids(inputs.tokenizer)
     return policy
 
 

@@ -211,4 +211,4 @@ def test_a_shipped_configuration_with_engines_on_a_node_of_their_own(cluster, tm
     places = [tuple(line.split()) for line in (tmp_path / "places").read_text().splitlines()]
     assert sorted(devices for *_, devices in places) == ["0,1", "2,3"]
     for host, port, _ in places:
-        assert "/inference/v1/generate" in [path for _, path in calls(tmp_path / f"{host}:{port}.log")]
+        assert "/mcore_rl/generate" in [path for _, path in calls(tmp_path / f"{host}:{port}.log")]

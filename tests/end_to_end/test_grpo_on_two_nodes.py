@@ -37,7 +37,7 @@ def train_on_two_nodes(root, directory, gpus, *overrides, options=()):
 )
 def test_each_node_starts_servers_on_its_gpus_and_starts_them_again(gpus, overrides, expected, root, tmp_path):
     """A server of each node dies while it generates. Its node starts it again where it was, and it generates again."""
-    dies = ["--die", "/inference/v1/generate", 4, tmp_path / "died-$8"]  # one server of each node
+    dies = ["--die", "/mcore_rl/generate", 4, tmp_path / "died-$8"]  # one server of each node
     said, places, of_servers = train_on_two_nodes(
         root,
         tmp_path,
@@ -61,8 +61,8 @@ def test_each_node_starts_servers_on_its_gpus_and_starts_them_again(gpus, overri
         assert f"a vLLM server is started again: {url}" in said[node]
         assert f"a vLLM server answers again: {url}" in said[0]
         paths = [path for _, path in of_servers[host, port]]
-        later = paths[paths.index("/init_weight_transfer_engine", paths.index("/inference/v1/generate")) :]
-        assert later.count("/inference/v1/generate") > 3 and later.count("/update_weights") >= 1
+        later = paths[paths.index("/init_weight_transfer_engine", paths.index("/mcore_rl/generate")) :]
+        assert later.count("/mcore_rl/generate") > 3 and later.count("/update_weights") >= 1
 
 
 @pytest.mark.exhaustive

@@ -88,4 +88,4 @@ def test_two_steps_of_rollouts(path, tmp_path, monkeypatch):
     for host, port, _ in places:
         paths = [path for _, path in calls(tmp_path / f"{host}:{port}.log")]
         assert paths.count("/init_weight_transfer_engine") == 1
-        assert paths.count("/finish_weight_update") == 2 and "/inference/v1/generate" in paths
+        assert paths.count("/finish_weight_update") == 2 and "/mcore_rl/generate" in paths

@@ -19,7 +19,7 @@ from mcore_rl import platform
 from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.data.batching import Microbatch, global_valid_counts
 from mcore_rl.data.choices import CHOICES
-from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.data.tokenize import count_ids, load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import InternedObjects, all_gather, all_reduce, gather_objects
 from mcore_rl.distributed.topology import Topology
@@ -499,6 +499,10 @@ class MegatronPolicy(TrainedModel, ColocatablePolicyInterface, GenerationInterfa
                 "prepare_for_generation: pass SamplingParams; only configurations of GRPO and PPO contain them"
             )
         return self.generation.prepare_for_generation()
+
+    def exclude_unused_ids(self, tokenizer: Any) -> None:
+        """Give the model's last ids, for which the tokenizer has no token, no probability from now on."""
+        self.model.family.num_ids = min(count_ids(tokenizer), self.model.vocab_size)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

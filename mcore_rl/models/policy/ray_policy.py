@@ -2,7 +2,7 @@
 
 This module needs the `ray` extra. Each actor contains a `MegatronPolicy`, as each process of torchrun does. The driver
 puts a global batch into Ray's object store once. Every rank reads the batch and selects its own rows in the same way as
-under torchrun, so the results are equal.
+under torchrun, so the results are equal. With `generation.backend=vllm`, each actor also contains a `VLLMGeneration`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import os
 import socket
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import TrainingConfig
+from mcore_rl import platform
+from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TimeLimitError, UserError, WorkerError
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
-from mcore_rl.platform import initialize_platform
-from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries, rank_zero_printer
 
 try:
     import ray
@@ -30,9 +31,18 @@ try:
 except ImportError:
     raise UserError("the Ray controller needs the ray extra (pip install 'mcore_rl[ray]')") from None
 
+from mcore_rl.models.policy.ray_servers import RayServers, needs_servers
+
+OF_GENERATION = ("prepare_for_generation", "generate", "finish_generation")
+"""Methods of a rank's engine, if it is not the policy itself."""
+
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
     """Starts `world_size` actors, one per rank, and makes every call on all of them.
+
+    With `generation.backend=vllm`, vLLM's servers generate. With `generation.offload`, the actors of each node start
+    them on the actors' GPUs. Otherwise Ray places them on other GPUs of the cluster (`RayServers`), unless
+    `generation.vllm.urls` names servers that run already.
 
     Args:
         config: the run's configuration. `world_size` must be a multiple of the size of the run's parallel layout.
@@ -42,7 +52,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         worker_options: arguments of `MegatronPolicy`: `total_steps`, `rows_per_unit`, `keep_reference`.
 
     Raises:
-        UserError: `world_size` is no multiple of the size of the parallel layout.
+        UserError: `world_size` is no multiple of the size of the parallel layout; or servers that Ray has to place do
+            not fit on the cluster's GPUs, or do not start.
         WorkerError: a rank could not be started.
     """
 
@@ -58,12 +69,28 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         self.start_timeout = start_timeout
+        self.workers: list[Any] = []
+        self.servers: RayServers | None = None
         bundle = {"CPU": 1.0, **({"GPU": float(num_gpus_per_worker)} if num_gpus_per_worker else {})}
         # Pack neighbouring ranks on one node: tensor-parallel groups consist of neighbouring ranks.
         self.placement = placement_group([bundle] * world_size, strategy="PACK")
         if not self.placement.wait(start_timeout):
             remove_placement_group(self.placement)
             raise WorkerError(f"the Ray cluster has too few free resources for {world_size} workers of {bundle} each")
+        try:
+            self._start(config, world_size, num_gpus_per_worker, worker_options)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(
+        self, config: TrainingConfig, world_size: int, num_gpus_per_worker: float, options: dict[str, Any]
+    ) -> None:
+        """Start servers and ranks. The servers start while the ranks build the model."""
+        if isinstance(config, RLConfig) and needs_servers(config):
+            self.servers = RayServers(config, self.placement, num_gpus_per_worker, self.start_timeout)
+            vllm = config.generation.vllm.model_copy(update={"urls": self.servers.urls})
+            config = config.model_copy(update={"generation": config.generation.model_copy(update={"vllm": vllm})})
         actor = ray.remote(_Worker)
         self.workers = [
             actor.options(
@@ -73,8 +100,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ).remote(rank, world_size)
             for rank in range(world_size)
         ]
-        address = self._gather([self.workers[0].address.remote()], start_timeout)[0]
-        self._call("start", config, *address, timeout=start_timeout, **worker_options)
+        addresses = self._gather([worker.address.remote() for worker in self.workers], self.start_timeout)
+        (_, host, port), nodes = addresses[0], [node for node, _, _ in addresses]
+        self._call("start", config, host, port, nodes, timeout=self.start_timeout, **options)
+        if self.servers is not None:
+            assert isinstance(config, RLConfig), "as servers were started"
+            self.servers.wait(config.generation.vllm.start_seconds + self.start_timeout)
 
     # ------------------------------------------------------------ calls
 
@@ -131,8 +162,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _end(self) -> None:
         for worker in self.workers:
             ray.kill(worker)
+        if self.servers is not None:
+            self.servers.close()
         remove_placement_group(self.placement)
-        self.workers = []
+        self.workers, self.servers = [], None
 
     # ------------------------------------------------------------ the interface
 
@@ -175,11 +208,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Call `MegatronPolicy.generate` on all ranks."""
+        """Call `generate` of the engine, `MegatronPolicy` or `VLLMGeneration`, on all ranks."""
         return self._call("generate", data, greedy)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Call `MegatronPolicy.prepare_for_generation` on all ranks."""
+        """Call `prepare_for_generation` of the engine, `MegatronPolicy` or `VLLMGeneration`, on all ranks."""
         return all(self._call_all("prepare_for_generation", *args, **kwargs))
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -256,7 +289,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._gather(refs, timeout)
 
     def shutdown(self) -> bool:
-        """Close the ranks' process groups, then end their actors."""
+        """Close the ranks' engines and process groups, then end the actors and the servers."""
         if self.workers:
             self._call("shutdown")
             self._end()
@@ -273,23 +306,63 @@ class _Worker:
         # Ray shows each actor only its own GPU, which therefore has index 0.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
 
-    def address(self) -> tuple[tuple[str, int], None]:
-        """Return the address at which the ranks can meet: this node's IP address and a free port."""
+    def address(self) -> tuple[tuple[str, str, int], None]:
+        """Return this node's Ray id, and the address at which the ranks can meet: its IP address and a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
-            return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None
+            port = listener.getsockname()[1]
+        return (ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port), None
 
     def call(self, method: str, result_wanted: bool, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         try:
-            result = getattr(self if method == "start" else self.policy, method)(*args, **kwargs)
+            result = getattr(self._owner(method), method)(*args, **kwargs)
             return result if result_wanted else None, None
         except Exception:
             return None, traceback.format_exc()
 
-    def start(self, config: TrainingConfig, host: str, port: int, **options: Any) -> None:
+    def _owner(self, method: str) -> Any:
+        """Return the object that has `method`."""
+        if method in ("start", "shutdown"):
+            return self
+        return self.policy if self.generation is None or method not in OF_GENERATION else self.generation
+
+    def start(self, config: TrainingConfig, host: str, port: int, nodes: Sequence[str], **options: Any) -> None:
+        """Build the policy and, with `generation.backend=vllm`, the engine that uses the servers.
+
+        Args:
+            host, port: address at which the ranks meet.
+            nodes: id of each rank's Ray node. Several Ray nodes may be on one machine.
+
+        Raises:
+            UserError: the servers that this node would start do not fit; it is raised before the model is built.
+        """
         quiet_libraries()
-        initialize_platform()
+        platform.initialize_platform()
+        from mcore_rl.data.tokenize import load_tokenizer
+        from mcore_rl.models.generation.vllm.generation import VLLMGeneration, vllm_generation_of
+        from mcore_rl.models.generation.vllm.placement import places_of_launch
         from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        group_rank = list(dict.fromkeys(nodes)).index(ray.get_runtime_context().get_node_id())
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), GROUP_RANK=str(group_rank))
+        config = platform.resolve(config)
+        self.generation: VLLMGeneration | None = None
+        if not isinstance(config, RLConfig):
+            self.policy = MegatronPolicy(config, **options)
+            return
+        limit = timedelta(seconds=config.parallel.timeout_seconds)
+        platform.initialize_process_group(limit, config.parallel.backend)
+        places_of_launch(config)
         self.policy = MegatronPolicy(config, **options)
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        if not config.rollouts.sample_unused_ids:
+            self.policy.exclude_unused_ids(tokenizer)
+        if config.generation.backend == "vllm":
+            say = rank_zero_printer(self.policy.is_writer)
+            self.generation = vllm_generation_of(config, self.policy, tokenizer, say)
+
+    def shutdown(self) -> bool:
+        """Close the engine, which ends the servers that this actor has started, and the policy."""
+        if self.generation is not None:
+            self.generation.close()
+        return self.policy.shutdown()

@@ -39,6 +39,7 @@ from mcore_rl.models.generation.interfaces import (
     prompts_of,
     share_responses,
 )
+from mcore_rl.models.generation.megatron.generation import sampling_params_of
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm.answers import Request
 from mcore_rl.models.generation.vllm.client import ServerError, ServerPool, VLLMServer, WrongKeyError
@@ -49,7 +50,7 @@ from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 from mcore_rl.models.generation.vllm.weights import CONTROL_SECONDS, VLLMWeights, WeightSource
 from mcore_rl.models.megatron.families.base import recorded_choices
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.utils.console import GenerationProgress, PrintLine, rank_zero_printer
+from mcore_rl.utils.console import GenerationProgress, PrintLine, rank_zero_printer, silent
 
 T = TypeVar("T")
 
@@ -440,6 +441,13 @@ class VLLMGeneration(StreamingGeneration):
         except (ServerError, TrainingError, UserError):
             return False
         return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
+
+
+def vllm_generation_of(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLine = silent) -> VLLMGeneration:
+    """Return an object that generates by vLLM's servers with the weights of `policy`, a `MegatronPolicy`."""
+    unused = range(policy.model.num_ids, policy.model.vocab_size)
+    params = replace(sampling_params_of(config, tokenizer), unused_ids=unused)
+    return VLLMGeneration(config, policy, params, tokenizer, say)
 
 
 def _from_own_share(urls: Sequence[str], replicas: ParallelDimension) -> list[str]:
