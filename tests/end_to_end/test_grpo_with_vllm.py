@@ -136,7 +136,7 @@ ASKS = {"/health", "/v1/models", "/get_world_size", "/init_weight_transfer_engin
 def changes(log):
     """Return the calls that change a server after the first weights; a server that is called while asleep reports
     it."""
-    return [path for _, path in calls(log) if path not in ASKS]
+    return [path for _, path in calls(log) if path not in ASKS and not path.startswith(("map", "block="))]
 
 
 # ------------------------------------------------------------------ what dies

@@ -14,7 +14,7 @@ from vision_cases import make_model as make_vision_model
 from vllm_cases import root as root
 
 from mcore_rl.config import GRPOConfig, load_config
-from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY
+from mcore_rl.models.refit.host_copy import path_of_shared
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -142,7 +142,6 @@ def test_weights_are_the_same_on_every_way(way, delta, root, tmp_path):
 @pytest.mark.parametrize("delta", and_long([], [False], [True]), ids=["whole", "differences"])
 def test_a_server_that_dies_while_it_maps_a_bucket_harms_nobody(delta, root, tmp_path):
     """The other server has every version. No block of shared memory is left."""
-    before = set(SHARED_DIRECTORY.iterdir())
     dies = ["--digests", "--die", "map", 3, tmp_path / "died"]
     with serving(root / "dense", tmp_path, ["--digests"], dies) as (urls, processes, logs):
         config = config_of(root, "dense", urls, delta, ParallelLayout(tp=2, sp=True))
@@ -152,7 +151,8 @@ def test_a_server_that_dies_while_it_maps_a_bucket_harms_nobody(delta, root, tmp
     assert len([line for line in said if "a vLLM server is dropped" in line]) == 1, said
     assert digests(logs[0]) == [digest for digest, *_ in results]
     assert digests(logs[1]) == digests(logs[0])[: len(digests(logs[1]))]
-    assert {path.name for path in set(SHARED_DIRECTORY.iterdir()) - before if path.name.startswith("psm_")} == set()
+    blocks = {path.split("=")[1] for log in logs for _, path in calls(log) if path.startswith("block=")}
+    assert blocks and not [name for name in blocks if path_of_shared(name).exists()]
 
 
 def with_little_memory(config):

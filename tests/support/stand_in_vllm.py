@@ -157,11 +157,12 @@ class Engine:
         self.receiver.join_routes(info["store"], info["probes"], 0, info["timeout"])
 
     def counted(self, call):
-        """Return the same function, which records its calls as path `map`."""
+        """Return the function that opens blocks; it records each call as path `map`, and the block's name."""
 
-        def wrapped(*arguments):
+        def wrapped(handle, *arguments):
+            self.note(f"block={handle['shared_memory']}")
             self.count("map")
-            return call(*arguments)
+            return call(handle, *arguments)
 
         return call if hasattr(call, "is_counted") else setattr(wrapped, "is_counted", True) or wrapped
 
