@@ -93,7 +93,7 @@ def places_on_hosts(config: RLConfig, hosts: list[str] | None, gpus_per_node: in
     names = platform.gpu_names()
     if gpus_per_node is not None:
         names = names[:gpus_per_node] if len(names) >= gpus_per_node else tuple(map(str, range(gpus_per_node)))
-    # With offload, a run trains on the GPUs of these servers.
+    # With offload, the run that uses these servers trains on the same GPUs.
     trained_on = names if config.generation.offload else ()
     nodes = [Node(host, names, trained_on) for host in hosts or [LOOPBACK]]
     return place_servers(config, with_host(config, nodes))

@@ -84,7 +84,9 @@ def main() -> int:
         rows += [
             Row(f"MB through the network stack, shared memory, {name}", network[way] / 1e6, network[of] / 1e6, over,
                 at_most=0.05),
-            Row(f"s, shared memory, {name}", seconds[way], seconds[of], seconds[way] / seconds[of], at_most=1.0),
+            # Encoding takes most of the time of differences, so sharing their few bytes does not shorten them.
+            Row(f"s, shared memory, {name}", seconds[way], seconds[of], seconds[way] / seconds[of],
+                at_most=1.0 if of == "senders" else None),
         ]  # fmt: skip
     columns = ("update", "compared with", "ratio")
     return finish("refit", "updates of SmolLM2-135M in bfloat16, two pipeline stages", columns, rows)

@@ -17,6 +17,7 @@ from mcore_rl import platform
 from mcore_rl.cli.dry_run import describe_servers
 from mcore_rl.cli.vllm_servers import places_on_hosts
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm import placement
 from mcore_rl.models.generation.vllm import server as vllm_server
 from mcore_rl.models.generation.vllm.placement import (
     Node,
@@ -130,6 +131,27 @@ def test_ports_end_at_the_last_one(tmp_path):
     config = config.model_copy(update={"generation": config.generation.model_copy(update={"vllm": vllm})})
     with pytest.raises(UserError, match=r"generation\.vllm\.port=65535: 127\.0\.0\.1 has too few ports"):
         place_servers(config, [Node("127.0.0.1")])
+
+
+def test_a_node_without_an_address_for_the_others_is_named(monkeypatch):
+    told = [((0, "a"), "10.0.0.1", (), None), ((1, "b"), "", (), None)]
+    monkeypatch.setattr(placement, "gather_objects", lambda own: told)
+    with pytest.raises(UserError, match="the node b has no IPv4 address towards MASTER_ADDR=127"):
+        placement.nodes_of_launch()
+    monkeypatch.setattr(placement, "gather_objects", lambda own: told[1:] * 2)
+    assert [(node.host, node.first_rank) for node in placement.nodes_of_launch()] == [("127.0.0.1", 0)]
+
+
+def test_nodes_on_one_host_name_keep_apart_and_loopback_is_told_by_others(monkeypatch):
+    """The first node reaches itself by a loopback address; a launcher shows each rank its own GPU only."""
+    first = [
+        ((0, "a"), "127.0.1.1", ("3",), "3"), ((0, "a"), "127.0.1.1", ("5",), "5"), ((1, "a"), "10.0.0.2", ("3",), "3"),
+    ]  # fmt: skip
+    answers = [first, [((0, "a"), "10.0.0.1"), ((0, "a"), "10.0.0.1"), ((1, "a"), "10.0.0.2")]]
+    monkeypatch.setattr(placement, "gather_objects", lambda own: answers.pop(0))
+    assert placement.nodes_of_launch() == [
+        Node("10.0.0.1", ("3", "5"), ("3", "5"), 0), Node("10.0.0.2", ("3",), ("3",), 2),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "grpo" in path.stem], ids=lambda path: path.stem)

@@ -155,21 +155,30 @@ def test_a_server_that_dies_while_it_maps_a_bucket_harms_nobody(delta, root, tmp
     assert blocks and not [name for name in blocks if path_of_shared(name).exists()]
 
 
-def with_little_memory(config):
+def with_little_memory(config, has_room):
     from mcore_rl.models.generation.vllm import weights as vllm_weights
+    from mcore_rl.models.refit import shared_block
 
-    vllm_weights.free_shared_memory = lambda: 40_000  # of two senders, with two buckets of 20,000 bytes or more each
+    def no_block(*arguments):
+        raise FileNotFoundError("/dev/shm")
+
+    if has_room:  # of two senders, with two buckets of 20,000 bytes or more each
+        vllm_weights.free_shared_memory = lambda: 40_000
+    else:
+        shared_block.SharedBlock = no_block
     return follow(config, 2)
 
 
 @pytest.mark.long
-def test_servers_get_weights_by_collectives_if_shared_memory_has_no_room(root, tmp_path):
+@pytest.mark.parametrize("has_room", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["little", "none"])
+def test_servers_get_weights_by_collectives_if_shared_memory_has_no_room(has_room, root, tmp_path):
     with serving(root / "dense", tmp_path, ["--digests"]) as (urls, _, logs):
         config = config_of(root, "dense", urls, False, ParallelLayout(tp=2, sp=True))
-        results, said = run_processes(with_little_memory, config, world_size=2, timeout=200)[0]
+        results, said = run_processes(with_little_memory, config, has_room, world_size=2, timeout=200)[0]
     assert digests(logs[0]) == [digest for digest, *_ in results]
     assert [path for _, path in calls(logs[0])].count("map") == 0
-    assert len(said) == 1 and said[0].startswith("weights are sent to servers on the nodes of ranks [0, 1] by collec")
+    told = ["weights are sent to servers on the nodes of ranks [0, 1] by collectives, because"] * has_room
+    assert len(said) == len(told) and all(line.startswith(start) for line, start in zip(said, told, strict=True))
 
 
 class Restarting:

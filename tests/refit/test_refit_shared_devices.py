@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.refit.host_copy import path_of_shared
-from mcore_rl.models.refit.shared_block import Probe, decode_handle, encode_handle, open_block, sees_probe
+from mcore_rl.models.refit.shared_block import NO_PROBE, Probe, decode_handle, encode_handle, open_block, sees_probe
 from mcore_rl.models.refit.transfer import RefitReceiver
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -138,6 +138,7 @@ def test_a_probe_is_seen_only_where_its_block_can_be_read():
     assert sees_probe(told, torch.device("cpu"))
     assert not sees_probe({**told, "bytes": "00" * 16}, torch.device("cpu")), "another block of the same name"
     assert not sees_probe({**told, "device": "GPU-another"}, torch.device("cpu"))
+    assert not sees_probe(NO_PROBE, torch.device("cpu"))
     probe.release()
     assert not sees_probe(told, torch.device("cpu"))
 

@@ -19,7 +19,7 @@ from mcore_rl import platform
 from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, open_shared
 
 Handle = dict[str, Any]
-"""Where a block is: `shared_memory`, the name of a block of the host, or `cuda`, arguments of PyTorch's function that
+"""Place of a block: `shared_memory`, the name of a block of the host, or `cuda`, arguments of PyTorch's function that
 opens a block of a GPU."""
 
 NOT_TOLD = ("tensor_cls", "storage_cls", "dtype", "storage_device")
@@ -120,6 +120,8 @@ def decode_handle(encoded: str) -> Handle:
 
 
 PROBE_BYTES = 16
+NO_PROBE = {"device": "none", "handle": "", "bytes": ""}
+"""What a process tells that can share no memory, for example because there is no /dev/shm."""
 
 
 class Probe:
@@ -155,6 +157,10 @@ def sees_probe(told: dict[str, str], device: torch.device) -> bool:
 
 
 def free_shared_memory() -> int:
-    """Return the bytes of shared memory that this host (or container) has left."""
+    """Return the bytes of shared memory that this host (or container) has left.
+
+    Raises:
+        OSError: it has none.
+    """
     about = os.statvfs(SHARED_DIRECTORY)
     return about.f_bavail * about.f_frsize

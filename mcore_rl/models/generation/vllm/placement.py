@@ -184,10 +184,18 @@ def nodes_of_launch() -> list[Node]:
     """Return the nodes of the training processes, in the order of their first ranks. Collective.
 
     The address of a node is that of its interface towards the first rank; with a single node, it is 127.0.0.1.
+
+    Raises:
+        UserError: there are several nodes, and one has no IPv4 address towards the first rank.
     """
     names, key = platform.gpu_names(), (torchrun.node(), socket.gethostname())
     own = names[torchrun.local_rank() % len(names)] if names else None
-    told = gather_objects((key, local_address(os.environ.get("MASTER_ADDR", LOOPBACK)), names, own))
+    first = os.environ.get("MASTER_ADDR", LOOPBACK)
+    try:
+        towards_first = local_address(first)
+    except OSError:
+        towards_first = ""  # told to all ranks, which would otherwise wait for this one
+    told = gather_objects((key, towards_first, names, own))
     nodes, hosts = dict[tuple[int, str], Node](), dict[tuple[int, str], str]()
     for rank, (of_rank, address, of_node, gpu) in enumerate(told):
         node = nodes.setdefault(of_rank, Node(LOOPBACK, first_rank=rank))
@@ -197,6 +205,11 @@ def nodes_of_launch() -> list[Node]:
         hosts.setdefault(of_rank, address)
     if len(nodes) == 1:
         return list(nodes.values())
+    if lost := [name for (_, name), address in hosts.items() if not address]:
+        raise UserError(
+            f"generation.vllm: the node {lost[0]} has no IPv4 address towards MASTER_ADDR={first}, at which the other "
+            "nodes could reach its servers; give the address of the first node to the launcher"
+        )
     # The name of its own node leads the first rank to a loopback address; others tell where they are.
     outside = next((host for host in hosts.values() if not ipaddress.ip_address(host).is_loopback), LOOPBACK)
     seen = gather_objects((key, local_address(outside)))

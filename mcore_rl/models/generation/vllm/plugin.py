@@ -40,7 +40,7 @@ BACKEND = "mcore_rl"
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """Where the trainer waits for this server's processes, and a description of the tensors that it will send.
+    """The request to connect to the trainer: a store to meet at, and a description of the tensors that will be sent.
 
     store: address (IP, port) of a store of the trainer's first rank. Each process writes there whose memory it can
         read, and then reads by which routes it gets weights (`mcore_rl.models.generation.vllm.weight_routes`).

@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others before servers are connected.
+    """Report of a rank to the others, before servers are connected.
 
     probe: see `Probe.told`.
     shipments: numbers of the shipments that the rank sends.

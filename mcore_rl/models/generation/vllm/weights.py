@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -43,7 +44,7 @@ from mcore_rl.models.megatron.model.gpt_model import ModelShard
 from mcore_rl.models.megatron.weight_mapping import tensor_shapes
 from mcore_rl.models.megatron.weights.senders import Shipment, gather_shipments, plan_shipments, sends
 from mcore_rl.models.refit.delta import DeltaEncoder
-from mcore_rl.models.refit.shared_block import Probe, free_shared_memory
+from mcore_rl.models.refit.shared_block import NO_PROBE, Probe, free_shared_memory
 from mcore_rl.models.refit.transfer import (
     BUCKET_BYTES,
     BucketMemory,
@@ -135,9 +136,12 @@ class VLLMWeights:
         """
         wanted = list(urls)
         sizes = self._lead(lambda: self._servers.each(_world_size, wanted))
-        probe = Probe(self.shares_host)
-        free = free_shared_memory() if self.shares_host and not self._memory.is_taken else None
-        reports = [RankReport(*told) for told in gather_objects((probe.told(), self.own, free))]
+        probe, free, told = None, None, NO_PROBE
+        with suppress(OSError):  # without shared memory, collectives are used
+            probe = Probe(self.shares_host)
+            told = probe.told()
+            free = free_shared_memory() if self.shares_host and not self._memory.is_taken else None
+        reports = [RankReport(*of_rank) for of_rank in gather_objects((told, self.own, free))]
         sources = {number: rank for rank, report in enumerate(reports) for number in report.shipments}
         self._sources = [sources[number] for number in range(len(self.shipments))]
         sees = self._lead(lambda: self._invite(reports, sizes))
@@ -153,11 +157,12 @@ class VLLMWeights:
         self._make_relays(senders)
         mine = {url: route for url in routes for route in routes[url] if route.rank == self.rank}
         stores = {url: RefitStore(local_address(_host_of(url)), 0, 0, self.seconds) for url in mine}
-        told = gather_objects({url: (store.ip, store.port) for url, store in stores.items()})
+        addresses = gather_objects({url: (store.ip, store.port) for url, store in stores.items()})
         joining = self._sending.submit(self._join, stores, mine) if mine else None
-        self._lead(lambda: self._tell(routes, told))
+        self._lead(lambda: self._tell(routes, addresses))
         failures = self._merged(settle(joining, self.config.parallel.meeting_seconds) or {})
-        probe.release()
+        if probe is not None:
+            probe.release()
 
         def finish() -> None:
             for url, reason in failures.items():
