@@ -53,11 +53,11 @@ def vllm_servers(arguments: Sequence[str], prog: str) -> None:
         places = places_on_hosts(config, parsed.hosts, parsed.gpus_per_node)
         if parsed.print_urls:
             return print(_as_override([place.url for place in places]))
+        own = None if parsed.dry_run else _node_rank(parsed.node_rank, len(parsed.hosts or [LOOPBACK]))
         check_model_directory(config.model.path)
         check_vllm(config)
         show("\n".join(describe_places(places)))
-        if not parsed.dry_run:
-            own = _node_rank(parsed.node_rank, len(parsed.hosts or [LOOPBACK]))
+        if own is not None:
             _serve(config, [place for place in places if place.node == own], [place.url for place in places])
 
 
