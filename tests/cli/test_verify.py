@@ -251,8 +251,8 @@ def test_killed_check_leaves_no_processes(tmp_path):
     assert not alive
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["c10d", pytest.param("static", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # long tests have other runs on two nodes
+@pytest.mark.parametrize("kind", ["c10d", "static"])
 def test_two_nodes_check_together(kind, tmp_path):
     port = free_port()
     common = ["--nnodes", 2, "--nproc-per-node", 1]
