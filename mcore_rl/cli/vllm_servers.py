@@ -108,19 +108,16 @@ def _serve(config: RLConfig, own: Sequence[ServerPlace], urls: Sequence[str]) ->
     """Run the servers at the places `own`; print the override for the servers `urls` when they are ready."""
     platform.initialize_platform()
     config = platform.resolve(config)
-    from mcore_rl.models.generation.vllm.client import VLLMServer
-    from mcore_rl.models.generation.vllm.generation import wait_until_ready
+    from mcore_rl.models.generation.vllm.generation import wait_until_started
     from mcore_rl.models.generation.vllm.key import run_key
     from mcore_rl.models.generation.vllm.server import WATCH_SECONDS, VLLMServerProcesses
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    deadline = time.monotonic() + config.generation.vllm.start_seconds
     say = rank_zero_printer(True)
     logs = config.output_dir / SERVER_LOGS
     key = run_key(logs)
     with contextlib.closing(VLLMServerProcesses(config, logs, own, key, say)) as service:
-        for url in service.urls:
-            wait_until_ready(VLLMServer(url, 1, key), service, deadline)
+        wait_until_started(service, config, key)
         print(_as_override(urls), flush=True)
         while True:
             time.sleep(WATCH_SECONDS)

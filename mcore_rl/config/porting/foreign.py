@@ -96,14 +96,12 @@ def _without_engines(nodes: Any, gpus: Any, given: Mapping[str, Any]) -> tuple[A
 
     NeMo RL gives the engines GPUs of the node, if there is one, and otherwise whole nodes.
     """
-    engines = {
-        name: given.get(f"policy.generation.colocated.resources.{name}") for name in ("num_nodes", "gpus_per_node")
-    }
-    if nodes == 1:
-        each = engines["gpus_per_node"]
-        return nodes, gpus - each if isinstance(gpus, int) and isinstance(each, int) and 0 < each < gpus else gpus
-    whole = engines["num_nodes"]
-    return (nodes - whole if isinstance(nodes, int) and isinstance(whole, int) and 0 < whole < nodes else nodes), gpus
+
+    def without(total: Any, resource: str) -> Any:
+        part = given.get(f"policy.generation.colocated.resources.{resource}")
+        return total - part if isinstance(total, int) and isinstance(part, int) and 0 < part < total else total
+
+    return (nodes, without(gpus, "gpus_per_node")) if nodes == 1 else (without(nodes, "num_nodes"), gpus)
 
 
 def _product(*sizes: Any) -> int | None:

@@ -7,7 +7,6 @@ again if it ends, and ends it when the actor ends.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import LOOPBACK, SERVER_LOGS
 from mcore_rl.errors import TimeLimitError, UserError, WorkerError
 from mcore_rl.models.generation.vllm.key import run_key
-from mcore_rl.models.generation.vllm.placement import LAST_PORT, Node, ServerPlace, with_host
+from mcore_rl.models.generation.vllm.placement import Node, ServerPlace, with_host, with_ports
 from mcore_rl.utils.console import counted, quiet_libraries, rank_zero_printer
 
 END_SECONDS = 30.0
@@ -170,15 +169,8 @@ def places_of_actors(
     """
     addresses = {node: LOOPBACK if is_one_node else address for node, address, _ in found}
     hosts = with_host(config, [Node(address) for address in addresses.values()])
-    indices, taken, places = {node: index for index, node in enumerate(addresses)}, Counter[str](), list[ServerPlace]()
-    for node, _, devices in found:
-        host = hosts[indices[node]].host
-        port = config.generation.vllm.port + taken[host]
-        taken[host] += 1
-        if port > LAST_PORT:
-            raise UserError(f"generation.vllm.port={config.generation.vllm.port}: {host} has too few ports above it")
-        places.append(ServerPlace(indices[node], host, port, devices))
-    return places
+    indices = {node: index for index, node in enumerate(addresses)}
+    return with_ports(config, ((indices[node], hosts[indices[node]].host, devices) for node, _, devices in found))
 
 
 class _Server:
@@ -202,14 +194,12 @@ class _Server:
         quiet_libraries()
         platform.initialize_platform()
         config = platform.resolve(config)
-        from mcore_rl.models.generation.vllm.client import VLLMServer
-        from mcore_rl.models.generation.vllm.generation import wait_until_ready
+        from mcore_rl.models.generation.vllm.generation import wait_until_started
         from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 
         say = rank_zero_printer(True)
         self.service = VLLMServerProcesses(config, config.output_dir / SERVER_LOGS, [place], key, say)
-        deadline = time.monotonic() + config.generation.vllm.start_seconds
-        wait_until_ready(VLLMServer(place.url, 1, key), self.service, deadline)
+        wait_until_started(self.service, config, key)
         self.service.watch()
 
     def end(self) -> None:

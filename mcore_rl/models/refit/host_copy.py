@@ -117,19 +117,11 @@ class HostCopy:
 def _create_block(name: str, size: int) -> shared_memory.SharedMemory | None:
     """Create the shared block `name`; return None if another process has created it."""
     try:
-        memory = shared_memory.SharedMemory(name, create=True, size=size)
+        return create_shared(size, name)
     except FileExistsError:
         return None
     except OSError as error:
         raise RuntimeError(_too_little(size, error)) from None
-    try:
-        # Take the memory now: a write beyond the limit of /dev/shm would end the process without a message.
-        os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
-    except OSError as error:
-        memory.close()
-        memory.unlink()
-        raise RuntimeError(_too_little(size, error)) from None
-    return memory
 
 
 def _too_little(size: int, error: OSError) -> str:
@@ -180,6 +172,24 @@ def lay_out(
 def path_of_shared(name: str) -> Path:
     """Return the file of the block of shared memory `name`."""
     return SHARED_DIRECTORY / name
+
+
+def create_shared(size: int, name: str | None = None) -> shared_memory.SharedMemory:
+    """Create a block of shared memory, with a new name if `name` is None.
+
+    Raises:
+        FileExistsError: there is a block with this name.
+        OSError: the host has too little shared memory.
+    """
+    memory = shared_memory.SharedMemory(name, create=True, size=size)
+    try:
+        # Take the memory now: a write beyond the limit of /dev/shm would end the process without a message.
+        os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
+    except OSError:
+        memory.close()
+        memory.unlink()
+        raise
+    return memory
 
 
 def open_shared(name: str) -> Tensor:

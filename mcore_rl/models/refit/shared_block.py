@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, open_shared
+from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, create_shared, open_shared
 
 Handle = dict[str, Any]
 """Place of a block: `shared_memory`, the name of a block of the host, or `cuda`, arguments of PyTorch's function that
@@ -44,14 +44,7 @@ class SharedBlock:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=platform.device())
             self.handle = {"cuda": _arguments(self.buffer)}
             return
-        self._memory = shared_memory.SharedMemory(create=True, size=nbytes)
-        try:
-            # Take the memory now: a write beyond the limit of /dev/shm would end the process without a message.
-            os.posix_fallocate(self._memory._fd, 0, nbytes)  # type: ignore[attr-defined]
-        except OSError:
-            self._memory.close()
-            self._memory.unlink()
-            raise
+        self._memory = create_shared(nbytes)
         self.buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:nbytes]
         self.handle = {"shared_memory": self._memory.name}
 
@@ -121,7 +114,7 @@ def decode_handle(encoded: str) -> Handle:
 
 PROBE_BYTES = 16
 NO_PROBE = {"device": "none", "handle": "", "bytes": ""}
-"""What a process tells that can share no memory, for example because there is no /dev/shm."""
+"""Result of `Probe.told` for a process that can share no memory, for example because there is no /dev/shm."""
 
 
 class Probe:

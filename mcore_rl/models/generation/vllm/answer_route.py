@@ -22,10 +22,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from mcore_rl.models.generation.vllm.packed import ROUTE, Array, pack
-
-LOWEST_LOGPROB = -9999.0
-"""vLLM's value in JSON for a log-probability of −∞ or NaN."""
+from mcore_rl.models.generation.vllm.packed import LOWEST_LOGPROB, ROUTE, Array, pack
 
 
 class PackedTokens(ServingTokens):
@@ -98,7 +95,7 @@ async def generate(request: GenerateRequest, raw_request: Request):  # type: ign
     """Answer a request as /inference/v1/generate does, in packed form; errors are the same."""
     handler = raw_request.app.state.serving_tokens
     if handler is None:
-        raise NotImplementedError("The model does not support generate tokens API")
+        raise NotImplementedError(f"{ROUTE}: the served model does not generate tokens")  # vLLM answers 501
     params = request.sampling_params
     if request.stream or request.output_mode != "tokens" or params.n != 1 or params.logprobs is None:
         raise HTTPException(400, f"{ROUTE} needs n=1, logprobs, output_mode=tokens and no stream")

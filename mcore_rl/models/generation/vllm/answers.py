@@ -16,13 +16,11 @@ from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.models.generation.vllm.images import check_prompt
-from mcore_rl.models.generation.vllm.packed import Array, unpack
+from mcore_rl.models.generation.vllm.packed import LOWEST_LOGPROB, Array, unpack
 from mcore_rl.models.megatron.families.mixtures import Experts
 
 DTYPES = ("uint8", "uint16", "int32")
 """Types of routed experts."""
-LOWEST_LOGPROB = -9999.0
-"""vLLM's value for a log-probability of −∞."""
 
 
 @dataclass(frozen=True)

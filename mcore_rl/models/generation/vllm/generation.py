@@ -290,9 +290,7 @@ class VLLMGeneration(StreamingGeneration):
         """Start the servers of this node, and wait until they are ready."""
         say = rank_zero_printer(True)  # a node's own messages are printed there
         self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS, places, self._key, say)
-        deadline = time.monotonic() + self.config.generation.vllm.start_seconds
-        for url in self._service.urls:
-            wait_until_ready(VLLMServer(url, 1, self._key), self._service, deadline)
+        wait_until_started(self._service, self.config, self._key)
 
     def _server(self, url: str) -> VLLMServer:
         connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
@@ -487,6 +485,20 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
                     f"generation.vllm: the server was not ready within generation.vllm.start_seconds: {error}"
                 ) from None
         time.sleep(POLL_SECONDS)
+
+
+def wait_until_started(service: VLLMServerProcesses, config: RLConfig, key: str) -> None:
+    """Wait until all servers that were started on this machine are ready.
+
+    Args:
+        key: the run's key.
+
+    Raises:
+        UserError: a server has ended, or is not ready within `generation.vllm.start_seconds`.
+    """
+    deadline = time.monotonic() + config.generation.vllm.start_seconds
+    for url in service.urls:
+        wait_until_ready(VLLMServer(url, 1, key), service, deadline)
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 
 ROUTE = "/mcore_rl/generate"
 """Route of vLLM's servers that answers in this form."""
+LOWEST_LOGPROB = -9999.0
+"""vLLM's value for a log-probability of −∞ or NaN."""
 SIZE = struct.Struct("<Q")
 ALIGNMENT = 8
 """Each array begins at a multiple of this number of bytes, so that NumPy can read it in place."""

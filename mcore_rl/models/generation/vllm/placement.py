@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl import platform
@@ -76,14 +76,33 @@ def place_servers(config: RLConfig, nodes: Sequence[Node]) -> list[ServerPlace]:
         if on_gpus and vllm.num_servers > sum(rooms):
             raise UserError(_too_many(config, nodes, usable))
         counts = _spread(vllm.num_servers, rooms if on_gpus else None, len(nodes))
-    places, taken = list[ServerPlace](), Counter[str]()  # servers of one address: two nodes may be on one machine
-    for index, (node, gpus, count) in enumerate(zip(nodes, usable, counts, strict=True)):
-        for number in range(count):
-            port = vllm.port + taken[node.host]
-            taken[node.host] += 1
-            if port > LAST_PORT:
-                raise UserError(f"generation.vllm.port={vllm.port}: {node.host} has too few ports above it; lower it")
-            places.append(ServerPlace(index, node.host, port, gpus[number * size : (number + 1) * size]))
+    return with_ports(
+        config,
+        (
+            (index, node.host, gpus[number * size : (number + 1) * size])
+            for index, (node, gpus, count) in enumerate(zip(nodes, usable, counts, strict=True))
+            for number in range(count)
+        ),
+    )
+
+
+def with_ports(config: RLConfig, servers: Iterable[tuple[int, str, tuple[str, ...]]]) -> list[ServerPlace]:
+    """Return the places of servers with the ports from `generation.vllm.port` on.
+
+    Args:
+        servers: for each server, the index of its node, its address and the names of its GPUs. Several nodes may have
+            one address.
+
+    Raises:
+        UserError: a port would be too large.
+    """
+    first, places, taken = config.generation.vllm.port, list[ServerPlace](), Counter[str]()
+    for node, host, devices in servers:
+        port = first + taken[host]
+        taken[host] += 1
+        if port > LAST_PORT:
+            raise UserError(f"generation.vllm.port={first}: {host} has too few ports above it; lower it")
+        places.append(ServerPlace(node, host, port, devices))
     return places
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -216,8 +214,7 @@ class VLLMServerProcesses:
         with self._lock:
             used = [url for url in urls if url in self._servers and self._servers[url].in_use]
         for url in used:
-            if why := self.why_ended(url, seconds=ENDING_SECONDS):
-                self._say(f"a vLLM server has ended: {url}; {why}")
+            self._say_if_ended(url, ENDING_SECONDS)
         self.end(*used)
 
     def has_ended(self) -> bool:
@@ -232,19 +229,14 @@ class VLLMServerProcesses:
         """
         begun = list[str]()
         for url, server in self._servers.items():
-            why = self.why_ended(url)
-            if why is None and server.process is not None:
-                continue
+            if self._say_if_ended(url):
+                self.end(url)  # its workers may have survived it
             with self._lock:
                 if self._closed.is_set():
                     return begun
-                now = time.monotonic()
                 if server.process is not None:
-                    self._say(f"a vLLM server has ended: {url}; {why}")
-                    self._keeper.remove(server.process.pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(server.process.pid, signal.SIGKILL)  # its workers may have survived it
-                    server.process = None
+                    continue
+                now = time.monotonic()
                 if now - server.started > STABLE_SECONDS:
                     server.starts = 0
                 if now - server.started < PAUSES[min(server.starts, len(PAUSES)) - 1]:
@@ -253,6 +245,13 @@ class VLLMServerProcesses:
             self._say(f"a vLLM server is started again: {url}")
             begun.append(url)
         return begun
+
+    def _say_if_ended(self, url: str, seconds: float = 0.0) -> bool:
+        """Print why a server has ended by itself, and return True; wait up to `seconds` for its end."""
+        why = self.why_ended(url, seconds)
+        if why is not None:
+            self._say(f"a vLLM server has ended: {url}; {why}")
+        return why is not None
 
     def watch(self) -> None:
         """Start servers again as soon as they end, from now on, in a thread."""
