@@ -28,26 +28,27 @@ def train_on_two_nodes(root, directory, gpus, *overrides, options=()):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "overrides", "expected"),
+    ("gpus", "overrides", "expected", "steps"),
     [
-        (8, ["generation.vllm.tensor_parallel_size=3"], ["2,3,4", "5,6,7"]),
-        (2, ["generation.offload=true"], ["0", "1"]),
+        # Steps of a second or more go on while the servers start again, which takes about ten seconds.
+        (8, ["generation.vllm.tensor_parallel_size=3"], ["2,3,4", "5,6,7"], 24),
+        (2, ["generation.offload=true"], ["0", "1"], 6),  # a step waits for them
     ],
     ids=["GPUs of their own", "the GPUs of training"],
 )
-def test_each_node_starts_servers_on_its_gpus_and_starts_them_again(gpus, overrides, expected, root, tmp_path):
+def test_each_node_starts_servers_on_its_gpus_and_starts_them_again(gpus, overrides, expected, steps, root, tmp_path):
     """A server of each node dies while it generates. Its node starts it again where it was, and it generates again."""
     dies = ["--die", "/mcore_rl/generate", 4, tmp_path / "died-$8"]  # one server of each node
     said, places, of_servers = train_on_two_nodes(
         root,
         tmp_path,
         gpus,
-        "trainer.max_steps=8",
+        f"trainer.max_steps={steps}",
         "grpo.num_prompts_per_step=8",
         *overrides,
-        options=["--sleeps", "--seconds", 0.05, *dies],
+        options=["--sleeps", "--seconds", 0.1, *dies],
     )
-    assert [step["step"] for step in metrics_of(tmp_path / "out")] == list(range(1, 9))
+    assert [step["step"] for step in metrics_of(tmp_path / "out")] == list(range(1, steps + 1))
     first, again = places[:4], places[4:]
     assert sorted((host, devices) for host, _, devices in first) == [(h, d) for h in HOSTS for d in expected]
     assert len({place[:2] for place in first}) == 4
