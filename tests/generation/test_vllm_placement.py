@@ -8,14 +8,16 @@ import time
 from contextlib import closing
 
 import pytest
+import yaml
 from ports import free_port
 from programs import ROOT
 from recipes import LARGE, RECIPES, read_recipe
+from small_models import make_model
 from vllm_cases import KEY, config_of
 
 from mcore_rl import platform
 from mcore_rl.cli.dry_run import describe_servers
-from mcore_rl.cli.vllm_servers import places_on_hosts
+from mcore_rl.cli.vllm_servers import places_on_hosts, vllm_servers
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm import placement
 from mcore_rl.models.generation.vllm import server as vllm_server
@@ -156,7 +158,8 @@ def test_nodes_on_one_host_name_keep_apart_and_loopback_is_told_by_others(monkey
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "grpo" in path.stem], ids=lambda path: path.stem)
 def test_shipped_configurations_use_each_gpu_once(path, tmp_path, monkeypatch):
-    """One whose engines have nodes of their own is placed as `grpo_vllm.sbatch` starts it, and refused without them."""
+    """The servers of a configuration without `offload` are placed on nodes of their own, as `grpo_vllm.sbatch` starts
+    them. Without such nodes, the run is refused."""
     config, gpus = read_recipe(path, tmp_path, monkeypatch)
     trainers = planned_nodes(gpus, gpus_per_node=8)
     if config.generation.offload:
@@ -192,6 +195,24 @@ def test_tables_of_the_documentation_are_those_of_dry_runs(tmp_path, monkeypatch
     monkeypatch.setattr(platform, "gpu_names", lambda: EIGHT)
     with pytest.raises(UserError, match="servers need GPUs, but 8 nodes with 8 GPUs"):
         list(describe_servers(seventy, 64))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_command_prints_the_table_or_the_addresses(algorithm, tmp_path, capsys):
+    make_model("qwen2", tmp_path / "model")
+    config = {
+        "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"},
+        algorithm: {"max_new_tokens": 8}, "generation": {"backend": "vllm", "vllm": {"python": sys.executable}},
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    words = [str(tmp_path / "c.yaml"), "--algorithm", algorithm, "--hosts", "10.0.0.1,10.0.0.2", "--gpus-per-node", "1"]
+    vllm_servers([*words, "--dry-run"], "mcore-rl vllm-servers")
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  0     10.0.0.1  8100  0", "  1     10.0.0.2  8100  0",
+    ]  # fmt: skip
+    vllm_servers([*words, "--print-urls"], "mcore-rl vllm-servers")
+    assert capsys.readouterr().out == "generation.vllm.urls=[http://10.0.0.1:8100,http://10.0.0.2:8100]\n"
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------ servers that end
