@@ -104,7 +104,7 @@ def test_a_server_without_the_route_is_named():
         with pytest.raises(TrainingError, match="no vLLM server is left"):
             pool.submit(GROUPS[0][0], PARAMS).result(20)
         ((url, reason),) = dropped.items()
-        assert reason == f"{url} has no route /mcore_rl/generate; start it with scripts/serve_vllm.py"
+        assert reason == f"{url} has no route /mcore_rl/generate; start it with `mcore-rl vllm-servers`"
 
 
 def test_answers_are_decoded_beside_the_event_loop(monkeypatch):

@@ -186,7 +186,7 @@ class VLLMServer:
         try:
             content = await self._body(session, "POST", ROUTE, body, seconds)
         except NoRouteError:
-            raise WrongServerError(f"{self.url} has no route {ROUTE}; start it with scripts/serve_vllm.py") from None
+            raise WrongServerError(f"{self.url} has no route {ROUTE}; start it with `mcore-rl vllm-servers`") from None
         try:
             # Experts and masks have millions of numbers; the loop serves other requests meanwhile.
             answer = await asyncio.to_thread(decode_answer, content, request, self.experts, params.keeps_mask)

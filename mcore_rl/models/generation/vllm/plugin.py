@@ -3,8 +3,8 @@
 It imports none of this package's dependencies except PyTorch: the others are not installed in vLLM's environment.
 
 Each process of vLLM calls `register`, the entry point `vllm.general_plugins`. The plugin receives the trainer's weights
-by a collective. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload restores the
-parameters' loaders, which vLLM removes after it has loaded a model.
+by shared memory or collectives. It uses vLLM's interface for weight transfer and vLLM's layerwise reload. The reload
+restores the parameters' loaders, which vLLM removes after it has loaded a model.
 """
 
 from __future__ import annotations
