@@ -117,7 +117,7 @@ def _serve(config: RLConfig, own: Sequence[ServerPlace], urls: Sequence[str]) ->
     logs = config.output_dir / SERVER_LOGS
     key = run_key(logs)
     with contextlib.closing(VLLMServerProcesses(config, logs, own, key, say)) as service:
-        wait_until_started(service, config, key)
+        wait_until_started(service, config)
         print(_as_override(urls), flush=True)
         while True:
             time.sleep(WATCH_SECONDS)

@@ -78,6 +78,7 @@ def numbers_of(seed: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 def serve(telling: Connection, tokens: int) -> None:
     """Answer requests until the process is killed."""
     from mcore_rl.models.generation.vllm.packed import ROUTE, pack
+    from mcore_rl.models.generation.vllm.signing import PROOF, Signature
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -100,6 +101,11 @@ def serve(telling: Connection, tokens: int) -> None:
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
+
+        def end_headers(self) -> None:
+            if (signature := Signature.read(self.headers.get("Authorization", ""))) is not None:
+                self.send_header(PROOF, signature.proof(KEY))
+            super().end_headers()
 
         def log_message(self, *_: object) -> None:
             pass

@@ -8,9 +8,10 @@ import signal
 
 import pytest
 import torch
+from ports import free_port
 from stand_in_vllm import calls, serving
 from vllm_cases import root as root
-from vllm_cases import train
+from vllm_cases import train, vllm_python
 
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
@@ -195,6 +196,19 @@ def deadly(directory):
 
 def is_dead(server):
     return server.poll() is not None
+
+
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "offload"])
+def test_the_only_server_may_end_between_two_steps(offload, root, tmp_path):
+    """It ends while it has nothing to do, after the last answer of a step, and again after the third step."""
+    (root / "ending").write_text(str(tmp_path))
+    vllm = {"python": str(vllm_python(tmp_path, "--sleeps")), "port": free_port()}
+    options = [f"generation.vllm={json.dumps(vllm)}", "environment.function=judging:ending", "trainer.max_steps=4"]
+    process, metrics = train(root, tmp_path.name, *options, f"generation.offload={offload}")
+    assert [step["step"] for step in metrics] == [1, 2, 3, 4]
+    printed = process.stdout_text + process.stderr_text
+    assert printed.count("a vLLM server is started again: ") == 2 and "counts as failed" not in printed
+    assert len((tmp_path / "places").read_text().splitlines()) == 3
 
 
 def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):

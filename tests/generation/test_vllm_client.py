@@ -4,6 +4,7 @@ trainer."""
 import itertools
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import closing
 from dataclasses import replace
 
 import psutil
@@ -18,9 +20,10 @@ import pytest
 from ports import free_port
 from published_directories import add_head
 from small_models import and_long, make_model
-from vllm_cases import GROUPS, KEY, PARAMS, Stub, config_of, pool_of, well
+from vllm_cases import GROUPS, KEY, PARAMS, Stub, Well, config_of, pool_of, well
 
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.generation.vllm import server as vllm_server
 from mcore_rl.models.generation.vllm.client import (
     Request,
     RequestQueue,
@@ -29,7 +32,7 @@ from mcore_rl.models.generation.vllm.client import (
     _Task,
     sampling_params,
 )
-from mcore_rl.models.generation.vllm.generation import wait_until_ready
+from mcore_rl.models.generation.vllm.generation import wait_until_ready, wait_until_started
 from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command, server_environment
 
@@ -375,15 +378,46 @@ def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
         service.close()
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
-    config = config_of(tmp_path)
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_server, "PORT_SECONDS", 0.5)
+    config, said = config_of(tmp_path), []
     port = config.generation.vllm.port
-    with (
-        socket.create_server(("127.0.0.1", port)),
-        pytest.raises(UserError, match=f"vllm.port: a server cannot listen on 127.0.0.1:{port}"),
-    ):
-        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY)
+    told = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another generation.vllm.port"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=re.escape(told)):
+        VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY, said.append)
+    assert said == [f"port {port} is in use; waiting 0.5 s, as an earlier server may be ending"]
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_port_that_an_earlier_server_leaves_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_server, "ENDING_SECONDS", 0.1)
+    config, said = config_of(tmp_path), []
+    earlier = socket.create_server(("127.0.0.1", config.generation.vllm.port))
+    threading.Timer(0.5, earlier.close).start()
+    VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY, said.append).close()
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_told(host, tmp_path):
+    config = config_of(tmp_path)
+    with pytest.raises(UserError, match=r"cannot listen on \S+ \(.+\); the address must be one of this machine$"):
+        VLLMServerProcesses(config, tmp_path / "logs", [ServerPlace(0, host, free_port())], KEY)
+
+
+def test_a_port_taken_between_check_and_start_is_told_by_its_option(tmp_path):
+    """The program that has the port may answer the health check, as another run's server does."""
+    config = config_of(tmp_path)
+    config.generation.vllm.python.write_text('#!/bin/sh\necho "OSError: [Errno 98] Address already in use"; exit 1\n')
+    with pool_of(None, handler=Well) as (pool, _, _):
+        (url,) = pool.servers
+        place = ServerPlace(0, "127.0.0.1", int(url.rpartition(":")[2]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm_server, "_check_port", lambda *_: None)
+            service = VLLMServerProcesses(config, tmp_path / "logs", [place], KEY)
+        with closing(service), pytest.raises(UserError, match=r"in use .*; another generation\.vllm\.port may be free"):
+            service.why_ended(url, seconds=20)
+            wait_until_started(service, config)
 
 
 def test_a_quantized_directory_is_not_served(tmp_path):

@@ -2,22 +2,28 @@
 
 import asyncio
 import importlib
+import json
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 
+import numpy as np
 import pytest
 from programs import run
 from stand_in_vllm import serving
-from vllm_cases import GROUPS, KEY, PARAMS, Stub, config_of, pool_of
+from vllm_cases import GROUPS, KEY, PARAMS, Stub, config_of, packed, pool_of
 from vllm_cases import root as root  # a fixture
 
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.vllm.generation import check_server
+from mcore_rl.models.generation.vllm.client import VLLMServer
+from mcore_rl.models.generation.vllm.generation import check_server, wait_until_ready
 from mcore_rl.models.generation.vllm.key import run_key
 from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses, server_command
+from mcore_rl.models.generation.vllm.signing import Signature, server_name
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.torchrun import launch_id
@@ -100,19 +106,29 @@ def test_a_directory_that_is_cleared_for_a_new_run_keeps_the_key(tmp_path):
 # ------------------------------------------------------------------ servers
 
 
-def answer_of(headers, path="/update_weights", kind="http"):
-    """Ask the middleware before an application that answers 200; return the messages."""
+def answer_of(headers, path="/update_weights", kind="http", body=b"", method="POST", asked=None):
+    """Ask the middleware before an application that answers 200; return the messages.
+
+    Args:
+        asked: gets the headers and the body that the application gets.
+    """
     module = importlib.import_module("mcore_rl.models.generation.vllm.middleware")
-    sent = []
+    sent, parts = [], [body[: len(body) // 2], body[len(body) // 2 :]]
 
     async def app(scope, receive, send):
+        if asked is not None:
+            asked.append((dict(scope["headers"]), (await receive())["body"]))
         await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     async def send(message):
         sent.append(message)
 
-    scope = {"type": kind, "path": path, "headers": headers}
-    asyncio.run(module.RunKey(app)(scope, None, send))
+    path, _, query = path.partition("?")
+    scope = {"type": kind, "path": path, "query_string": query.encode(), "headers": headers, "method": method}
+    asyncio.run(module.RunKey(app)({**scope, "server": ("127.0.0.1", 8100)}, receive, send))
     return sent
 
 
@@ -131,6 +147,8 @@ WRONG = [
     [(b"authorization", b"Bearer ")],
     [(b"authorization", f"Bearer {KEY} ".encode())],
     [(b"authorization", b"\xff\xfe")],
+    [(b"authorization", b"MCORE-RL a b c")],
+    [(b"authorization", b"MCORE-RL @127.0.0.1:8100 b c \xff")],
     [RIGHT, (b"authorization", b"Bearer x")],
 ]
 
@@ -139,12 +157,62 @@ WRONG = [
 def test_a_request_without_the_key_is_refused_on_every_route(headers, guarded):
     for path in ("/update_weights", "/v1/models", "/health/", "/", "/docs"):
         assert answer_of(headers, path)[0]["status"] == 401
-    assert answer_of(headers, "/health")[0]["status"] == 200
+    is_signed = any(value.count(b" ") == 4 for _, value in headers)
+    assert answer_of(headers, "/health")[0]["status"] == (401 if is_signed else 200)
     assert [message["type"] for message in answer_of(headers, "/v1/realtime", "websocket")] == ["websocket.close"]
 
 
 def test_a_request_with_the_key_is_answered(guarded):
     assert answer_of([(b"host", b"a"), RIGHT])[0]["status"] == 200
+
+
+NAME, BODY = "run@127.0.0.1:8100", b'{"a": 1}'
+
+
+def signed(name=NAME, target="/pause?mode=keep", body=BODY, key=KEY, method="POST"):
+    return Signature.of(key, name, method, target, body)
+
+
+def header(signature):
+    return [(b"authorization", signature.header.encode())]
+
+
+def test_a_signed_request_is_answered_with_a_proof(guarded, monkeypatch):
+    monkeypatch.setenv("MCORE_RL_SERVER", NAME)
+    signature, asked = signed(), []
+    (start,) = answer_of([(b"host", b"a"), *header(signature)], "/pause?mode=keep", body=BODY, asked=asked)
+    assert start["status"] == 200 and dict(start["headers"]) == {b"mcore-rl-proof": signature.proof(KEY).encode()}
+    assert asked == [({b"host": b"a", b"authorization": RIGHT[1]}, BODY)]  # vLLM demands the key of some requests
+    assert signed().header != signature.header and KEY not in signature.header
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"key": KEY[:-1]}, 401), ({"method": "GET"}, 401), ({"target": "/pause"}, 401), ({"body": b""}, 401),
+        ({"name": "other@127.0.0.1:8100"}, 421), ({"name": "@127.0.0.1:8100"}, 421),
+        ({"name": "run@127.0.0.1:8101"}, 421),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_signature_fits_one_request_to_one_server(change, status, guarded, monkeypatch):
+    monkeypatch.setenv("MCORE_RL_SERVER", NAME)
+    start, body = answer_of(header(signed(**change)), "/pause?mode=keep", body=BODY)
+    assert start["status"] == status and b"mcore-rl-proof" not in dict(start["headers"])
+    assert status == 401 or json.loads(body["body"])["error"]["message"] == NAME
+
+
+def test_a_server_that_was_started_by_hand_has_the_name_of_its_address(guarded):
+    assert answer_of(header(signed("@127.0.0.1:8100", "/health", b"", method="GET")), "/health", method="GET")
+
+
+def test_a_changed_part_of_a_signature_is_refused(guarded, monkeypatch):
+    monkeypatch.setenv("MCORE_RL_SERVER", NAME)
+    for index in range(1, 5):
+        parts = signed().header.split(" ")
+        parts[index] = ("a" if parts[index][0] != "a" else "b") + parts[index][1:]
+        headers = [(b"authorization", " ".join(parts).encode())]
+        assert answer_of(headers, "/pause?mode=keep", body=BODY)[0]["status"] == 401
 
 
 @pytest.mark.parametrize("key", [None, ""])
@@ -157,16 +225,19 @@ def test_the_middleware_cannot_be_imported_without_a_key(key, monkeypatch):
 
 def test_servers_get_the_key_in_their_environment_alone(tmp_path):
     config = config_of(tmp_path)
-    config.generation.vllm.python.write_text('#!/bin/sh\necho "key=$VLLM_API_KEY" "$@"\n')
+    config.generation.vllm.python.write_text('#!/bin/sh\necho "key=$VLLM_API_KEY" "name=$MCORE_RL_SERVER" "$@"\n')
     place = ServerPlace(0, "127.0.0.1", config.generation.vllm.port)
-    service = VLLMServerProcesses(config, tmp_path / "logs", [place], KEY)
+    service = VLLMServerProcesses(config, tmp_path / "logs", [place], KEY, run="run")
     try:
         (url,) = service.urls
         assert service.why_ended(url, seconds=20) is not None
     finally:
         service.close()
     (log,) = (tmp_path / "logs").iterdir()
-    assert log.read_text().startswith(f"key={KEY} -m vllm") and log.read_text().count(KEY) == 1
+    assert (
+        log.read_text().startswith(f"key={KEY} name=run@127.0.0.1:{place.port} -m vllm")
+        and log.read_text().count(KEY) == 1
+    )
     command = server_command(config, place)
     assert command[command.index("--middleware") + 1] == "mcore_rl.models.generation.vllm.middleware.RunKey"
 
@@ -183,6 +254,59 @@ def test_a_key_on_the_command_line_is_refused(arguments, tmp_path):
 class Refusing(Stub):
     def do_GET(self):
         self.send_error(401)
+
+
+class Listening(BaseHTTPRequestHandler):
+    """Another program on the port of a server: it keeps what it gets, and answers well."""
+
+    def do_GET(self):
+        self.server.asked.append((dict(self.headers), self.rfile.read(int(self.headers.get("Content-Length", 0)))))
+        content = packed({"finish_reason": "stop", "weight_versions": [], "token_ids": np.zeros(0, np.int32)})
+        self.send_response(200)
+        self.send_header("MCORE-RL-Proof", "0" * 64)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_program_on_the_port_gets_no_key_and_is_not_believed(tmp_path):
+    config = config_of(tmp_path)
+    with pool_of(None, handler=Listening) as (pool, (stub,), dropped):
+        (server,) = pool.servers.values()
+        for ask in (check_server, lambda server, config: wait_until_ready(server, None, time.monotonic() + 60)):
+            with pytest.raises(UserError, match=rf"^generation\.vllm: {server.url} is another program, or a server"):
+                ask(server, config)
+        with pytest.raises(TrainingError, match="no vLLM server is left"):
+            pool.submit(GROUPS[0][0], PARAMS).result(20)
+        assert list(dropped) == [server.url] and len(stub.asked) >= 3
+        assert not [True for headers, body in stub.asked if KEY in str(headers) or KEY.encode() in body]
+
+
+def test_a_run_does_not_use_the_servers_of_another_run(tmp_path, monkeypatch):
+    """Both have one key, for example in VLLM_API_KEY."""
+
+    class Named(Stub):
+        def do_GET(self):
+            name = server_name(f"http://127.0.0.1:{self.server.server_port}", "other")
+            content = json.dumps({"error": {"message": name}}).encode()
+            self.send_response(200 if self.is_signed(name=name) else 421)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with pool_of(None, handler=Named) as (pool, _, _):
+        (url,) = pool.servers
+        VLLMServer(url, 1, KEY, run="other").get("/health", 20)
+        with pytest.raises(UserError, match=f"{url} is a server that another run has started for itself"):
+            wait_until_ready(VLLMServer(url, 1, KEY, run="own"), None, time.monotonic() + 60)
+        url = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(UserError, match=f"{url} leads to a server that calls itself 127.0.0.1:.*; use the URLs"):
+            wait_until_ready(VLLMServer(url, 1, KEY), None, time.monotonic() + 60)
 
 
 def test_a_server_with_another_key_is_told_at_the_start(tmp_path):

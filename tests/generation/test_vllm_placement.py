@@ -269,12 +269,35 @@ def test_a_server_that_ends_again_and_again_is_started_after_pauses(service, mon
         assert service.of.has_ended()
         server = service.of._servers[url]
         if pause:
+            server.started -= 1000.0  # the pause counts from its end
             assert service.of.start_ended() == []
+            server.ended -= pause
             server.started -= pause
         assert service.of.start_ended() == [url] and not service.of.has_ended()
     server.started -= vllm_server.STABLE_SECONDS
     service.of.end(url)
     assert service.of.start_ended() == [url] and server.starts == 1
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_after_a_pause(service, monkeypatch):
+    until(lambda: starts(service, 0) and starts(service, 1))
+    first, second = (place.url for place in service.places)
+    service.of.end(first, second)
+    failures = [OSError(11, "Resource temporarily unavailable")]
+    start = service.of._start
+
+    def fails_once(server):
+        if failures:
+            raise failures.pop()
+        start(server)
+
+    monkeypatch.setattr(service.of, "_start", fails_once)
+    assert service.of.start_ended() == [second]
+    assert service.said[0] == (
+        f"a vLLM server cannot be started again: {first}; [Errno 11] Resource temporarily unavailable"
+    )
+    service.of._servers[first].ended -= 5.0
+    assert service.of.start_ended() == [first]
 
 
 def test_a_dropped_server_is_ended_unless_it_was_started_again_since(service):

@@ -7,24 +7,13 @@ import time
 import pytest
 import torch
 from stand_in_vllm import calls, serving
-from vllm_cases import GROUPS, PARAMS, Stub, pool_of, train, well
+from vllm_cases import GROUPS, PARAMS, Well, pool_of, train, well
 from vllm_cases import root as root  # a fixture
 
 from mcore_rl.data.choices import RecordedChoice
 from mcore_rl.models.generation.interfaces import RequestError
 from mcore_rl.models.refit.transfer import FilledBucket, RefitGroups
 from mcore_rl.rollouts.samples import Rollout, to_batch
-
-
-class Well(Stub):
-    """A server whose health check succeeds, whatever happens to its requests."""
-
-    def do_GET(self):
-        assert self.path == "/health"
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
 
 REQUESTS = [request for group in GROUPS for request in group]
 BAD = 31

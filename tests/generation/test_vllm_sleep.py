@@ -3,13 +3,14 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ports import free_port
+from signed_handler import SignedHandler
 from vllm_cases import KEY, PARAMS, config_of
 
 from mcore_rl import platform
@@ -40,13 +41,14 @@ def generation_of(config):
         policy.events.append("connect")
         generation._is_connected = True
 
-    def refit(version):
+    def refit(version, lost):
+        assert lost == []
         policy.events.append(f"refit {version}")
         generation.weight_version = version
 
     server = SimpleNamespace(post=lambda path, body, seconds: policy.events.append(path))
-    generation._connect, generation._refit = connect, refit
-    generation._pool = SimpleNamespace(each=lambda call: call(server), close=list)
+    generation._connect, generation._refit, generation._drop_ended = connect, refit, list
+    generation._pool = SimpleNamespace(servers=[server], each=lambda call: call(server), close=list)
     return generation, policy.events
 
 
@@ -105,7 +107,7 @@ def test_servers_are_started_so_that_they_can(tmp_path, monkeypatch):
     assert flag in server_command(asleep, place) and flag not in server_command(awake, place)
 
 
-class Told(BaseHTTPRequestHandler):
+class Told(SignedHandler):
     def do_GET(self):
         answers = {"/v1/models": {"data": [{"max_model_len": 9999}]}, **self.server.answers}
         content = json.dumps(answers.get(self.path)).encode()

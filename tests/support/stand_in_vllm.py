@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from subprocess import PIPE, Popen
 from sys import executable
@@ -25,9 +25,11 @@ import torch
 from PIL import Image
 from ports import free_port
 from safetensors.torch import save_file
+from signed_handler import SignedHandler
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.models.generation.vllm.packed import ROUTE, pack
+from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE
 from mcore_rl.models.refit import shared_block, transfer
 from mcore_rl.models.refit.delta import RefusedUpdate
 from mcore_rl.models.refit.host_copy import HostCopy
@@ -249,17 +251,19 @@ def send_to_told_experts(model):
             module.register_forward_hook(hook_of(int(name.split(".")[2])))
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(SignedHandler):
     def do_GET(self):
-        self.reply(None)
+        self.reply(b"")
 
     def do_POST(self):
-        self.reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null"))
+        self.reply(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
-    def reply(self, body):
+    def reply(self, content):
         engine = self.server.engine
-        if self.path != "/health" and self.headers["Authorization"] != f"Bearer {os.environ['VLLM_API_KEY']}":
+        name = os.environ.get(NAME_VARIABLE, f"@{engine.options.host}:{engine.options.port}")
+        if not self.is_signed(content, name) and (self.path != "/health" or "Authorization" in self.headers):
             return self.send_error(401)
+        body = json.loads(content or "null")
         if self.path == "/sleep?level=1" and not engine.options.sleeps:
             return self.send_error(404)
         engine.count(self.path)

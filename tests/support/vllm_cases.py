@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import yaml
 from ports import free_port
 from programs import ROOT, SUPPORT, metrics_of, run
+from signed_handler import SignedHandler
 from small_models import make_model
 
 from mcore_rl.config import GRPOConfig, build_config
@@ -35,6 +36,16 @@ def root(tmp_path_factory):
         "    last = len(log) >= 4\n"
         "    reward = (sum(map(ord, log[-1]['content'])) % 7) / 4\n"
         "    return Step(reward, done=last, observation=None if last else ' more ')\n"
+        "calls = 0\n"
+        "def ending(log, record):\n"
+        "    import pathlib, psutil\n"
+        "    global calls\n"
+        "    directory = pathlib.Path(__file__).with_name('ending').read_text()\n"
+        "    calls += 1\n"
+        "    for process in psutil.process_iter() if calls in (16, 48) else ():\n"
+        "        if directory in ' '.join(process.cmdline()) and 'stand_in' in process.cmdline()[1]:\n"
+        "            process.kill()\n"
+        "    return twice(log, record)\n"
     )
     config = {
         "output_dir": str(root / "out"),
@@ -92,15 +103,16 @@ def packed(told):
     return pack({name: value for name, value in told.items() if name not in arrays}, arrays)
 
 
-class Stub(BaseHTTPRequestHandler):
+class Stub(SignedHandler):
     """Server stub whose response is the prompt's last token and the seed, in packed form; `server.behave` may refuse,
     or change entries of the answer. Subclasses may set `told`, further entries."""
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(content)
         self.server.asked.append(body)
         assert self.path == "/mcore_rl/generate"
-        assert self.headers["Authorization"] == f"Bearer {KEY}"
+        assert self.is_signed(content)
         status, change = self.server.behave(len(self.server.asked)) or (200, {})
         if status is None:  # cut the line
             return self.connection.close()
@@ -122,6 +134,16 @@ class Stub(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+class Well(Stub):
+    """A server whose health check succeeds, whatever happens to its requests."""
+
+    def do_GET(self):
+        assert self.path == "/health"
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
 
 @contextmanager

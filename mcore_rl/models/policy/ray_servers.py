@@ -199,7 +199,7 @@ class _Server:
 
         say = rank_zero_printer(True)
         self.service = VLLMServerProcesses(config, config.output_dir / SERVER_LOGS, [place], key, say)
-        wait_until_started(self.service, config, key)
+        wait_until_started(self.service, config)
         self.service.watch()
 
     def end(self) -> None:

@@ -26,6 +26,7 @@ from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.generation.vllm.answers import Answer, Request, decode_answer
 from mcore_rl.models.generation.vllm.images import ImageEncoder, with_single_tokens
 from mcore_rl.models.generation.vllm.packed import ROUTE
+from mcore_rl.models.generation.vllm.signing import PROOF, Signature, server_name
 from mcore_rl.models.megatron.families.mixtures import Experts
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ ATTEMPTS = 3
 BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
-UNAUTHORIZED, NOT_FOUND = 401, 404
+UNAUTHORIZED, NOT_FOUND, MISDIRECTED = 401, 404, 421
 KEPT_SECONDS = 3.0
 """Seconds for which an idle connection stays open. vLLM's servers close idle connections after 5 s. A request sent at
 that moment would fail as if the server had failed."""
@@ -56,7 +57,7 @@ class BusyError(ServerError):
 
 
 class WrongServerError(ServerError):
-    """A server does not use the weights that it was sent, or lacks a feature that this run needs."""
+    """A server does not use the weights that it was sent, lacks a feature that this run needs, or is another one."""
 
 
 class NoRouteError(RequestError):
@@ -81,10 +82,11 @@ class VLLMServer:
 
     Args:
         connections: maximum number of concurrent requests for responses.
-        key: the run's key, which each request carries.
+        key: the run's key, by which requests are signed.
         experts: description of the model's experts, if a response must contain, for each token, the experts that
             computed it; otherwise None.
         encoder: makes the parts of requests that contain images; None if no request has images.
+        run: id of the run that has started the server for itself; empty for any other server.
     """
 
     def __init__(
@@ -94,9 +96,10 @@ class VLLMServer:
         key: str,
         experts: Experts | None = None,
         encoder: ImageEncoder | None = None,
+        run: str = "",
     ) -> None:
         self.url, self.connections, self.experts, self.encoder = url, connections, experts, encoder
-        self._headers = {"Authorization": f"Bearer {key}"}
+        self._key, self._name = key, server_name(url, run)
 
     def get(self, path: str, seconds: float) -> Any:
         return asyncio.run(self._ask_once("GET", path, None, seconds))
@@ -126,28 +129,47 @@ class VLLMServer:
 
         Raises:
             ServerError: there is no answer within `seconds`, or the answer reports a failure.
-            WrongKeyError: the server does not accept the key.
+            WrongKeyError: the server has another key.
+            WrongServerError: another program answers.
             RequestError: the server rejects the request as invalid.
         """
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
-        url, headers = self.url + path, self._headers
+        url, sent = self.url + path, b"" if body is None else json.dumps(body).encode()
+        signature = Signature.of(self._key, self._name, method, path, sent)
+        headers = {"Authorization": signature.header, "Content-Type": "application/json"}
         try:
-            async with session.request(method, url, json=body, headers=headers, timeout=limits) as answer:
+            async with session.request(
+                method, url, data=sent or None, headers=headers, timeout=limits, allow_redirects=False
+            ) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:  # a TimeoutError is an OSError
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
-        if answer.status != 200:
-            raise self._failure(path, answer.status, content)
-        return content
+        has_proof = answer.headers.get(PROOF, "") == signature.proof(self._key)
+        if answer.status == 200 and has_proof:
+            return content
+        raise self._failure(path, answer.status, content, has_proof)
 
-    def _failure(self, path: str, status: int, content: bytes) -> Exception:
-        """Return the error of an answer with this status."""
-        if status == UNAUTHORIZED:
-            return WrongKeyError(f"{self.url} has another key than this run")
+    def _failure(self, path: str, status: int, content: bytes, has_proof: bool) -> Exception:
+        """Return the error of an answer with this status, with the server's proof or without."""
         try:
             told = _told(json.loads(content))
-        except ValueError:
+        except (ValueError, RecursionError):
             told = _told(content.decode(errors="replace"))
+        if status == UNAUTHORIZED:
+            return WrongKeyError(f"{self.url} has another key than this run")
+        if status == MISDIRECTED:
+            _, _, address = told.partition("@")
+            if address == self._name.partition("@")[2]:
+                return WrongServerError(f"{self.url} is a server that another run has started for itself")
+            return WrongServerError(
+                f"{self.url} leads to a server that calls itself {address}; use the URLs that `mcore-rl vllm-servers` "
+                "prints"
+            )
+        if not has_proof and status < 500:  # a server that fails may give none
+            return WrongServerError(
+                f"{self.url} is another program, or a server that `mcore-rl vllm-servers` has not started "
+                f"(status {status} without a proof of the key)"
+            )
         if status in BUSY:
             return BusyError(f"{self.url}{path}: status {status}: {told}")
         if status == NOT_FOUND:

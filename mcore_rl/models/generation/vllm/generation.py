@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
-from mcore_rl.distributed.collectives import all_ranks_true, broadcast_result, settle
+from mcore_rl.distributed.collectives import all_ranks_true, broadcast_result, gather_objects, settle
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
@@ -42,7 +43,7 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.megatron.generation import sampling_params_of
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm.answers import Request
-from mcore_rl.models.generation.vllm.client import ServerError, ServerPool, VLLMServer, WrongKeyError
+from mcore_rl.models.generation.vllm.client import ServerError, ServerPool, VLLMServer, WrongKeyError, WrongServerError
 from mcore_rl.models.generation.vllm.images import ImageEncoder
 from mcore_rl.models.generation.vllm.key import FILE, VARIABLE, run_key
 from mcore_rl.models.generation.vllm.placement import ServerPlace, describe_places, places_of_launch
@@ -121,18 +122,21 @@ class VLLMGeneration(StreamingGeneration):
         """
         if self._sleeps:
             self._make_room()
+        lost = list[str]()
         if not self._is_connected:
             self._connect()
-        elif self._sleeps:
-            self._start_ended()
+        else:
+            if self._sleeps:
+                self._start_ended()
+            lost = self._drop_ended()
         if weight_version is None:
             weight_version = 0 if self.weight_version is None else self.weight_version + 1
         if self._sleeps:
             self._on_first_rank(self._wake)
-        if weight_version != self.weight_version:
+        if weight_version != self.weight_version or lost:
             if self._sleeps:
                 self.policy.prepare_for_lp_inference()  # restores only the weights
-            self._refit(weight_version)
+            self._refit(weight_version, lost)
         if self._sleeps:
             self.policy.offload_after_refit()
         return True
@@ -289,12 +293,19 @@ class VLLMGeneration(StreamingGeneration):
     def _start(self, places: Sequence[ServerPlace]) -> None:
         """Start the servers of this node, and wait until they are ready."""
         say = rank_zero_printer(True)  # a node's own messages are printed there
-        self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS, places, self._key, say)
-        wait_until_started(self._service, self.config, self._key)
+        logs = self.config.output_dir / SERVER_LOGS
+        self._service = VLLMServerProcesses(self.config, logs, places, self._key, say, self._launch)
+        wait_until_started(self._service, self.config)
 
     def _server(self, url: str) -> VLLMServer:
         connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
-        return VLLMServer(url, connections, self._key, self._experts(), self._encoder)
+        return self._client(url, connections, self._experts(), self._encoder)
+
+    def _client(
+        self, url: str, connections: int = 1, experts: Experts | None = None, encoder: ImageEncoder | None = None
+    ) -> VLLMServer:
+        run = "" if self.config.generation.vllm.urls else self._launch  # empty if other runs may use the server too
+        return VLLMServer(url, connections, self._key, experts, encoder, run)
 
     def _experts(self) -> Experts | None:
         """Return the family's `experts` if servers must report the experts of each token; otherwise None."""
@@ -308,7 +319,7 @@ class VLLMGeneration(StreamingGeneration):
         """Wait until all servers answer the first rank; return False if one lacks sampling masks that the run needs."""
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
         for url in self._urls:
-            server = VLLMServer(url, 1, self._key)
+            server = self._client(url)
             wait_until_ready(server, self._service, deadline)
             check_server(server, self.config)
         return not self.params.keeps_mask or self._have_masks(self._urls)
@@ -319,7 +330,7 @@ class VLLMGeneration(StreamingGeneration):
         Raises:
             UserError: a server returns no masks, but the configuration requires them.
         """
-        servers = {url: VLLMServer(url, 1, self._key) for url in urls}
+        servers = {url: self._client(url) for url in urls}
         lacking = [url for url in urls if not _option(servers[url], "return_sampling_mask", False)]
         if not lacking:
             return True
@@ -367,7 +378,7 @@ class VLLMGeneration(StreamingGeneration):
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
         for url in service.start_ended():
             try:
-                wait_until_ready(VLLMServer(url, 1, self._key), service, deadline)
+                wait_until_ready(VLLMServer(url, 1, service.key, run=service.run), service, deadline)
             except UserError as error:
                 service.end(url)
                 rank_zero_printer(True)(f"{error}; the run continues without it")
@@ -388,7 +399,8 @@ class VLLMGeneration(StreamingGeneration):
     def _wake(self) -> None:
         """Wake all servers; an earlier run may have left them asleep. A server that is awake does nothing."""
         assert self._pool is not None
-        self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
+        if self._pool.servers:  # there are none for a moment if the only one was started again
+            self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
 
     def _put_to_sleep(self) -> None:
         assert self._pool is not None
@@ -396,15 +408,19 @@ class VLLMGeneration(StreamingGeneration):
 
     # ------------------------------------------------------------ weights
 
-    def _refit(self, version: int) -> None:
-        """Send the weights to the servers as version `version`."""
+    def _refit(self, version: int, lost: Sequence[str]) -> None:
+        """Send the weights to the servers as version `version`.
+
+        Args:
+            lost: servers that have ended (`_drop_ended`); the run waits for them if it has no other.
+        """
         self.weight_version = version
         if self._pool is not None:
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # all ranks must have the version before the first response with it arrives
         self._end_failed()
         assert self._weights is not None, "connected before"
-        if returned := self._on_first_rank(self._find_returned):
+        if returned := self._on_first_rank(partial(self._find_returned, is_waiting=bool(lost))):
             self._weights.connect(returned)
             if self._service is not None:
                 self._service.mark_used(returned)
@@ -414,28 +430,53 @@ class VLLMGeneration(StreamingGeneration):
                 self._pool.add(self._server(url))
             self._pool.settle(servers)
 
-    def _find_returned(self) -> list[str]:
+    def _find_returned(self, is_waiting: bool) -> list[str]:
         """Return the URLs of dropped servers that answer again, for example because they were started again.
 
         They get no requests before they have the weights.
+
+        Args:
+            is_waiting: whether to wait for one if no server is left.
         """
         assert self._pool is not None
         dropped = [url for url in self._urls if url not in self._pool.servers]
+        deadline, returned = time.monotonic() + self.config.generation.vllm.start_seconds, list[str]()
         with ThreadPoolExecutor(max(1, len(dropped))) as threads:
-            returned = [
-                url for url, is_ready in zip(dropped, threads.map(self._is_ready, dropped), strict=True) if is_ready
-            ]
+            while True:
+                ready = threads.map(self._is_ready, dropped)
+                returned = [url for url, is_ready in zip(dropped, ready, strict=True) if is_ready]
+                if returned or self._pool.servers or not is_waiting or time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS)
         for url in returned:
             self.say(f"a vLLM server answers again: {url}")
-            self._pool.add(VLLMServer(url, 0, self._key))
+            self._pool.add(self._client(url, 0))
         return returned
+
+    def _drop_ended(self) -> list[str]:
+        """Drop the servers that have ended since they got weights; return their URLs. Collective.
+
+        They have lost the weights, and their connections to the ranks. `_refit` takes them again.
+        """
+        checking = None if self._service is None else self._beside.submit(self._service.without_weights)
+        own = settle(checking, self.config.parallel.meeting_seconds) or []
+        ended = {url for of_rank in gather_objects(own) for url in of_rank}
+        if not ended:
+            return []
+        lost: list[str] = self._on_first_rank(lambda: sorted(ended.intersection(self.servers)))
+        for url in lost:
+            if self._pool is not None:
+                self._pool.drop(url, f"{url}: it has ended, and gets weights again when it is ready")
+        return lost
 
     def _is_ready(self, url: str) -> bool:
         """Return whether the server answers, and suits this run."""
-        server = VLLMServer(url, 0, self._key)
+        server = self._client(url)
         try:
             server.get("/health", RETURN_SECONDS)
             check_server(server, self.config)
+            if self._sleeps:
+                server.post("/wake_up", {}, self._refit_seconds)
         except (ServerError, TrainingError, UserError):
             return False
         return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
@@ -470,35 +511,48 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
         deadline: latest time, as a value of `time.monotonic`.
 
     Raises:
-        UserError: the server has ended, or does not answer before `deadline`.
+        UserError: the server has ended, does not answer before `deadline`, or is not one of this run.
     """
     while True:
+        reason: ServerError | None = None
         try:
             server.get("/health", CONTROL_SECONDS)
-            return
         except ServerError as error:
-            ended = service.why_ended(server.url) if service else None
-            if ended is not None:
-                raise UserError(f"generation.vllm: the server {server.url} did not start: {ended}") from None
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"generation.vllm: the server was not ready within generation.vllm.start_seconds: {error}"
-                ) from None
+            reason = error
+        # Also if it answers: it may be the server of another command with the same key, which has the port.
+        ended = service.why_ended(server.url) if service else None
+        if ended is not None:
+            taken = "; another generation.vllm.port may be free" if "address already in use" in ended.lower() else ""
+            raise UserError(f"generation.vllm: the server {server.url} did not start: {ended}{taken}")
+        if reason is None:
+            return
+        is_own = service is not None and server.url in service.urls  # then another program may use its port for now
+        if isinstance(reason, WrongServerError) and not is_own:
+            raise _as_user_error(reason)
+        if time.monotonic() > deadline:
+            raise UserError(f"generation.vllm: the server was not ready within generation.vllm.start_seconds: {reason}")
         time.sleep(POLL_SECONDS)
 
 
-def wait_until_started(service: VLLMServerProcesses, config: RLConfig, key: str) -> None:
-    """Wait until all servers that were started on this machine are ready.
+def _as_user_error(error: WrongServerError) -> UserError:
+    """Return the error for a server that is not one of this run, or has another key."""
+    if not isinstance(error, WrongKeyError):
+        return UserError(f"generation.vllm: {error}")
+    return UserError(
+        f"generation.vllm.urls: {error}; set the environment variable {VARIABLE} to the key in the file "
+        f"{SERVER_LOGS}/{FILE} of the servers' output_dir"
+    )
 
-    Args:
-        key: the run's key.
+
+def wait_until_started(service: VLLMServerProcesses, config: RLConfig) -> None:
+    """Wait until all servers that were started on this machine are ready.
 
     Raises:
         UserError: a server has ended, or is not ready within `generation.vllm.start_seconds`.
     """
     deadline = time.monotonic() + config.generation.vllm.start_seconds
     for url in service.urls:
-        wait_until_ready(VLLMServer(url, 1, key), service, deadline)
+        wait_until_ready(VLLMServer(url, 1, service.key, run=service.run), service, deadline)
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
@@ -508,11 +562,8 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
     """
     try:
         (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
-    except WrongKeyError:
-        raise UserError(
-            f"generation.vllm.urls: {server.url} has another key than this run; set the environment variable "
-            f"{VARIABLE} to the key in the file {SERVER_LOGS}/{FILE} of the servers' output_dir"
-        ) from None
+    except WrongServerError as error:
+        raise _as_user_error(error) from None
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
         raise UserError(

@@ -13,13 +13,16 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from mcore_rl.models.generation.vllm.key import VARIABLE
+from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE, PROOF, Signature
 
 OPEN = "/health"
 """The only route that needs no key."""
+UNAUTHORIZED, MISDIRECTED = 401, 421
 
+Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 if not os.environ.get(VARIABLE):
@@ -28,33 +31,81 @@ if not os.environ.get(VARIABLE):
 
 
 class RunKey:
-    """ASGI middleware that answers 401 unless a request has the header `Authorization: Bearer KEY`."""
+    """ASGI middleware that answers requests of those who have the key.
+
+    Requests of runs are signed (`signing`), and the answers have the server's proof. The status is 421 if such a
+    request is meant for another server. Other clients send the key: `Authorization: Bearer KEY`. The status is 401 for
+    all other requests.
+    """
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._expected = f"Bearer {os.environ[VARIABLE]}".encode()
+        self._key = os.environ[VARIABLE]
+        self._bearer = f"Bearer {self._key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # the server starts
             from mcore_rl.models.generation.vllm.answer_route import add_route  # imports vLLM
 
             add_route(scope["app"])
-        elif scope.get("path") != OPEN and not self._is_allowed(scope):
-            await _refuse(scope, send)
-            return
+            return await self.app(scope, receive, send)
+        told = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        signature = Signature.read(told[0].decode("latin-1")) if len(told) == 1 else None
+        if signature is not None and scope["type"] == "http":
+            return await self._answer_signed(signature, scope, receive, send)
+        if scope.get("path") != OPEN and not (len(told) == 1 and hmac.compare_digest(told[0], self._bearer)):
+            return await _refuse(scope, send, UNAUTHORIZED, "this server needs the run's key")
         await self.app(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        told = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-        return len(told) == 1 and hmac.compare_digest(told[0], self._expected)
+    async def _answer_signed(self, signature: Signature, scope: Scope, receive: Receive, send: Send) -> None:
+        query = scope.get("query_string", b"").decode("latin-1")
+        target = f"{scope['path']}?{query}" if query else scope["path"]
+        if not signature.is_valid(self._key, scope["method"], target):
+            return await _refuse(scope, send, UNAUTHORIZED, "the request is signed with another key")
+        own = os.environ.get(NAME_VARIABLE) or "@{}:{}".format(*scope["server"])
+        if signature.server != own:
+            return await _refuse(scope, send, MISDIRECTED, own)
+        body = await _body_of(receive)
+        if body is None:  # the client has left
+            return
+        if not signature.covers(body):
+            return await _refuse(scope, send, UNAUTHORIZED, "the request's body has been changed")
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        async def send_with_proof(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                proof = (PROOF.lower().encode(), signature.proof(self._key).encode())
+                message = {**message, "headers": [*message.get("headers", ()), proof]}
+            await send(message)
+
+        others = [pair for pair in scope["headers"] if pair[0].lower() != b"authorization"]
+        # vLLM demands the key itself on some routes.
+        scope = {**scope, "headers": [*others, (b"authorization", self._bearer)]}
+        await self.app(scope, receive_again, send_with_proof)
 
 
-async def _refuse(scope: Scope, send: Send) -> None:
+async def _body_of(receive: Receive) -> bytes | None:
+    """Return the body of a request; None if the client leaves before its end."""
+    parts, is_complete = list[bytes](), False
+    while not is_complete:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        is_complete = not message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
     if scope["type"] == "websocket":  # a close before the handshake becomes status 403
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = json.dumps({"error": {"message": "this server needs the run's key", "code": 401}}).encode()
+    body = json.dumps({"error": {"message": reason, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    if status == UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -18,9 +19,10 @@ from mcore_rl.config import ModelConfig, RLConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.key import VARIABLE
 from mcore_rl.models.generation.vllm.placement import ServerPlace
+from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE, server_name
 from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.model_directory import missing_files, vision_model_config
-from mcore_rl.utils.process_groups import GroupKeeper, end_groups
+from mcore_rl.utils.process_groups import GRACE_SECONDS, GroupKeeper, end_groups
 
 MODEL_NAME = "policy"
 MIDDLEWARE = "mcore_rl.models.generation.vllm.middleware.RunKey"
@@ -37,10 +39,12 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 ENDING_SECONDS = 1.0
 """Time that a server which does not answer any more gets to end by itself, so that it is known why."""
+PORT_SECONDS = GRACE_SECONDS + 10.0
+"""Time that a server of an earlier start gets to end, and to leave its port."""
 WATCH_SECONDS = 1.0
 """Seconds between two looks for servers that have ended."""
 PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)
-"""Seconds before a server that has ended is started again: the first time, the second time in a row, …"""
+"""Seconds from the end of a server to its next start: the first time, the second time in a row, …"""
 STABLE_SECONDS = 1800.0
 """A server that has run for this time begins a new row."""
 
@@ -123,7 +127,7 @@ class _Server:
 
     process: its process; None if it was ended and not started again.
     log_start: place in the log at which the output of `process` begins.
-    started: time of its last start; starts: number of starts in a row, see `PAUSES`.
+    started, ended: times of its last start and end; starts: number of starts in a row, see `PAUSES`.
     in_use: whether a run has used `process`, see `VLLMServerProcesses.end_used`.
     """
 
@@ -132,6 +136,7 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
     log_start: int = 0
     started: float = 0.0
+    ended: float = 0.0
     starts: int = 0
     in_use: bool = False
 
@@ -147,20 +152,29 @@ class VLLMServerProcesses:
         places: the places of the servers, which are all on this machine.
         key: the run's key. The servers get it in their environment, where only this user can read it.
         say: prints a message for the user.
+        run: id of the run, if the servers answer no other run; empty otherwise.
 
     Raises:
         UserError: a port is taken, or the model's directory is quantized.
     """
 
     def __init__(
-        self, config: RLConfig, logs: Path, places: Sequence[ServerPlace], key: str, say: PrintLine = silent
+        self,
+        config: RLConfig,
+        logs: Path,
+        places: Sequence[ServerPlace],
+        key: str,
+        say: PrintLine = silent,
+        run: str = "",
     ) -> None:
         _check_precision(config.model.path)
+        deadline = time.monotonic() + PORT_SECONDS
         for place in places:
-            _check_port(place)
+            _check_port(place, deadline, say)
         logs.mkdir(parents=True, exist_ok=True)
-        self.config, self._key, self._say = config, key, say
+        self.config, self.key, self.run, self._say = config, key, run, say
         self._keeper, self._lock, self._closed = GroupKeeper(), Lock(), Event()
+        self._starting = Lock()  # one thread at a time looks for servers that have ended
         self._servers = {place.url: _Server(place, logs / f"{place.host}_{place.port}.log") for place in places}
         for server in self._servers.values():
             self._start(server)
@@ -192,6 +206,7 @@ class VLLMServerProcesses:
             for server in (self._servers[url] for url in urls if url in self._servers):
                 if server.process is not None:
                     ending.append(server.process)
+                    server.ended = time.monotonic()
                 server.process = None
             processes = {process.pid: process for process in ending}
             end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
@@ -227,6 +242,10 @@ class VLLMServerProcesses:
 
         One that ends again and again is started after pauses.
         """
+        with self._starting:
+            return self._start_ended()
+
+    def _start_ended(self) -> list[str]:
         begun = list[str]()
         for url, server in self._servers.items():
             if self._say_if_ended(url):
@@ -236,15 +255,27 @@ class VLLMServerProcesses:
                     return begun
                 if server.process is not None:
                     continue
-                now = time.monotonic()
-                if now - server.started > STABLE_SECONDS:
+                if server.ended - server.started > STABLE_SECONDS:
                     server.starts = 0
-                if now - server.started < PAUSES[min(server.starts, len(PAUSES)) - 1]:
+                if time.monotonic() - server.ended < PAUSES[min(max(server.starts, 1), len(PAUSES)) - 1]:
                     continue
-                self._start(server)
-            self._say(f"a vLLM server is started again: {url}")
-            begun.append(url)
+                try:
+                    self._start(server)
+                except OSError as error:  # for example too many processes: tried again after the next pause
+                    server.starts, server.started = server.starts + 1, time.monotonic()
+                    server.ended = server.started
+                    said = f"a vLLM server cannot be started again: {url}; {error}"
+                else:
+                    said = f"a vLLM server is started again: {url}"
+                    begun.append(url)
+            self._say(said)
         return begun
+
+    def without_weights(self) -> list[str]:
+        """Return the URLs of the servers that have ended since the last `mark_used`, whether they run again or not."""
+        self.start_ended()
+        with self._lock:
+            return [url for url, server in self._servers.items() if server.process is None or not server.in_use]
 
     def _say_if_ended(self, url: str, seconds: float = 0.0) -> bool:
         """Print why a server has ended by itself, and return True; wait up to `seconds` for its end."""
@@ -270,7 +301,7 @@ class VLLMServerProcesses:
 
     def _start(self, server: _Server) -> None:
         command, environment = server_command(self.config, server.place), server_environment(self.config, server.place)
-        environment[VARIABLE] = self._key
+        environment |= {VARIABLE: self.key, NAME_VARIABLE: server_name(server.place.url, self.run)}
         with open(server.log, "ab") as log:
             server.log_start = log.tell()
             process = subprocess.Popen(
@@ -329,15 +360,26 @@ def _returns_masks(config: RLConfig) -> bool:
     return options.sampled_at_most is not None and (platform.has_gpu() or options.keep_sampling_mask is True)
 
 
-def _check_port(place: ServerPlace) -> None:
-    """Raise UserError if another program uses the port: that program would be mistaken for the new server."""
-    try:
-        socket.create_server((place.host, place.port)).close()
-    except OSError as error:
-        raise UserError(
-            f"generation.vllm.port: a server cannot listen on {place.host}:{place.port} ({error.strerror}); choose "
-            "another port"
-        ) from None
+def _check_port(place: ServerPlace, deadline: float, say: PrintLine) -> None:
+    """Raise UserError if the server cannot listen on its port. A port in use may become free until `deadline`."""
+    waits = False
+    while True:
+        try:
+            family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+            return socket.create_server((place.host, place.port), family=family).close()
+        except OSError as error:
+            is_taken = error.errno == errno.EADDRINUSE
+            if is_taken and time.monotonic() < deadline:
+                if not waits:
+                    say(f"port {place.port} is in use; waiting {PORT_SECONDS:g} s, as an earlier server may be ending")
+                waits = True
+                time.sleep(ENDING_SECONDS)
+                continue
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            remedy = "choose another generation.vllm.port" if is_taken else "the address must be one of this machine"
+            raise UserError(
+                f"generation.vllm: a server cannot listen on {place.host}:{place.port} ({why}); {remedy}"
+            ) from None
 
 
 def _last_error(printed: str) -> str:
