@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,6 +110,9 @@ class Watchdog:
             self._file.truncate()
             since = time.strftime("%Y-%m-%d %H:%M:%S", self._since)
             self._file.write(f"rank {self.rank}, {self.phase}, since {since}\n{self._own}")
+            # First, because faulthandler ends after 100 threads, of which the main thread is the last.
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            self._file.write(f"Main thread:\n{''.join(traceback.format_stack(main))}\n")
             self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)
 

@@ -60,14 +60,21 @@ def test_all_ranks_are_asked_over_the_store(tmp_path):
         assert (f"what each rank was doing is in {tmp_path / '1'}" in told) == (rank == 1)
 
 
-def test_a_process_that_is_alone_answers_too(tmp_path):
+@pytest.mark.parametrize("others", [0, 150])
+def test_a_process_that_is_alone_answers_too(others, tmp_path):
+    """The report has the main thread, whatever the number of other threads."""
+    ends = threading.Event()
+    threads = [threading.Thread(target=ends.wait, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
     watchdog.start(tmp_path / "stacks", 0)
     try:
         watchdog.enter("step 1: training")
         (tmp_path / "stacks" / "requested").touch()
-        name = "in test_a_process_that_is_alone_answers_too"  # the stacks of other threads come first
+        name = "in test_a_process_that_is_alone_answers_too"
         wait_for(lambda: name in (tmp_path / "stacks" / "rank_00000.txt").read_text())
     finally:
+        ends.set()
         watchdog.stop()
     assert not Path(tmp_path / "stacks").exists()
 
