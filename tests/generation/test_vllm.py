@@ -159,7 +159,7 @@ def test_the_servers_have_the_trainers_weights_after_every_step(run_, root, urls
     config = config_of(root, urls, *options)
     results = run_processes(follow, config, STEPS, world_size=processes, timeout=START_SECONDS)
     differences, outputs, said = results[0]
-    assert said == []
+    assert [line for line in said if not line.startswith("generating: ")] == []  # progress, on a slow machine
     assert torch.tensor(differences).max() < CLOSE, differences
     sampled = [tokens(out) for out, _ in outputs]
     assert all(a != b for a, b in itertools.pairwise(sampled)), "every update changed the answers"
@@ -229,7 +229,7 @@ def test_servers_of_other_families_have_the_trainers_weights(family, sizes, root
     with Serving(root, f"model.path={path}") as serving:
         config = config_of(root, serving.urls, f"model.path={path}")
         ((differences, outputs, said),) = run_processes(follow, config, 2, world_size=1, timeout=START_SECONDS)
-    assert said == []
+    assert [line for line in said if not line.startswith("generating: ")] == []  # progress, on a slow machine
     assert torch.tensor(differences).max() < CLOSE, differences
     assert all(a != b for a, b in itertools.pairwise(tokens(out) for out, _ in outputs))
 
