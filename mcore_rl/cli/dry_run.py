@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -35,13 +36,16 @@ GPUS_PER_NODE = 8
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
-def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
+def run_dry(
+    given: TrainingConfig, record: Path | None = None, replay: Path | None = None, per_node: int | None = None
+) -> None:
     """Run all checks of a run, without training; print a description of the run on rank 0.
 
     Models are checked, and memory is estimated, for a run on GPUs, even if this machine has none.
 
     Args:
         given: the configuration. Its values may still be `auto`.
+        per_node: number of processes of each node; None if it is not known.
 
     Raises:
         UserError: a check fails.
@@ -51,7 +55,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if has_only_config(config.model.path):
         if torchrun.rank() == 0:
             check_models(on_gpu)
-            for line in chain(describe_servers(on_gpu, world_size), describe_plan(on_gpu, world_size)):
+            for line in chain(describe_servers(on_gpu, world_size, per_node), describe_plan(on_gpu, world_size)):
                 print(line, flush=True)
         return
     if given.model.transformer_impl == "local" or find_spec("transformer_engine") is None:
@@ -63,7 +67,7 @@ def run_dry(given: TrainingConfig, record: Path | None = None, replay: Path | No
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    servers = [] if replay and config.data.validation is None else describe_servers(on_gpu, world_size)
+    servers = [] if replay and config.data.validation is None else describe_servers(on_gpu, world_size, per_node)
     for line in chain(inputs.checkpoints[1], servers, describe_run(config, on_gpu, inputs, steps, world_size)):
         print(line, flush=True)
     written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
@@ -87,10 +91,14 @@ def _for_this_machine(given: TrainingConfig) -> TrainingConfig:
     return given.model_copy(update={"model": without})
 
 
-def describe_servers(config: TrainingConfig, world_size: int) -> Iterator[str]:
+def describe_servers(config: TrainingConfig, world_size: int, per_node: int | None = None) -> Iterator[str]:
     """Yield lines about the vLLM servers of a run: node, address, port and GPUs of each.
 
     The nodes have as many GPUs as torch finds on this machine or, if it finds none, `GPUS_PER_NODE`.
+
+    Args:
+        per_node: number of processes of each node. None if it is not known: one for each GPU is assumed, and if the
+            servers do not fit then, a warning names a number with which they do.
 
     Raises:
         UserError: the servers do not fit on nodes like this machine.
@@ -101,14 +109,36 @@ def describe_servers(config: TrainingConfig, world_size: int) -> Iterator[str]:
         yield f"vLLM's servers: {counted(len(urls), 'server')}, which must run already: {', '.join(urls)}"
         return
     found = len(platform.gpu_names())
-    nodes = planned_nodes(world_size, found or GPUS_PER_NODE)
-    kind = f"{counted(len(nodes), 'node')} of {counted(found or GPUS_PER_NODE, 'GPU')}"
+    gpus = found or GPUS_PER_NODE
+    nodes = planned_nodes(world_size, gpus, per_node)
+    kind = f"{counted(len(nodes), 'node')} of {counted(gpus, 'GPU')}"
+    if per_node not in (None, gpus):
+        kind += f" with {counted(per_node, 'process', 'processes')}{' each' if len(nodes) > 1 else ''}"
     try:
         yield from describe_places(place_servers(config, with_host(config, nodes)), f"vLLM's servers on {kind}")
     except UserError as error:
-        if found:
+        fitting = _fitting_processes(config, world_size, gpus) if per_node is None else None
+        if found and fitting is None:
             raise
-        yield f"warning: on {kind}, this run would be refused: {error}"
+        assumed = (
+            ""
+            if fitting is None
+            else (
+                f" (this assumes a process on each GPU; with {fitting} on each node, the servers would fit: "
+                f"--dry-run {world_size // fitting}x{fitting})"
+            )
+        )
+        yield f"warning: on {kind}, this run would be refused: {error}{assumed}"
+
+
+def _fitting_processes(config: RLConfig, world_size: int, gpus: int) -> int | None:
+    """Return the largest number of processes of each node with which the servers fit; None if there is none."""
+    for per_node in range(min(gpus, world_size), 0, -1):
+        if world_size % per_node == 0:
+            with suppress(UserError):
+                place_servers(config, with_host(config, planned_nodes(world_size, gpus, per_node)))
+                return per_node
+    return None
 
 
 def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mcore_rl.cli.plan import describe_layouts
 from mcore_rl.config import TrainingConfig, build_config, changed_values, laid_over, read_overridable, resolved_yaml
@@ -115,8 +115,8 @@ def run_script(
     for option, key in KEYS_OF_OPTIONS.items():
         parser.add_argument(f"--{option}", metavar="PATH", help=f"the same as {key}=PATH")
     parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="print this help, or a section's")
-    dry_run = "check all inputs, print the plan for N processes, and stop"
-    parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
+    dry_run = "check all inputs, print the plan for N processes, and stop; 4x8: for 4 nodes with 8 processes each"
+    parser.add_argument("--dry-run", nargs="?", type=_planned, const=_Planned(world_size()), metavar="N", help=dry_run)
     shown = "print the changed values, then every value, and stop"
     parser.add_argument("--print-config", action="store_true", help=shown)
     for name, purpose in file_options.items():
@@ -126,7 +126,7 @@ def run_script(
     with exit_on_error():
         config, source = _configuration(algorithm, config_type, parsed)
         if parsed.dry_run and not is_launched():
-            set_world_size(parsed.dry_run)
+            set_world_size(parsed.dry_run.processes)
         if parsed.print_config:
             show(_printed(config))
             return
@@ -143,7 +143,7 @@ def run_script(
         if config.dry_run:
             from mcore_rl.cli.dry_run import run_dry  # imports the simulator, which training does not need
 
-            run_dry(config, **paths)
+            run_dry(config, **paths, per_node=_processes_of_each_node(parsed.dry_run))
         else:
             train(resolve(config), **paths)
         flush_output()
@@ -169,6 +169,33 @@ def _threads_spin() -> Iterator[None]:
         yield
     finally:
         del os.environ["GOMP_SPINCOUNT"]
+
+
+class _Planned(NamedTuple):
+    """The processes of a dry run: the number of all, and that of each node; None if it is not known."""
+
+    processes: int
+    per_node: int | None = None
+
+
+def _planned(text: str) -> _Planned:
+    """Parse the argument of `--dry-run`: N processes, or NODESxN."""
+    numbers = [whole_number(part) for part in text.split("x")]
+    match numbers:
+        case [int(processes)] if processes:
+            return _Planned(processes)
+        case [int(nodes), int(per_node)] if nodes and per_node:
+            return _Planned(nodes * per_node, per_node)
+    raise argparse.ArgumentTypeError(
+        f"must be a whole number of at least 1, or nodes and processes of each such as 4x8, got {text[:80]!r}"
+    )
+
+
+def _processes_of_each_node(planned: _Planned | None) -> int | None:
+    """Return the number of processes of each node if torchrun or the argument of `--dry-run` tells it."""
+    if is_under_torchrun():
+        return local_world_size()
+    return None if planned is None else planned.per_node
 
 
 def _with_processes(arguments: Sequence[str]) -> list[str]:

@@ -137,6 +137,8 @@ WRONG = [
     (["train", "sft", "nowhere.yaml", "--dry-run", "seed=1"], "error: nowhere.yaml: cannot be read"),
     (["train", "sft", "--dry-run", "model.path=m"], "error: give a configuration file, or --model and --data"),
     (["train", "sft", "c.yaml", "--dry-run", "0"], "error: argument --dry-run: must be a whole number of at least 1"),
+    (["train", "sft", "c.yaml", "--dry-run", "4x0"], "error: argument --dry-run: must be a whole number of at least 1"),
+    (["train", "sft", "c.yaml", "--dry-run", "2x2x2"], "error: argument --dry-run: must be a whole number .*as 4x8"),
 ]
 
 
@@ -293,7 +295,7 @@ def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     options = f"model.path={tmp_path / 'plan'}", f"data.train={tmp_path / 'chat.jsonl'}", f"output_dir={tmp_path / 'o'}"
     tp = "parallel.tensor_model_parallel_size=2"
-    done = forked("train", "sft", str(config), "--dry-run", "64", tp, "data.max_sequence_length=48", *options)
+    done = forked("train", "sft", str(config), "--dry-run", "16x4", tp, "data.max_sequence_length=48", *options)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "64 processes: tensor 2 x context 1 x data 32 x pipeline 1" in lines
@@ -302,6 +304,26 @@ def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path
     assert not (tmp_path / "o").exists()
     refused = forked("train", "sft", str(config), *options)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+
+
+@pytest.mark.parametrize("processes", ["2x4", "8"])
+def test_dry_run_places_servers_for_nodes_of_so_many_processes(processes, config, tmp_path):
+    (tmp_path / "plan").mkdir()
+    shutil.copy(config.parent / "model" / "config.json", tmp_path / "plan" / "config.json")
+    values = {
+        "output_dir": str(tmp_path / "o"), "model": {"path": str(tmp_path / "plan")},
+        "data": {"train": str(tmp_path / "d.jsonl")}, "grpo": {"num_prompts_per_step": 8, "max_new_tokens": 8},
+        "generation": {"backend": "vllm", "vllm": {"python": sys.executable, "tensor_parallel_size": 4}},
+    }  # fmt: skip
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values))
+    done = forked("train", "grpo", str(tmp_path / "grpo.yaml"), "--dry-run", processes, "data.max_sequence_length=48")
+    assert done.returncode == 0, done.stderr
+    if processes == "2x4":
+        assert "vLLM's servers on 2 nodes of 8 GPUs with 4 processes each: 2 servers" in done.stdout.splitlines()
+    else:
+        assert "warning: on 1 node of 8 GPUs, this run would be refused: " in done.stdout
+        assert "the servers would fit: --dry-run 2x4)" in done.stdout
 
 
 @pytest.mark.exhaustive

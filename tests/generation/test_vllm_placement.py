@@ -192,9 +192,31 @@ def test_tables_of_the_documentation_are_those_of_dry_runs(tmp_path, monkeypatch
         assert "\n".join(lines) in page
     (warning,) = describe_servers(seventy, 64)
     assert warning.startswith("warning: on 8 nodes of 8 GPUs, this run would be refused: generation.vllm: servers need")
+    assert warning.endswith("with 4 on each node, the servers would fit: --dry-run 16x4)")
     monkeypatch.setattr(platform, "gpu_names", lambda: EIGHT)
+    assert list(describe_servers(seventy, 64)) == [warning]
     with pytest.raises(UserError, match="servers need GPUs, but 8 nodes with 8 GPUs"):
-        list(describe_servers(seventy, 64))
+        list(describe_servers(seventy, 64, per_node=8))
+
+
+def test_a_dry_run_places_servers_for_the_processes_of_each_node(tmp_path, monkeypatch):
+    """Four of eight GPUs train; a total alone counts as full nodes, and is refused only if no other division fits."""
+    monkeypatch.setattr(platform, "gpu_names", lambda: EIGHT)
+    config = config_with(tmp_path, tensor_parallel_size=4)
+    assert list(describe_servers(config, 16, per_node=4)) == [
+        "vLLM's servers on 4 nodes of 8 GPUs with 4 processes each: 4 servers",
+        "  node  address  port  GPUs",
+        *(f"  {node}     node{node}    8100  4,5,6,7" for node in range(4)),
+    ]
+    (warning,) = describe_servers(config, 16)
+    assert warning.startswith("warning: on 2 nodes of 8 GPUs, this run would be refused: generation.vllm: servers need")
+    assert warning.endswith("with 4 on each node, the servers would fit: --dry-run 4x4)")
+    (_, _, row) = describe_servers(config_with(tmp_path, offload=True, tensor_parallel_size=2), 2, per_node=2)
+    assert row.split() == ["0", "127.0.0.1", "8100", "0,1"]
+    for offload, size, processes, per_node in ((False, 4, 16, 8), (True, 3, 16, None)):
+        with pytest.raises(UserError, match=r"generation\.vllm"):
+            list(describe_servers(config_with(tmp_path, offload, tensor_parallel_size=size), processes, per_node))
+    assert [node.trained_on for node in planned_nodes(3, 2, processes_per_node=3)] == [("0", "1", "0")]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

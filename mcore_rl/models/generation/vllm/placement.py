@@ -269,12 +269,16 @@ def with_host(config: RLConfig, nodes: Sequence[Node]) -> list[Node]:
     return [replace(node, host=host) for node in nodes]
 
 
-def planned_nodes(world_size: int, gpus_per_node: int) -> list[Node]:
-    """Return nodes of `gpus_per_node` GPUs for `world_size` training processes, one process a GPU."""
-    names = tuple(map(str, range(gpus_per_node)))
-    starts = range(0, world_size, gpus_per_node)
+def planned_nodes(world_size: int, gpus_per_node: int, processes_per_node: int | None = None) -> list[Node]:
+    """Return nodes of `gpus_per_node` GPUs for `world_size` training processes.
+
+    Args:
+        processes_per_node: processes of each node, which share GPUs if they are more; None for one on each GPU.
+    """
+    names, each = tuple(map(str, range(gpus_per_node))), processes_per_node or gpus_per_node
+    starts = range(0, world_size, each)
     hosts = [LOOPBACK] if len(starts) == 1 else [f"node{index}" for index in range(len(starts))]
     return [
-        Node(host, names, names[: min(gpus_per_node, world_size - start)], start)
+        Node(host, names, tuple(names[n % gpus_per_node] for n in range(min(each, world_size - start))), start)
         for host, start in zip(hosts, starts, strict=True)
     ]
