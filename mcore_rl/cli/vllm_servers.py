@@ -20,7 +20,7 @@ from mcore_rl.config.rl import LOOPBACK, SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.placement import Node, ServerPlace, describe_places, place_servers, with_host
 from mcore_rl.run.preflight import check_vllm
-from mcore_rl.utils.console import quiet_libraries, rank_zero_printer
+from mcore_rl.utils.console import counted, quiet_libraries, rank_zero_printer
 from mcore_rl.utils.model_directory import check_model_directory
 
 DESCRIPTION = (
@@ -40,7 +40,7 @@ def vllm_servers(arguments: Sequence[str], prog: str) -> None:
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="program of the file (grpo)")
     parser.add_argument("--hosts", type=_hosts, metavar="HOST,…", help="addresses of all nodes with servers")
     parser.add_argument("--node-rank", type=int, metavar="N", help="index of this node in --hosts (SLURM_NODEID, or 0)")
-    gpus = "GPUs of each node that servers may use; default: those that torch finds on this node"
+    gpus = "GPUs of each node that servers may use, at most those of this node; default: those that torch finds here"
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help=gpus)
     parser.add_argument("--print-urls", action="store_true", help="print the servers' addresses, and stop")
     parser.add_argument("--dry-run", action="store_true", help="check the configuration, print the table, and stop")
@@ -54,6 +54,8 @@ def vllm_servers(arguments: Sequence[str], prog: str) -> None:
         if parsed.print_urls:
             return print(_as_override([place.url for place in places]))
         own = None if parsed.dry_run else _node_rank(parsed.node_rank, len(parsed.hosts or [LOOPBACK]))
+        if own is not None:
+            _check_gpus(parsed.gpus_per_node)
         check_model_directory(config.model.path)
         check_vllm(config)
         show("\n".join(describe_places(places)))
@@ -83,12 +85,24 @@ def _node_rank(given: int | None, nodes: int) -> int:
     return rank
 
 
+def _check_gpus(wanted: int | None) -> None:
+    """Raise UserError if servers shall use more GPUs than torch finds on this node: the others may be another job's."""
+    found = len(platform.gpu_names())
+    if wanted is not None and wanted > found:
+        raise UserError(
+            f"--gpus-per-node {wanted}: torch finds {counted(found, 'GPU') if found else 'no GPU'} on this node, and "
+            "other GPUs may belong to other jobs; "
+            + (f"give {found} at most" if found else "leave it out to start servers on the CPU")
+        )
+
+
 def places_on_hosts(config: RLConfig, hosts: list[str] | None, gpus_per_node: int | None) -> list[ServerPlace]:
     """Return the places of the servers on all nodes.
 
     Args:
         hosts: addresses of the nodes; None for this node alone.
-        gpus_per_node: number of GPUs of each node; None for as many as torch finds on this node.
+        gpus_per_node: number of GPUs of each node; None for as many as torch finds on this node. If it is larger, the
+            places are those of other nodes, whose GPUs are counted from 0.
     """
     names = platform.gpu_names()
     if gpus_per_node is not None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 import yaml
 from ports import free_port
-from programs import ROOT, metrics_of
+from programs import ROOT, SUPPORT, metrics_of
 from recipes import LARGE, PROCESSES, shrunk_run
 from small_models import make_model
 from stand_in_vllm import calls
@@ -73,8 +73,13 @@ def cluster(tmp_path_factory):
     (root / "venv" / "bin").mkdir(parents=True)
     (root / "names").mkdir()
     (root / "venv" / "bin" / "activate").write_text(f'PATH="{root}/venv/bin:$PATH"\n')
-    # Two lines stand for the cluster's name service: both nodes are this machine.
-    program(root / "venv" / "bin" / "mcore-rl", f'exec {sys.executable} -m mcore_rl "${{@/#node?:/127.0.0.1:}}"')
+    # Two lines stand for the cluster's name service: both nodes are this machine. Servers count Slurm's GPUs.
+    counting = f'{SUPPORT / "on_gpus.py"} "${{PROCESSES_PER_NODE:-2}}" 127.0.0.1 "$@"'
+    program(
+        root / "venv" / "bin" / "mcore-rl",
+        f'[ "$1" != vllm-servers ] || exec {sys.executable} {counting}\n'
+        f'exec {sys.executable} -m mcore_rl "${{@/#node?:/127.0.0.1:}}"',
+    )
     program(root / "names" / "getent", "echo 127.0.0.1 $2")
     program(root / "venv" / "bin" / "python", f'exec {sys.executable} "$@"')
     with pytest.MonkeyPatch.context() as patch:

@@ -42,8 +42,8 @@ def servers(words):
     A machine without GPUs refuses to start servers for `model.moe_router_replay`, as vLLM's build for the CPU cannot
     report experts. The servers get the key as false: the stand-in has an option of its own for it.
     """
-    command = ["-m", "mcore_rl", "vllm-servers", "--hosts", "127.0.0.2", "--gpus-per-node", PROCESSES, *words]
-    command.append("model.moe_router_replay=false")
+    command = ["-m", "on_gpus", PROCESSES, "127.0.0.2", "vllm-servers", "--hosts", "127.0.0.2"]
+    command += ["--gpus-per-node", PROCESSES, *words, "model.moe_router_replay=false"]
     printed = run_forked([*command, "--print-urls"], environment(), cwd=ROOT)
     assert printed.returncode == 0, printed.stderr
     serving = ForkedProgram(command, environment(), cwd=ROOT)

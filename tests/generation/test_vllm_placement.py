@@ -16,6 +16,7 @@ from small_models import make_model
 from vllm_cases import KEY, config_of
 
 from mcore_rl import platform
+from mcore_rl.cli import entry_point
 from mcore_rl.cli.dry_run import describe_servers
 from mcore_rl.cli.vllm_servers import places_on_hosts, vllm_servers
 from mcore_rl.errors import UserError
@@ -235,6 +236,43 @@ def test_the_command_prints_the_table_or_the_addresses(algorithm, tmp_path, caps
     vllm_servers([*words, "--print-urls"], "mcore-rl vllm-servers")
     assert capsys.readouterr().out == "generation.vllm.urls=[http://10.0.0.1:8100,http://10.0.0.2:8100]\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch, capsys):
+    """A function that calls `mcore-rl vllm-servers` with a configuration; return its exit status and its last words."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    def call(*words, **vllm):
+        config = {
+            "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")},
+            "data": {"train": "d.jsonl"}, "grpo": {"max_new_tokens": 8},
+            "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
+        }  # fmt: skip
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+        with pytest.raises(SystemExit) as end:
+            vllm_servers([str(tmp_path / "c.yaml"), *words], "mcore-rl vllm-servers")
+        return end.value.code, capsys.readouterr().err.splitlines()[-1:]
+
+    monkeypatch.setattr(entry_point.os, "_exit", leave)
+    return call
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_gpus_that_torch_does_not_find_are_refused_on_this_node(found, ended, monkeypatch):
+    """The GPUs 2 and 3 may be those of another job."""
+    monkeypatch.setattr(platform, "gpu_names", lambda: EIGHT[:found])
+    for words in ([], ["--hosts", "10.0.0.1"], ["--hosts", "10.0.0.1,10.0.0.2", "--node-rank", "1"]):
+        status, (told,) = ended("--gpus-per-node", "4", *words)
+        assert status == 2
+        assert told.startswith(
+            f"error: --gpus-per-node 4: torch finds {'2 GPUs' if found else 'no GPU'} on this node, and other GPUs may "
+            f"belong to other jobs; {'give 2 at most' if found else 'leave it out'}"
+        )
+    if found:
+        assert "model.path" in ended("--gpus-per-node", "2")[1][0]  # the check after this one
 
 
 # ------------------------------------------------------------ servers that end
