@@ -16,6 +16,7 @@ from mcore_rl import platform
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error, show
 from mcore_rl.cli.train import load_for
 from mcore_rl.config import RLConfig
+from mcore_rl.config.base import whole_number
 from mcore_rl.config.rl import LOOPBACK, SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.placement import Node, ServerPlace, describe_places, place_servers, with_host
@@ -79,9 +80,14 @@ def _node_rank(given: int | None, nodes: int) -> int:
     of_slurm = os.environ.get("SLURM_NODEID", "")
     if given is None and nodes > 1 and not of_slurm:
         raise UserError(f"--node-rank: is missing; --hosts names {nodes} nodes, so give this node's index, from 0 on")
-    rank = given if given is not None else int(of_slurm) if nodes > 1 else 0
-    if not 0 <= rank < nodes:
-        raise UserError(f"--node-rank {rank}: --hosts names {nodes} nodes, with the indices 0 to {nodes - 1}")
+    if given is None and nodes == 1:
+        return 0
+    rank, told = given, f"--node-rank {given}"
+    if rank is None:
+        rank, told = whole_number(of_slurm), f"the environment variable SLURM_NODEID={of_slurm}"
+    if rank is None or not 0 <= rank < nodes:
+        remedy = "" if given is not None else "; give this node's index as --node-rank"
+        raise UserError(f"{told}: --hosts names {counted(nodes, 'node')}, with the indices 0 to {nodes - 1}{remedy}")
     return rank
 
 
@@ -103,7 +109,15 @@ def places_on_hosts(config: RLConfig, hosts: list[str] | None, gpus_per_node: in
         hosts: addresses of the nodes; None for this node alone.
         gpus_per_node: number of GPUs of each node; None for as many as torch finds on this node. If it is larger, the
             places are those of other nodes, whose GPUs are counted from 0.
+
+    Raises:
+        UserError: the servers do not fit; or `generation.vllm.host` is another address than that of `hosts`.
     """
+    host = config.generation.vllm.host
+    if host is not None and hosts and hosts != [host]:
+        raise UserError(
+            f"generation.vllm.host={host}: --hosts gives other addresses to servers ({','.join(hosts)}); leave one out"
+        )
     names = platform.gpu_names()
     if gpus_per_node is not None:
         names = names[:gpus_per_node] if len(names) >= gpus_per_node else tuple(map(str, range(gpus_per_node)))

@@ -260,6 +260,40 @@ def ended(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.parametrize(
+    ("slurm", "words", "message"),
+    [
+        (
+            "2",
+            [],
+            "the environment variable SLURM_NODEID=2: --hosts names 2 nodes, with the indices 0 to 1; give this ",
+        ),
+        (
+            "x",
+            [],
+            "the environment variable SLURM_NODEID=x: --hosts names 2 nodes, with the indices 0 to 1; give this ",
+        ),
+        ("1", ["--node-rank", "2"], "--node-rank 2: --hosts names 2 nodes, with the indices 0 to 1 "),
+        ("", [], "--node-rank: is missing; --hosts names 2 nodes"),
+    ],
+)
+def test_a_wrong_index_of_a_node_is_told_with_its_source(slurm, words, message, ended, monkeypatch):
+    monkeypatch.setenv("SLURM_NODEID", slurm)
+    status, (told,) = ended("--hosts", "10.0.0.1,10.0.0.2", *words)
+    assert status == 2 and f"{told} ".startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("hosts", ["10.0.0.2", "10.0.0.1,10.0.0.2"])
+def test_an_address_of_the_configuration_and_others_of_the_command_are_refused(hosts, ended, tmp_path, capsys):
+    status, (told,) = ended("--hosts", hosts, "--print-urls", host="10.0.0.1")
+    assert status == 2
+    assert told == (
+        f"error: generation.vllm.host=10.0.0.1: --hosts gives other addresses to servers ({hosts}); leave one out"
+    )
+    vllm_servers([str(tmp_path / "c.yaml"), "--hosts", "10.0.0.1", "--print-urls"], "mcore-rl vllm-servers")
+    assert capsys.readouterr().out == "generation.vllm.urls=[http://10.0.0.1:8100]\n"
+
+
 @pytest.mark.parametrize("found", [0, 2])
 def test_gpus_that_torch_does_not_find_are_refused_on_this_node(found, ended, monkeypatch):
     """The GPUs 2 and 3 may be those of another job."""
