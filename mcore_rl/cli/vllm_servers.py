@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 
@@ -140,7 +141,8 @@ def _serve(config: RLConfig, own: Sequence[ServerPlace], urls: Sequence[str]) ->
     from mcore_rl.models.generation.vllm.key import run_key
     from mcore_rl.models.generation.vllm.server import WATCH_SECONDS, VLLMServerProcesses
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SystemExit, unlike other exceptions, leaves event loops, in which the signal may arrive.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     say = rank_zero_printer(True)
     logs = config.output_dir / SERVER_LOGS
     key = run_key(logs)

@@ -7,10 +7,12 @@ import sys
 import time
 from contextlib import closing
 
+import psutil
 import pytest
 import yaml
+from forked_programs import ForkedProgram
 from ports import free_port
-from programs import ROOT
+from programs import ROOT, SUPPORT
 from recipes import LARGE, RECIPES, read_recipe
 from small_models import make_model
 from vllm_cases import KEY, config_of
@@ -33,6 +35,7 @@ from mcore_rl.models.generation.vllm.placement import (
 from mcore_rl.models.generation.vllm.server import VLLMServerProcesses
 
 EIGHT = tuple("01234567")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def nodes_of(*trained_on, gpus=EIGHT):
@@ -392,6 +395,45 @@ def test_a_server_that_cannot_be_started_again_is_tried_after_a_pause(service, m
     )
     service.of._servers[first].ended -= 5.0
     assert service.of.start_ended() == [first]
+
+
+HEALTH = """\
+import os, sys
+from http.server import HTTPServer
+sys.path.insert(0, "{support}")
+from signed_handler import SignedHandler
+class Handler(SignedHandler):
+    def do_GET(self):
+        self.send_response({status}); self.send_header("Content-Length", "0"); self.end_headers()
+        open("{path}/asked", "w").write(str(os.getpid()))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "health", "status"), [(signal.SIGTERM, 200, 143), (signal.SIGTERM, 503, 143), (signal.SIGINT, 200, 130)]
+)
+def test_the_command_ends_its_servers_and_tells_the_signal_by_its_status(number, health, status, tmp_path):
+    """Also while it waits for a server that is not ready (503)."""
+    make_model("qwen2", tmp_path / "model")
+    (tmp_path / "health.py").write_text(HEALTH.format(status=health, path=tmp_path, support=SUPPORT))
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/health.py "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    config = {
+        "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"},
+        "grpo": {"max_new_tokens": 8},
+        "generation": {"vllm": {"python": str(tmp_path / "python"), "port": free_port()}},
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    program = ForkedProgram(["-m", "mcore_rl", "vllm-servers", tmp_path / "c.yaml"], ENVIRONMENT, cwd=ROOT)
+    try:
+        until(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
+        program.send_signal(number)
+        program.communicate(30)
+        assert program.returncode == status
+        assert not psutil.pid_exists(int((tmp_path / "asked").read_text()))
+    finally:
+        program.kill()
 
 
 def test_a_dropped_server_is_ended_unless_it_was_started_again_since(service):
