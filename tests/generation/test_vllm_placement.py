@@ -142,7 +142,7 @@ def test_ports_end_at_the_last_one(tmp_path):
 def test_a_node_without_an_address_for_the_others_is_named(monkeypatch):
     told = [((0, "a"), "10.0.0.1", (), None), ((1, "b"), "", (), None)]
     monkeypatch.setattr(placement, "gather_objects", lambda own: told)
-    with pytest.raises(UserError, match="the node b has no IPv4 address towards MASTER_ADDR=127"):
+    with pytest.raises(UserError, match="the node b has no address towards MASTER_ADDR=127"):
         placement.nodes_of_launch()
     monkeypatch.setattr(placement, "gather_objects", lambda own: told[1:] * 2)
     assert [(node.host, node.first_rank) for node in placement.nodes_of_launch()] == [("127.0.0.1", 0)]
@@ -158,6 +158,30 @@ def test_nodes_on_one_host_name_keep_apart_and_loopback_is_told_by_others(monkey
     assert placement.nodes_of_launch() == [
         Node("10.0.0.1", ("3", "5"), ("3", "5"), 0), Node("10.0.0.2", ("3",), ("3",), 2),
     ]  # fmt: skip
+
+
+def test_a_first_node_without_an_address_towards_another_is_named_by_every_rank(monkeypatch):
+    """The second look may fail on one rank, while the others wait for its address."""
+
+    def address(host):
+        if host != "127.0.1.1":
+            raise OSError("Network is unreachable")
+        return host
+
+    told = []
+
+    def gather(own):
+        told.append(own)
+        if len(told) == 1:
+            return [(own[0], "127.0.1.1", (), None), ((1, "b"), "10.0.0.2", (), None)]
+        return [own, ((1, "b"), "10.0.0.2")]
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    monkeypatch.setattr(placement, "local_address", address)
+    monkeypatch.setattr(placement, "gather_objects", gather)
+    with pytest.raises(UserError, match=r"has no address towards 10.0.0.2, at which the other nodes could reach"):
+        placement.nodes_of_launch()
+    assert told[0][1] == "127.0.1.1" and told[1][1] == ""
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "grpo" in path.stem], ids=lambda path: path.stem)
@@ -241,6 +265,16 @@ def test_the_command_prints_the_table_or_the_addresses(algorithm, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+def config_file(tmp_path, **vllm):
+    """Write a configuration of GRPO; return its path."""
+    config = {
+        "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"},
+        "grpo": {"max_new_tokens": 8}, "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    return str(tmp_path / "c.yaml")
+
+
 @pytest.fixture
 def ended(tmp_path, monkeypatch, capsys):
     """A function that calls `mcore-rl vllm-servers` with a configuration; return its exit status and its last words."""
@@ -249,14 +283,8 @@ def ended(tmp_path, monkeypatch, capsys):
         raise SystemExit(status)
 
     def call(*words, **vllm):
-        config = {
-            "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")},
-            "data": {"train": "d.jsonl"}, "grpo": {"max_new_tokens": 8},
-            "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
-        }  # fmt: skip
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
         with pytest.raises(SystemExit) as end:
-            vllm_servers([str(tmp_path / "c.yaml"), *words], "mcore-rl vllm-servers")
+            vllm_servers([config_file(tmp_path, **vllm), *words], "mcore-rl vllm-servers")
         return end.value.code, capsys.readouterr().err.splitlines()[-1:]
 
     monkeypatch.setattr(entry_point.os, "_exit", leave)
@@ -293,7 +321,8 @@ def test_an_address_of_the_configuration_and_others_of_the_command_are_refused(h
     assert told == (
         f"error: generation.vllm.host=10.0.0.1: --hosts gives other addresses to servers ({hosts}); leave one out"
     )
-    vllm_servers([str(tmp_path / "c.yaml"), "--hosts", "10.0.0.1", "--print-urls"], "mcore-rl vllm-servers")
+    words = [config_file(tmp_path, host="10.0.0.1"), "--hosts", "10.0.0.1", "--print-urls"]
+    vllm_servers(words, "mcore-rl vllm-servers")
     assert capsys.readouterr().out == "generation.vllm.urls=[http://10.0.0.1:8100]\n"
 
 
@@ -419,13 +448,8 @@ def test_the_command_ends_its_servers_and_tells_the_signal_by_its_status(number,
     (tmp_path / "health.py").write_text(HEALTH.format(status=health, path=tmp_path, support=SUPPORT))
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/health.py "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    config = {
-        "output_dir": str(tmp_path / "out"), "model": {"path": str(tmp_path / "model")}, "data": {"train": "d.jsonl"},
-        "grpo": {"max_new_tokens": 8},
-        "generation": {"vllm": {"python": str(tmp_path / "python"), "port": free_port()}},
-    }  # fmt: skip
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    program = ForkedProgram(["-m", "mcore_rl", "vllm-servers", tmp_path / "c.yaml"], ENVIRONMENT, cwd=ROOT)
+    path = config_file(tmp_path, python=str(tmp_path / "python"), port=free_port())
+    program = ForkedProgram(["-m", "mcore_rl", "vllm-servers", path], ENVIRONMENT, cwd=ROOT)
     try:
         until(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
         program.send_signal(number)

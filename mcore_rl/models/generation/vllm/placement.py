@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl import platform
@@ -205,16 +205,12 @@ def nodes_of_launch() -> list[Node]:
     The address of a node is that of its interface towards the first rank; with a single node, it is 127.0.0.1.
 
     Raises:
-        UserError: there are several nodes, and one has no IPv4 address towards the first rank.
+        UserError: there are several nodes, and one has no address towards the first rank, or the first towards another.
     """
     names, key = platform.gpu_names(), (torchrun.node(), socket.gethostname())
     own = names[torchrun.local_rank() % len(names)] if names else None
     first = os.environ.get("MASTER_ADDR", LOOPBACK)
-    try:
-        towards_first = local_address(first)
-    except OSError:
-        towards_first = ""  # told to all ranks, which would otherwise wait for this one
-    told = gather_objects((key, towards_first, names, own))
+    told = gather_objects((key, _address_towards(first), names, own))
     nodes, hosts = dict[tuple[int, str], Node](), dict[tuple[int, str], str]()
     for rank, (of_rank, address, of_node, gpu) in enumerate(told):
         node = nodes.setdefault(of_rank, Node(LOOPBACK, first_rank=rank))
@@ -224,16 +220,38 @@ def nodes_of_launch() -> list[Node]:
         hosts.setdefault(of_rank, address)
     if len(nodes) == 1:
         return list(nodes.values())
-    if lost := [name for (_, name), address in hosts.items() if not address]:
-        raise UserError(
-            f"generation.vllm: the node {lost[0]} has no IPv4 address towards MASTER_ADDR={first}, at which the other "
-            "nodes could reach its servers; give the address of the first node to the launcher"
-        )
+    _check_addresses(hosts, f"MASTER_ADDR={first}")
     # The name of its own node leads the first rank to a loopback address; others tell where they are.
     outside = next((host for host in hosts.values() if not ipaddress.ip_address(host).is_loopback), LOOPBACK)
-    seen = gather_objects((key, local_address(outside)))
+    seen = gather_objects((key, _address_towards(outside)))
     hosts |= {of_rank: address for of_rank, address in seen if ipaddress.ip_address(hosts[of_rank]).is_loopback}
+    _check_addresses(hosts, outside)
     return [replace(node, host=hosts[of_rank]) for of_rank, node in nodes.items()]
+
+
+def _address_towards(host: str) -> str:
+    """Return this node's address towards `host`; "" if it has none.
+
+    An error would end this rank alone, while the others wait for what it tells.
+    """
+    try:
+        return local_address(host)
+    except OSError:
+        return ""
+
+
+def _check_addresses(hosts: Mapping[tuple[int, str], str], towards: str) -> None:
+    """Raise UserError if a node has no address.
+
+    Args:
+        hosts: for each node (index and name), its address.
+        towards: where the addresses lead to, for the message.
+    """
+    if lost := [name for (_, name), address in hosts.items() if not address]:
+        raise UserError(
+            f"generation.vllm: the node {lost[0]} has no address towards {towards}, at which the other nodes could "
+            "reach its servers; give the address of the first node to the launcher"
+        )
 
 
 def places_of_launch(config: RLConfig) -> tuple[list[ServerPlace], list[ServerPlace]]:
