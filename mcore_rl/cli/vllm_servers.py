@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
 import signal
 import sys
 import time
@@ -66,7 +68,7 @@ def vllm_servers(arguments: Sequence[str], prog: str) -> None:
 
 
 def _hosts(text: str) -> list[str]:
-    hosts = [host.strip() for host in text.split(",")]
+    hosts = [re.sub(r"^\[(.*)\]$", r"\1", host.strip()) for host in text.split(",")]  # brackets of IPv6 in URLs
     if not all(hosts) or len(set(hosts)) < len(hosts):
         raise argparse.ArgumentTypeError(f"must be different addresses with commas between them, got {text!r}")
     return hosts
@@ -129,8 +131,8 @@ def places_on_hosts(config: RLConfig, hosts: list[str] | None, gpus_per_node: in
 
 
 def _as_override(urls: Sequence[str]) -> str:
-    """Return the override by which a run uses the servers."""
-    return f"generation.vllm.urls=[{','.join(urls)}]"
+    """Return the override by which a run uses the servers; URLs with brackets are quoted, as YAML needs them."""
+    return f"generation.vllm.urls=[{','.join(json.dumps(url) if '[' in url else url for url in urls)}]"
 
 
 def _serve(config: RLConfig, own: Sequence[ServerPlace], urls: Sequence[str]) -> None:

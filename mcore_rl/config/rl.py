@@ -53,9 +53,9 @@ def _names_quantization(word: str) -> bool:
 class VLLMConfig(Section):
     """vLLM's servers, which run in their own Python environment and processes (docs/rollouts.md)."""
 
-    urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
-    """URLs of servers that `mcore-rl vllm-servers` started, as http://HOST:PORT. Without any, the run starts servers on
-    its own nodes."""
+    urls: tuple[Annotated[str, Field(pattern=r"^http://([^/?#:\[\]]+|\[[0-9a-fA-F:.]+\]):\d+$")], ...] = ()
+    """URLs of servers that `mcore-rl vllm-servers` started, as http://HOST:PORT, with an address of IPv6 in brackets.
+    Without any, the run starts servers on its own nodes."""
     num_servers: PositiveInt | Literal["auto"] = "auto"
     """Number of servers to start, on all nodes together. auto: as many as the GPUs hold; on the CPU, one on each
     node."""

@@ -20,6 +20,7 @@ from vllm_cases import KEY, config_of
 from mcore_rl import platform
 from mcore_rl.cli import entry_point
 from mcore_rl.cli.dry_run import describe_servers
+from mcore_rl.cli.train import load_for
 from mcore_rl.cli.vllm_servers import places_on_hosts, vllm_servers
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm import placement
@@ -164,7 +165,7 @@ def test_a_first_node_without_an_address_towards_another_is_named_by_every_rank(
     """The second look may fail on one rank, while the others wait for its address."""
 
     def address(host):
-        if host != "127.0.1.1":
+        if host != "::1":
             raise OSError("Network is unreachable")
         return host
 
@@ -173,15 +174,15 @@ def test_a_first_node_without_an_address_towards_another_is_named_by_every_rank(
     def gather(own):
         told.append(own)
         if len(told) == 1:
-            return [(own[0], "127.0.1.1", (), None), ((1, "b"), "10.0.0.2", (), None)]
-        return [own, ((1, "b"), "10.0.0.2")]
+            return [(own[0], "::1", (), None), ((1, "b"), "fd00::2", (), None)]
+        return [own, ((1, "b"), "fd00::2")]
 
-    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setattr(placement, "local_address", address)
     monkeypatch.setattr(placement, "gather_objects", gather)
-    with pytest.raises(UserError, match=r"has no address towards 10.0.0.2, at which the other nodes could reach"):
+    with pytest.raises(UserError, match=r"has no address towards fd00::2, at which the other nodes could reach"):
         placement.nodes_of_launch()
-    assert told[0][1] == "127.0.1.1" and told[1][1] == ""
+    assert told[0][1] == "::1" and told[1][1] == ""
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "grpo" in path.stem], ids=lambda path: path.stem)
@@ -324,6 +325,20 @@ def test_an_address_of_the_configuration_and_others_of_the_command_are_refused(h
     words = [config_file(tmp_path, host="10.0.0.1"), "--hosts", "10.0.0.1", "--print-urls"]
     vllm_servers(words, "mcore-rl vllm-servers")
     assert capsys.readouterr().out == "generation.vllm.urls=[http://10.0.0.1:8100]\n"
+
+
+@pytest.mark.parametrize("given", ["::1", "[::1]"])
+def test_an_address_of_ipv6_has_brackets_in_urls_alone(given, tmp_path, capsys):
+    make_model("qwen2", tmp_path / "model")
+    path = config_file(tmp_path)
+    words = [path, "--hosts", f"{given},10.0.0.1"]
+    vllm_servers([*words, "--print-urls"], "mcore-rl vllm-servers")
+    override = capsys.readouterr().out.strip()
+    assert override == 'generation.vllm.urls=["http://[::1]:8100",http://10.0.0.1:8100]'
+    config = load_for("grpo", path, [override])
+    assert config.generation.vllm.urls == ("http://[::1]:8100", "http://10.0.0.1:8100")
+    vllm_servers([*words, "--dry-run"], "mcore-rl vllm-servers")
+    assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["0", "::1", "8100"]
 
 
 @pytest.mark.parametrize("found", [0, 2])

@@ -3,6 +3,8 @@
 import json
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import peft
 import pytest
@@ -31,8 +33,11 @@ from mcore_rl.models.refit.transfer import (
     RefitGroup,
     RefitGroups,
     RefitReceiver,
+    RefitStore,
     decode_refit_info,
     encode_refit_info,
+    listen,
+    local_address,
     plan_buckets,
     send_weights,
 )
@@ -232,6 +237,30 @@ def test_misuse_is_told(model_of):
         "train: the policy has no optimizer, because it was built with total_steps=0",
         "update_weights_from_collective: call init_collective first",
     ]
+
+
+def has_ipv6():
+    with suppress(OSError):
+        listen("::1", 0).close()
+        return True
+    return False
+
+
+WITH_IPV6 = pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"))
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", WITH_IPV6])
+def test_a_group_meets_at_an_address_of_either_kind(ip):
+    assert local_address(ip) == ip
+    store, sent = RefitStore(ip, 0, 0, 30), torch.arange(3.0)
+
+    def receive():
+        return RefitGroup.join(ip, store.port, 1, 2, timeout=30).broadcast(torch.zeros(3))
+
+    with ThreadPoolExecutor(1) as beside:
+        received = beside.submit(receive)
+        RefitGroup(store, 2).broadcast(sent)
+        assert torch.equal(received.result(30), sent)
 
 
 def wait_for_nobody(config, port):

@@ -69,7 +69,7 @@ class RefitStore:
         self.ip = local_address(ip)
         options: dict[str, Any] = {"is_master": False}
         if rank == 0:
-            listener = socket.create_server((ip, port))
+            listener = listen(ip, port)
             port = listener.getsockname()[1]
             options = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
         self.port = port
@@ -77,10 +77,28 @@ class RefitStore:
 
 
 def local_address(ip: str) -> str:
-    """Return this machine's own address for connections to `ip`, without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((ip, 9))
+    """Return this machine's own address for connections to `ip`, without sending anything.
+
+    Args:
+        ip: an address of IPv4 or IPv6, or the name of a host. If the name has addresses of both kinds, IPv4 is used.
+
+    Raises:
+        OSError: the name is not known, or there is no way to the address.
+    """
+    found = socket.getaddrinfo(ip, 9, type=socket.SOCK_DGRAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def listen(ip: str, port: int) -> socket.socket:
+    """Return a socket that listens on `ip`, an address of IPv4 or IPv6, and on `port`; 0 for a free one.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+    return socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
 
 
 class RefitGroup:

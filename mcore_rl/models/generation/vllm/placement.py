@@ -53,7 +53,7 @@ class ServerPlace:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 def place_servers(config: RLConfig, nodes: Sequence[Node]) -> list[ServerPlace]:
