@@ -137,6 +137,12 @@ def _counts_of_auto(config: RLConfig, nodes: Sequence[Node], usable: Sequence[tu
         raise UserError(
             f"generation.vllm: servers need GPUs, but {_described(nodes, usable)}; {_remedy(config, nodes)}"
         )
+    if max(map(len, usable)) < size:
+        room = any(len(node.gpus) >= size for node in nodes)
+        raise UserError(
+            f"generation.vllm.tensor_parallel_size={size}: a server must fit on one node, but "
+            f"{_described(nodes, usable)}; {_remedy(config, nodes) if room else 'lower it'}"
+        )
     if uneven := [index for index, gpus in enumerate(usable) if len(gpus) % size]:
         index = uneven[0]
         raise UserError(
