@@ -81,7 +81,8 @@ def _read(path: Path) -> str:
             if about.st_mode & 0o077:
                 raise UserError(
                     f"{path}: other users can read or change it (mode {stat.S_IMODE(about.st_mode):o}); run chmod 600 "
-                    f"{path} if only you can reach its directory; otherwise delete the file and start the servers again"
+                    f"{path} if only you can reach its directory; otherwise delete the file and start the servers "
+                    f"again; on a file system where chmod changes nothing, set {VARIABLE}"
                 )
             key = file.read(1024).strip()
         if key:
