@@ -382,7 +382,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, monkeypat
     monkeypatch.setattr(vllm_server, "PORT_SECONDS", 0.5)
     config, said = config_of(tmp_path), []
     port = config.generation.vllm.port
-    told = f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another generation.vllm.port"
+    told = f"generation.vllm.port: a server cannot listen on 127.0.0.1:{port} (Address already in use); choose another"
     with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=re.escape(told)):
         VLLMServerProcesses(config, tmp_path / "logs", places_from(config, 1), KEY, said.append)
     assert said == [f"port {port} is in use; waiting 0.5 s, as an earlier server may be ending"]
@@ -401,7 +401,7 @@ def test_a_port_that_an_earlier_server_leaves_is_waited_for(tmp_path, monkeypatc
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_told(host, tmp_path):
     config = config_of(tmp_path)
-    with pytest.raises(UserError, match=r"cannot listen on \S+ \(.+\); the address must be one of this machine$"):
+    with pytest.raises(UserError, match=r"\S+: is not an address of this machine \(.+\); give this node's"):
         VLLMServerProcesses(config, tmp_path / "logs", [ServerPlace(0, host, free_port())], KEY)
 
 

@@ -20,6 +20,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.key import VARIABLE
 from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE, server_name
+from mcore_rl.models.refit.transfer import listen
 from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.model_directory import missing_files, vision_model_config
 from mcore_rl.utils.process_groups import GRACE_SECONDS, GroupKeeper, end_groups
@@ -361,25 +362,30 @@ def _returns_masks(config: RLConfig) -> bool:
 
 
 def _check_port(place: ServerPlace, deadline: float, say: PrintLine) -> None:
-    """Raise UserError if the server cannot listen on its port. A port in use may become free until `deadline`."""
+    """Wait until a server can listen on its port: an earlier server may still be ending.
+
+    Raises:
+        UserError: the port is still in use at `deadline`, or the address is not one of this machine.
+    """
     waits = False
     while True:
         try:
-            family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-            return socket.create_server((place.host, place.port), family=family).close()
+            return listen(place.host, place.port).close()
         except OSError as error:
-            is_taken = error.errno == errno.EADDRINUSE
-            if is_taken and time.monotonic() < deadline:
-                if not waits:
-                    say(f"port {place.port} is in use; waiting {PORT_SECONDS:g} s, as an earlier server may be ending")
-                waits = True
-                time.sleep(ENDING_SECONDS)
-                continue
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            remedy = "choose another generation.vllm.port" if is_taken else "the address must be one of this machine"
-            raise UserError(
-                f"generation.vllm: a server cannot listen on {place.host}:{place.port} ({why}); {remedy}"
-            ) from None
+            if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN):
+                raise UserError(
+                    f"{place.host}: is not an address of this machine ({error.strerror}); give this node's address as "
+                    "generation.vllm.host or in --hosts, and its index as --node-rank"
+                ) from None
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise UserError(
+                    f"generation.vllm.port: a server cannot listen on {place.host}:{place.port} "
+                    f"({os.strerror(error.errno or 0)}); choose another port"
+                ) from None
+        if not waits:
+            say(f"port {place.port} is in use; waiting {PORT_SECONDS:g} s, as an earlier server may be ending")
+        waits = True
+        time.sleep(ENDING_SECONDS)
 
 
 def _last_error(printed: str) -> str:
