@@ -10,11 +10,12 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from mcore_rl.data.images import ImageReader, PlacedImage
-from mcore_rl.models.generation.vllm.packed import Array
+from mcore_rl.models.generation.vllm.packed import Array, check_ids, is_size, shown
 
 ENCODED_IMAGES = 64
 """Number of encoded images that are kept, for further responses to the same prompts."""
@@ -53,7 +54,7 @@ def with_single_tokens(token_ids: Sequence[int], images: Sequence[PlacedImage]) 
 
 def check_prompt(
     theirs: Array | None,
-    places: Sequence[tuple[int, int]],
+    places: Any,
     token_ids: Sequence[int],
     images: Sequence[PlacedImage],
 ) -> None:
@@ -61,14 +62,17 @@ def check_prompt(
 
     Args:
         theirs: tokens of the server's prompt.
-        places: for each image in it, its first token and its number of tokens.
+        places: for each image in it, its first token and its number of tokens, as the server tells them.
         token_ids, images: the trainer's prompt.
 
     Raises:
-        ValueError: the prompts differ; the message says what the server's is.
+        ValueError: the prompts differ, or the server's has another form; the message says what it is.
     """
     if theirs is None:
         raise ValueError("no prompt_token_ids; images need vLLM 0.32 or newer")
+    check_ids(theirs, "prompt_token_ids")
+    if not isinstance(places, (list, tuple)) or not all(map(_is_place, places)):
+        raise ValueError(f"the image_places {shown(places)}; they must be pairs (first token, number of tokens)")
     if len(places) != len(images):
         raise ValueError(f"{len(places)} images in its prompt instead of {len(images)}")
     for (start, count), image in zip(places, images, strict=True):
@@ -83,3 +87,7 @@ def check_prompt(
     if differs.any():
         at = int(differs.argmax())
         raise ValueError(f"the token {theirs[at]} at {at} of its prompt instead of {token_ids[at]}")
+
+
+def _is_place(place: Any) -> bool:
+    return isinstance(place, (list, tuple)) and len(place) == 2 and all(map(is_size, place))
