@@ -1,5 +1,6 @@
 """Tests of weight updates of servers, which stand-ins play, by several senders: whole and by differences."""
 
+import json
 import signal
 import threading
 import zlib
@@ -7,6 +8,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 import torch
+from programs import run
 from safetensors.torch import load_file
 from small_models import and_long
 from stand_in_vllm import calls, digest_of, serving, wait_for
@@ -179,6 +181,49 @@ def test_servers_get_weights_by_collectives_if_shared_memory_has_no_room(has_roo
     assert [path for _, path in calls(logs[0])].count("map") == 0
     told = ["weights are sent to servers on the nodes of ranks [0, 1] by collectives, because"] * has_room
     assert len(said) == len(told) and all(line.startswith(start) for line, start in zip(said, told, strict=True))
+
+
+CLOSED = """
+import threading, time, torch
+from types import SimpleNamespace
+from mcore_rl import platform
+
+platform.initialize_platform()
+from mcore_rl.models.generation.vllm import weights
+from mcore_rl.models.refit.transfer import BucketMemory, BucketSender, RefitGroups
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+weights.plan_shipments = lambda *_: []
+config = SimpleNamespace(generation=SimpleNamespace(vllm=SimpleNamespace(weight_updates="whole")))
+sending = weights.VLLMWeights(config, SimpleNamespace(model=None), None, None, 5, True)
+sending._memory = BucketMemory(shares=True, on_host=True)
+begun, closed, tensor = threading.Event(), threading.Event(), torch.ones(2**22)
+
+def tensors():
+    yield 0, tensor
+    print(sending._memory.handle, flush=True)
+    begun.set()
+    closed.wait()
+    for number in range(1, 5):
+        yield number, tensor
+
+sender = BucketSender(RefitGroups({}), memory=sending._memory)
+work = sending._sending.submit(sender.filled, tensors(), 5 * tensor.nbytes)
+begun.wait()
+start = time.monotonic()
+sending.close()
+assert time.monotonic() - start < 5
+closed.set()
+assert isinstance(work.exception(), RuntimeError), "the next bucket is refused"
+"""
+
+
+def test_weights_can_be_closed_while_a_thread_fills_a_bucket(tmp_path):
+    """The process ends well, and leaves nothing in /dev/shm."""
+    (tmp_path / "close.py").write_text(CLOSED)
+    closed = run(tmp_path / "close.py")
+    assert closed.stderr_text == ""
+    assert not path_of_shared(json.loads(closed.stdout_text)["shared_memory"]).exists()
 
 
 class Restarting:

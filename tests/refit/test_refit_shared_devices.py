@@ -1,8 +1,10 @@
 """Tests of a policy and an engine on the same devices: a block of weights on each, and memory that is released."""
 
 import inspect
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.refit.host_copy import path_of_shared
-from mcore_rl.models.refit.shared_block import NO_PROBE, Probe, decode_handle, encode_handle, open_block, sees_probe
+from mcore_rl.models.refit.shared_block import (
+    NO_PROBE,
+    Probe,
+    SharedBlock,
+    decode_handle,
+    encode_handle,
+    open_block,
+    sees_probe,
+)
 from mcore_rl.models.refit.transfer import RefitReceiver
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -111,6 +121,57 @@ def test_a_block_belongs_to_its_creator_alone(end):
     assert "KeyError" not in sender.stderr
     if end == "released":
         assert (sender.returncode, sender.stderr) == (0, "")
+
+
+FILLER = """
+import threading, torch
+from mcore_rl import platform
+
+platform.initialize_platform()
+from mcore_rl.models.refit.transfer import BucketMemory
+
+memory, tensor = BucketMemory(shares=True, on_host=True), torch.ones(2**22)
+begun, closed, refused = threading.Event(), threading.Event(), []
+
+def fill():
+    bucket = memory.take(tensor.nbytes).view(torch.float32)
+    print(memory.handle, flush=True)
+    begun.set()
+    while not closed.is_set():
+        bucket.copy_(tensor)
+    bucket.copy_(tensor)
+    assert torch.equal(bucket, tensor)
+    for use in (lambda: memory.take(1), lambda: memory.handle):
+        try:
+            use()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+filling = threading.Thread(target=fill)
+filling.start()
+begun.wait()
+memory.close()
+closed.set()
+filling.join()
+assert refused == ["the memory of buckets is closed"] * 2
+"""
+
+
+def test_memory_that_a_thread_fills_stays_valid_after_it_is_closed():
+    """Its name is gone at once, and no new block is created."""
+    filler = subprocess.run([sys.executable, "-c", FILLER], capture_output=True, text=True, timeout=120)
+    assert (filler.returncode, filler.stderr) == (0, "")
+    assert not path_of_shared(json.loads(filler.stdout)["shared_memory"]).exists()
+
+
+def test_a_released_block_frees_its_memory_with_its_last_tensor():
+    block = SharedBlock(2**20, on_host=True)
+    path, view = path_of_shared(block.handle["shared_memory"]), block.buffer[:8].view(torch.long)
+    view.fill_(7)
+    block.release()
+    assert not path.exists() and view.tolist() == [7] and str(path) in Path("/proc/self/maps").read_text()
+    del view
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_block_is_opened_under_the_number_that_the_device_has_here(monkeypatch):

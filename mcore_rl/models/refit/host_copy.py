@@ -52,9 +52,9 @@ class HostCopy:
         # last update that it has refused.
         header = 2 * count * torch.long.itemsize
         places, size = lay_out(enumerate(shapes), header, _ALIGNMENT)
-        self._memory = _create_block(name, size) if name else None
-        if self._memory is not None:
-            block = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
+        self._created = _create_block(name, size) if name else None
+        if self._created is not None:
+            block = self._created.buffer
         else:
             block = torch.zeros(size, dtype=torch.uint8) if name is None else _open_block(name, size, timeout)
         self._applied, self._refused = block[:header].view(torch.long).view(2, count)
@@ -105,19 +105,18 @@ class HostCopy:
         self.version = version
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory. A tensor that is still in use stays valid."""
         self.tensors.clear()
         self._applied = self._refused = torch.zeros(0, dtype=torch.long)
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
-            self._memory = None
+        if self._created is not None:
+            self._created.release()
+        self._created = None
 
 
-def _create_block(name: str, size: int) -> shared_memory.SharedMemory | None:
+def _create_block(name: str, size: int) -> CreatedBlock | None:
     """Create the shared block `name`; return None if another process has created it."""
     try:
-        return create_shared(size, name)
+        return CreatedBlock(size, name)
     except FileExistsError:
         return None
     except OSError as error:
@@ -174,22 +173,38 @@ def path_of_shared(name: str) -> Path:
     return SHARED_DIRECTORY / name
 
 
-def create_shared(size: int, name: str | None = None) -> shared_memory.SharedMemory:
-    """Create a block of shared memory, with a new name if `name` is None.
+class CreatedBlock:
+    """A block of shared memory that this process creates.
+
+    buffer: its bytes, [size] uint8. They stay valid as long as a tensor of them is in use, also after `release`:
+        another thread may be reading or writing them.
+
+    Args:
+        size: number of bytes.
+        name: name of the block; None for a new name.
 
     Raises:
         FileExistsError: there is a block with this name.
         OSError: the host has too little shared memory.
     """
-    memory = shared_memory.SharedMemory(name, create=True, size=size)
-    try:
-        # Take the memory now: a write beyond the limit of /dev/shm would end the process without a message.
-        os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
-    except OSError:
-        memory.close()
-        memory.unlink()
-        raise
-    return memory
+
+    def __init__(self, size: int, name: str | None = None) -> None:
+        memory = shared_memory.SharedMemory(name, create=True, size=size)
+        self._memory, self.name = memory, memory.name
+        try:
+            # Take the memory now: a write beyond the limit of /dev/shm would end the process without a message.
+            os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
+            self.buffer = open_shared(self.name)[:size]
+        except OSError:
+            memory.unlink()
+            raise
+        finally:
+            memory.close()  # its own mapping, which would end although tensors use it
+
+    def release(self) -> None:
+        """Remove the name. The memory is free when no tensor uses it, and no process has it open."""
+        del self.buffer
+        self._memory.unlink()
 
 
 def open_shared(name: str) -> Tensor:

@@ -9,14 +9,13 @@ import base64
 import json
 import os
 import secrets
-from multiprocessing import shared_memory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, create_shared, open_shared
+from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, CreatedBlock, open_shared
 
 Handle = dict[str, Any]
 """Place of a block: `shared_memory`, the name of a block of the host, or `cuda`, arguments of PyTorch's function that
@@ -38,23 +37,25 @@ class SharedBlock:
     """
 
     def __init__(self, nbytes: int, on_host: bool = False) -> None:
-        self._memory: shared_memory.SharedMemory | None = None
+        self._created: CreatedBlock | None = None
         self.handle: Handle
         if platform.has_gpu() and not on_host:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=platform.device())
             self.handle = {"cuda": _arguments(self.buffer)}
             return
-        self._memory = create_shared(nbytes)
-        self.buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:nbytes]
-        self.handle = {"shared_memory": self._memory.name}
+        self._created = CreatedBlock(nbytes)
+        self.buffer = self._created.buffer
+        self.handle = {"shared_memory": self._created.name}
 
     def release(self) -> None:
-        """Release the block. A process that has the block open can read it until the process closes it."""
+        """Release the block; no process can open it any more.
+
+        A thread that uses `buffer`, and a process that has the block open, can use it until they have ended.
+        """
         del self.buffer
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
-            self._memory = None
+        if self._created is not None:
+            self._created.release()
+        self._created = None
 
 
 def _arguments(buffer: Tensor) -> dict[str, Any]:

@@ -247,6 +247,8 @@ class FilledBucket(NamedTuple):
 class BucketMemory:
     """Memory for two buckets, in turn: one is filled while the other is being sent.
 
+    A thread may release or close the memory while another one uses a bucket: the bucket then stays valid for its user.
+
     Args:
         shares: other processes read the buckets (`SharedBlock`).
         on_host: keep the buckets in host memory.
@@ -255,25 +257,39 @@ class BucketMemory:
     def __init__(self, shares: bool = False, on_host: bool = False) -> None:
         self.shares, self.on_host = shares, on_host
         self._blocks: list[SharedBlock | Tensor | None] = [None, None]
+        self._is_closed, self._lock = False, Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """Return `nbytes` bytes of the bucket that was taken less recently."""
-        self._blocks.reverse()
-        block = self._blocks[0]
-        if block is None or _buffer_of(block).numel() < nbytes:
-            self._free(block)
-            if self.shares:
-                block = SharedBlock(nbytes, self.on_host)
-            else:
-                device = torch.device("cpu") if self.on_host else platform.device()
-                block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._blocks[0] = block
-        return _buffer_of(block)[:nbytes]
+        """Return `nbytes` bytes of the bucket that was taken less recently.
+
+        Raises:
+            RuntimeError: the memory is closed.
+        """
+        with self._lock:
+            self._check_open()
+            self._blocks.reverse()
+            block = self._blocks[0]
+            if block is None or _buffer_of(block).numel() < nbytes:
+                self._blocks[0] = None
+                self._free(block)
+                if self.shares:
+                    block = SharedBlock(nbytes, self.on_host)
+                else:
+                    device = torch.device("cpu") if self.on_host else platform.device()
+                    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._blocks[0] = block
+            return _buffer_of(block)[:nbytes]
 
     @property
     def handle(self) -> str:
-        """Handle of the bucket that was taken last; "" if it is not shared."""
-        block = self._blocks[0]
+        """Handle of the bucket that was taken last; "" if it is not shared.
+
+        Raises:
+            RuntimeError: the memory is closed.
+        """
+        with self._lock:
+            self._check_open()
+            block = self._blocks[0]
         return encode_handle(block.handle) if isinstance(block, SharedBlock) else ""
 
     @property
@@ -282,9 +298,19 @@ class BucketMemory:
 
     def release(self) -> None:
         """Release the memory; `take` takes new memory."""
-        for block in self._blocks:
-            self._free(block)
-        self._blocks = [None, None]
+        with self._lock:
+            blocks, self._blocks = self._blocks, [None, None]
+            for block in blocks:
+                self._free(block)
+
+    def close(self) -> None:
+        """Release the memory; `take` then fails."""
+        self._is_closed = True
+        self.release()
+
+    def _check_open(self) -> None:
+        if self._is_closed:  # nobody would remove a new block
+            raise RuntimeError("the memory of buckets is closed")
 
     @staticmethod
     def _free(block: SharedBlock | Tensor | None) -> None:

@@ -401,9 +401,9 @@ class VLLMWeights:
         self._active.leave_out(url)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Send nothing more. A thread that still sends does not delay this; it ends at its next bucket."""
         self._sending.shutdown(wait=False, cancel_futures=True)
-        self._memory.release()
+        self._memory.close()
 
     @property
     def _servers(self) -> ServerPool:
