@@ -1,10 +1,16 @@
 """Tests of weight updates of servers, which stand-ins play, by several senders: whole and by differences."""
 
+import errno
 import json
+import os
+import secrets
 import signal
 import threading
+import time
 import zlib
+from concurrent.futures import wait
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +22,7 @@ from vision_cases import make_model as make_vision_model
 from vllm_cases import root as root
 
 from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.refit.host_copy import path_of_shared
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -181,6 +188,75 @@ def test_servers_get_weights_by_collectives_if_shared_memory_has_no_room(has_roo
     assert [path for _, path in calls(logs[0])].count("map") == 0
     told = ["weights are sent to servers on the nodes of ranks [0, 1] by collectives, because"] * has_room
     assert len(said) == len(told) and all(line.startswith(start) for line, start in zip(said, told, strict=True))
+
+
+def with_room_before_copies(config, name):
+    """Shared memory has room for the buckets only as long as there is no copy of a server."""
+    from mcore_rl.models.generation.vllm import weights as vllm_weights
+
+    def free():
+        copy = path_of_shared(f"mcore_rl_{name}")
+        return 100_000 - (copy.stat().st_size if copy.exists() else 0)
+
+    vllm_weights.secrets = SimpleNamespace(token_hex=lambda _: name)
+    vllm_weights.free_shared_memory = free
+    return follow(config, 2)
+
+
+@pytest.mark.long
+def test_shared_memory_is_measured_when_servers_have_their_copies(root, tmp_path):
+    with serving(root / "dense", tmp_path, ["--digests"]) as (urls, _, logs):
+        config = config_of(root, "dense", urls, True)
+        ((results, said),) = run_processes(
+            with_room_before_copies, config, secrets.token_hex(8), world_size=1, timeout=200
+        )
+    assert digests(logs[0]) == [digest for digest, *_ in results]
+    assert [path for _, path in calls(logs[0])].count("map") == 0
+    assert len(said) == 1 and said[0].startswith("weights are sent to servers on the nodes of ranks [0] by collectives")
+
+
+def without_room_for_buckets(config, at):
+    """One rank has no room for buckets; return what this rank raises, the seconds until then, and for each server that
+    was invited whether it has ended its request."""
+    from mcore_rl.models.generation.vllm.weights import VLLMWeights
+
+    allocate, dismiss, ended = os.posix_fallocate, VLLMWeights._dismiss, []
+
+    def dismissed(weights):
+        asked = [future for _, future in weights._invited.values()]
+        dismiss(weights)
+        wait(asked, 20)
+        ended.extend(future.done() for future in asked)
+
+    VLLMWeights._dismiss = dismissed
+
+    def refused(file, start, size):
+        if size > 1000:  # not a probe
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, start, size)
+
+    if torch.distributed.get_rank() == at:
+        os.posix_fallocate = refused
+    start = time.monotonic()
+    try:
+        follow(config, 2)
+    except TrainingError as error:
+        return str(error), time.monotonic() - start, ended
+    return "nothing", 0, ended
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("at", [0, 1])
+def test_no_rank_waits_for_one_without_room_for_buckets(at, root, tmp_path):
+    """Neither does the server, to which the run says that it ends."""
+    with serving(root / "dense", tmp_path, ["--digests"]) as (urls, _, logs):
+        config = config_of(root, "dense", urls, True, ParallelLayout(tp=2, sp=True))
+        outcomes = run_processes(without_room_for_buckets, config, at, world_size=2, timeout=200)
+        assert [path for _, path in calls(logs[0])].count("/update_weights") == 0
+    for rank, (told, seconds, ended) in enumerate(outcomes):
+        assert ended == [True] * (rank == 0), "otherwise the first rank would wait for it as it exits"
+        assert told.startswith("a bucket of weights needs") and seconds < config.parallel.timeout_seconds / 2
+        assert "/dev/shm" in told and told.endswith("give a container more by --shm-size or --ipc=host")
 
 
 CLOSED = """

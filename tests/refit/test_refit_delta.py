@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.models.refit.delta import DeltaEncoder, RefusedUpdate, bytes_of, decode, encode_tensor
+from mcore_rl.models.refit.delta import DeltaEncoder, RefusedUpdate, bytes_of, decode, encode_tensor, largest_bucket
 from mcore_rl.models.refit.host_copy import HostCopy
 from mcore_rl.testing.processes import run_processes
 
@@ -76,6 +76,19 @@ def test_the_smallest_encoding_is_used(share, encoding):
     name, payload = encode_tensor(old, new)
     assert name == encoding and len(payload) < {"overwrite": 0.04, "xor": 0.5, "whole": 1.01}[name] * new.nbytes
     assert encode_tensor(new, new) is None
+
+
+@pytest.mark.parametrize("sizes", [[1], [1] * 300, [100, 1, 5000], [2**17 + 1], [2**21, 3]], ids=lambda s: str(s[:3]))
+def test_no_bucket_is_larger_than_its_limit(sizes):
+    """Also of random bytes, which cannot be compressed."""
+    generator = np.random.default_rng(0)
+    encoder = DeltaEncoder()
+    for _ in range(3):
+        first = 10**6  # numbers with many digits
+        tensors = [(first + n, generator.integers(0, 256, size, np.uint8), 1) for n, size in enumerate(sizes)]
+        limit = largest_bucket(sum(sizes), len(sizes))
+        assert len(encoder.encode(tensors)) <= limit
+        assert len(encoder.whole([number for number, *_ in tensors])) <= limit
 
 
 @pytest.mark.parametrize("seed", range(3))

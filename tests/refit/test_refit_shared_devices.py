@@ -1,7 +1,9 @@
 """Tests of a policy and an engine on the same devices: a block of weights on each, and memory that is released."""
 
+import errno
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.refit.host_copy import path_of_shared
 from mcore_rl.models.refit.shared_block import (
     NO_PROBE,
@@ -25,7 +28,7 @@ from mcore_rl.models.refit.shared_block import (
     open_block,
     sees_probe,
 )
-from mcore_rl.models.refit.transfer import RefitReceiver
+from mcore_rl.models.refit.transfer import BucketMemory, RefitReceiver
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
@@ -202,6 +205,24 @@ def test_a_probe_is_seen_only_where_its_block_can_be_read():
     assert not sees_probe(NO_PROBE, torch.device("cpu"))
     probe.release()
     assert not sees_probe(told, torch.device("cpu"))
+
+
+def test_too_little_memory_for_a_bucket_is_told(monkeypatch):
+    """The memory can be used later, if there is room again."""
+    memory = BucketMemory(shares=True, on_host=True)
+    assert memory.take(4096).numel() == 4096
+
+    def allocate(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", allocate)
+        with pytest.raises(TrainingError, match=r"needs 0.0012 GB .*/dev/shm.*No space left.*--shm-size or --ipc=host"):
+            memory.reserve(1_200_000)
+    memory.reserve(1_200_000)
+    handles = {memory.take(size) is None or memory.handle for size in (1_200_000, 5, 1_000_000)}
+    assert len(handles) == 2, "no bucket of these sizes needs new memory"
+    memory.close()
 
 
 def count_what_is_given_back(config):

@@ -178,6 +178,14 @@ def _pack(parts: Sequence[tuple[int, str, bytes, int]]) -> Tensor:
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
 
 
+def largest_bucket(nbytes: int, count: int) -> int:
+    """Return a limit of the bytes of a bucket of `DeltaEncoder` with `count` tensors of `nbytes` bytes in all.
+
+    zstd makes n bytes that it cannot compress at most n + n / 256 + 64 bytes. An entry of the table has fewer than 64.
+    """
+    return nbytes + nbytes // 256 + 128 * count + 64
+
+
 def _unpack(data: memoryview) -> Iterator[tuple[int, str, memoryview, int]]:
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     for number, name, length, checksum in json.loads(bytes(data[_LENGTH:start])):

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.refit.delta import DeltaEncoder, RefusedUpdate
-from mcore_rl.models.refit.host_copy import HostCopy, K, Places, lay_out, nbytes_of
+from mcore_rl.models.refit.host_copy import SHARED_DIRECTORY, HostCopy, K, Places, lay_out, nbytes_of
 from mcore_rl.models.refit.shared_block import SharedBlock, decode_handle, encode_handle, open_block, sees_probe
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -263,6 +264,7 @@ class BucketMemory:
         """Return `nbytes` bytes of the bucket that was taken less recently.
 
         Raises:
+            TrainingError: the host has too little shared memory; the message says what the user can do.
             RuntimeError: the memory is closed.
         """
         with self._lock:
@@ -272,13 +274,29 @@ class BucketMemory:
             if block is None or _buffer_of(block).numel() < nbytes:
                 self._blocks[0] = None
                 self._free(block)
-                if self.shares:
-                    block = SharedBlock(nbytes, self.on_host)
-                else:
-                    device = torch.device("cpu") if self.on_host else platform.device()
-                    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._blocks[0] = block
+                block = self._blocks[0] = self._new_block(nbytes)
             return _buffer_of(block)[:nbytes]
+
+    def _new_block(self, nbytes: int) -> SharedBlock | Tensor:
+        if not self.shares:
+            device = torch.device("cpu") if self.on_host else platform.device()
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            return SharedBlock(nbytes, self.on_host)
+        except OSError as error:
+            raise TrainingError(
+                f"a bucket of weights needs {nbytes / 1e9:.2g} GB of shared memory ({SHARED_DIRECTORY}), but there is "
+                f"too little: {error.strerror or error}; give a container more by --shm-size or --ipc=host"
+            ) from None
+
+    def reserve(self, nbytes: int) -> None:
+        """Take both buckets with `nbytes` bytes: taking as many or fewer later needs no more memory, and cannot fail.
+
+        Raises:
+            TrainingError, RuntimeError: see `take`.
+        """
+        for _ in range(len(self._blocks)):
+            self.take(nbytes)
 
     @property
     def handle(self) -> str:
@@ -515,11 +533,15 @@ class RefitReceiver:
             probes: for each rank of the policy, what its `Probe.told` returns.
             index: number of this process among those of its engine.
             timeout: time limit in seconds.
+
+        Raises:
+            RuntimeError: the first rank does not answer, or names no groups because its run ends.
         """
         meeting = RefitStore(*store, rank=1, timeout=timeout).store
         seen = [rank for rank, told in enumerate(probes) if sees_probe(told, self.device)]
         meeting.set(f"sees/{index}", json.dumps(seen))
-        plan = json.loads(meeting.get("plan"))
+        if (plan := json.loads(meeting.get("plan"))) is None:
+            raise RuntimeError("the trainer sends no weights, because it ends")
         self.order = plan["orders"][index]
         for ip, port, members, shares in plan["routes"]:
             if index in members:

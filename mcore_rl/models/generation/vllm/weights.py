@@ -43,7 +43,7 @@ from mcore_rl.models.generation.vllm.weight_routes import (
 from mcore_rl.models.megatron.model.gpt_model import ModelShard
 from mcore_rl.models.megatron.weight_mapping import tensor_shapes
 from mcore_rl.models.megatron.weights.senders import Shipment, gather_shipments, plan_shipments, sends
-from mcore_rl.models.refit.delta import DeltaEncoder
+from mcore_rl.models.refit.delta import DeltaEncoder, largest_bucket
 from mcore_rl.models.refit.shared_block import NO_PROBE, Probe, free_shared_memory
 from mcore_rl.models.refit.transfer import (
     BUCKET_BYTES,
@@ -116,6 +116,7 @@ class VLLMWeights:
         self.own = [number for number, shipment in enumerate(self.shipments) if sends(shipment, policy.model)]
         self.encoder = DeltaEncoder() if config.generation.vllm.weight_updates == "delta" else None
         self.shares_host = self.encoder is not None or not platform.has_gpu()
+        self.bucket_bytes = max(map(self._largest, self.shipments), default=0)
         self.bytes_sent = 0
         self._sources: list[int] = []  # the rank that sends each shipment
         self._routes: dict[str, list[Route]] = {}
@@ -132,37 +133,22 @@ class VLLMWeights:
         """Find out how weights get to each server in `urls`, and create the groups for it; drop those that do not join.
 
         Raises:
-            TrainingError: no server is left.
+            TrainingError: no server is left, or a host has too little shared memory.
         """
         wanted = list(urls)
         sizes = self._lead(lambda: self._servers.each(_world_size, wanted))
-        probe, free, told = None, None, NO_PROBE
+        probe, told = None, NO_PROBE
         with suppress(OSError):  # without shared memory, collectives are used
             probe = Probe(self.shares_host)
             told = probe.told()
-            free = free_shared_memory() if self.shares_host and not self._memory.is_taken else None
-        reports = [RankReport(*of_rank) for of_rank in gather_objects((told, self.own, free))]
-        sources = {number: rank for rank, report in enumerate(reports) for number in report.shipments}
-        self._sources = [sources[number] for number in range(len(self.shipments))]
-        sees = self._lead(lambda: self._invite(reports, sizes))
-        if lacking := without_memory(sees, reports, max(shipment.nbytes for shipment in self.shipments)):
-            sees = {url: [[r for r in ranks if r not in lacking] for ranks in found] for url, found in sees.items()}
-            self._say(
-                f"weights are sent to servers on the nodes of ranks {sorted(lacking)} by collectives, because their "
-                "shared memory (/dev/shm) has too little room; give a container more by --shm-size or --ipc=host"
-            )
-        senders = sorted(set(self._sources))
-        routes = {url: plan_routes(found, senders) for url, found in sees.items()}
-        self._routes |= routes
-        self._make_relays(senders)
-        mine = {url: route for url in routes for route in routes[url] if route.rank == self.rank}
-        stores = {url: RefitStore(local_address(_host_of(url)), 0, 0, self.seconds) for url in mine}
-        addresses = gather_objects({url: (store.ip, store.port) for url, store in stores.items()})
-        joining = self._sending.submit(self._join, stores, mine) if mine else None
-        self._lead(lambda: self._tell(routes, addresses))
-        failures = self._merged(settle(joining, self.config.parallel.meeting_seconds) or {})
-        if probe is not None:
-            probe.release()
+        try:
+            failures = self._connect(told, sizes)
+        except BaseException:
+            self._dismiss()
+            raise
+        finally:
+            if probe is not None:
+                probe.release()
 
         def finish() -> None:
             for url, reason in failures.items():
@@ -171,6 +157,70 @@ class VLLMWeights:
         self._lead(finish)
         for url in wanted:
             self._versions.pop(url, None)
+
+    def _connect(self, told: dict[str, str], sizes: Mapping[str, int]) -> dict[str, str]:
+        """Connect servers; return why the weights cannot be sent to some of them.
+
+        Args:
+            told: this rank's probe.
+            sizes: number of processes of each server, by URL; on the first rank.
+        """
+        reports = [RankReport(probe, own, None) for probe, own in gather_objects((told, self.own))]
+        sources = {number: rank for rank, report in enumerate(reports) for number in report.shipments}
+        self._sources = [sources[number] for number in range(len(self.shipments))]
+        sees = self._lead(lambda: self._invite(reports, sizes))
+        # Measured only now, because servers on this host have taken memory for their copies of the weights before they
+        # have answered.
+        free = gather_objects(self._free_memory())
+        reports = [report._replace(free=amount) for report, amount in zip(reports, free, strict=True)]
+        if lacking := without_memory(sees, reports, self.bucket_bytes):
+            sees = {url: [[r for r in ranks if r not in lacking] for ranks in found] for url, found in sees.items()}
+            self._say(
+                f"weights are sent to servers on the nodes of ranks {sorted(lacking)} by collectives, because their "
+                "shared memory (/dev/shm) has too little room; give a container more by --shm-size or --ipc=host"
+            )
+        senders = sorted(set(self._sources))
+        routes = {url: plan_routes(found, senders) for url, found in sees.items()}
+        self._routes |= routes
+        mine = {url: route for url in routes for route in routes[url] if route.rank == self.rank}
+        self._reserve(mine)
+        self._make_relays(senders)
+        stores = {url: RefitStore(local_address(_host_of(url)), 0, 0, self.seconds) for url in mine}
+        addresses = gather_objects({url: (store.ip, store.port) for url, store in stores.items()})
+        joining = self._sending.submit(self._join, stores, mine) if mine else None
+        self._lead(lambda: self._tell(routes, addresses))
+        return self._merged(settle(joining, self.config.parallel.meeting_seconds) or {})
+
+    def _largest(self, shipment: Shipment) -> int:
+        """Return the most bytes that a bucket of this shipment can have."""
+        if self.encoder is None:
+            return shipment.nbytes
+        return largest_bucket(shipment.nbytes, len(tensor_shapes(shipment.mappings)))
+
+    def _free_memory(self) -> int | None:
+        """Return the bytes of shared memory that this host has left; None if this rank needs no more."""
+        if not self.shares_host or (self._memory.shares and self._memory.is_taken):
+            return None
+        try:
+            return free_shared_memory()
+        except OSError:
+            return None
+
+    def _reserve(self, routes: Mapping[str, Route]) -> None:
+        """Take this rank's shared memory of the host for its `routes`, by URL.
+
+        Now, because a rank that fails during an update would let the others, and the servers, wait for its buckets.
+
+        Raises:
+            TrainingError: a rank's host has too little.
+        """
+        reserving = None
+        if any(route.shares for route in routes.values()):
+            if not self._memory.shares:
+                self._memory = BucketMemory(shares=True, on_host=self.shares_host)
+            if self.shares_host:
+                reserving = self._sending.submit(self._memory.reserve, self.bucket_bytes)
+        settle(reserving, self.config.parallel.meeting_seconds)
 
     def _invite(self, reports: Sequence[RankReport], sizes: Mapping[str, int]) -> dict[str, Sees]:
         """Begin to connect servers; return what their processes see. Only on the first rank.
@@ -217,6 +267,16 @@ class VLLMWeights:
         self._servers.gather({url: future for url, (_, future) in self._invited.items()})
         self._invited = {}
 
+    def _dismiss(self) -> None:
+        """Tell the processes of servers that wait for their routes that there are none. Other ranks have none.
+
+        Otherwise they would wait, and the threads that have invited them would delay the exit of this process.
+        """
+        for store, _ in self._invited.values():
+            with suppress(RuntimeError):
+                store.store.set("plan", json.dumps(None))
+        self._invited = {}
+
     def _make_relays(self, senders: Sequence[int]) -> None:
         """Create the groups by which senders pass buckets on to other ranks."""
         for sender in senders:
@@ -227,8 +287,6 @@ class VLLMWeights:
 
     def _join(self, stores: Mapping[str, RefitStore], routes: Mapping[str, Route]) -> dict[str, str]:
         """Create this rank's group with each server; return the reasons of those that do not join."""
-        if any(route.shares for route in routes.values()) and not self._memory.shares:
-            self._memory = BucketMemory(shares=True, on_host=self.shares_host)
 
         def join(url: str) -> str | None:
             route = routes[url]
