@@ -103,6 +103,9 @@ def packed(told):
     return pack({name: value for name, value in told.items() if name not in arrays}, arrays)
 
 
+COUNTING = threading.Lock()
+
+
 class Stub(SignedHandler):
     """Server stub whose response is the prompt's last token and the seed, in packed form; `server.behave` may refuse,
     or change entries of the answer. Subclasses may set `told`, further entries."""
@@ -110,10 +113,12 @@ class Stub(SignedHandler):
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         body = json.loads(content)
-        self.server.asked.append(body)
+        with COUNTING:
+            self.server.asked.append(body)
+            number = len(self.server.asked)
         assert self.path == "/mcore_rl/generate"
         assert self.is_signed(content)
-        status, change = self.server.behave(len(self.server.asked)) or (200, {})
+        status, change = self.server.behave(number) or (200, {})
         if status is None:  # cut the line
             return self.connection.close()
         sampling = body["sampling_params"]
