@@ -34,11 +34,10 @@ def model_path(tmp_path_factory):
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation.megatron import decoder, layer_caches
-    from mcore_rl.models.generation.megatron import generation as megatron_generation
+    from mcore_rl.models.generation.megatron import continuous_batch, decoder, layer_caches
 
-    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = BLOCK
-    megatron_generation.LOOK_AHEAD = BLOCK // 2
+    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = continuous_batch.BLOCK_SIZE = BLOCK
+    continuous_batch.LOOK_AHEAD = BLOCK // 2
     logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)
 
@@ -96,7 +95,7 @@ class RecordedGraph:
 def in_recorded_graphs(config, params, slots, prompts, most=64):
     """Return what steps of fixed sizes generate, the distance to the trainer, how many of them were replayed, how many
     caches are left, and how many graphs each pool had."""
-    from mcore_rl.models.generation.megatron import generation as megatron_generation
+    from mcore_rl.models.generation.megatron import continuous_batch
 
     use_small_blocks(lag=1)
     caches = []
@@ -106,7 +105,7 @@ def in_recorded_graphs(config, params, slots, prompts, most=64):
         caches.append(weakref.ref(cache))
         return cache
 
-    megatron_generation.SequenceCache = cache_of
+    continuous_batch.SequenceCache = cache_of
     gc.disable()
     graphs = []
 
@@ -118,7 +117,7 @@ def in_recorded_graphs(config, params, slots, prompts, most=64):
         graphs.append(0)
         return SimpleNamespace(recorded=recorded)
 
-    platform.GraphPool, megatron_generation.MAX_GRAPHS = pool, most
+    platform.GraphPool, continuous_batch.MAX_GRAPHS = pool, most
     Decoder.can_replay = True
     out, apart = generate(config, params, slots=slots, prompts=prompts)
     return out, apart, RecordedGraph.replays, sum(cache() is not None for cache in caches), graphs
@@ -208,12 +207,12 @@ def test_a_late_look_at_stop_strings_changes_nothing(model_path):
 
 def tokens_held(config, prompts, limits, slots):
     """Tokens that the cache had room for at most, and that sequences had at most; blocks that are left in use."""
-    from mcore_rl.models.generation.megatron import generation as megatron_generation
+    from mcore_rl.models.generation.megatron import continuous_batch
 
     use_small_blocks()
     caches, held, needed = [], [], []
 
-    class Watched(megatron_generation.SequenceCache):
+    class Watched(continuous_batch.SequenceCache):
         def step(self, *tensors):
             if self not in caches:
                 caches.append(self)
@@ -223,7 +222,7 @@ def tokens_held(config, prompts, limits, slots):
             needed.append(sum(self.lengths))
             return super().step(*tensors)
 
-    megatron_generation.SequenceCache = Watched
+    continuous_batch.SequenceCache = Watched
     generate(config, SamplingParams(NEW_TOKENS, seed=1), slots=slots, prompts=prompts, limits=limits)
     return max(held), max(needed), [sum(cache.blocks.users) for cache in caches]
 

@@ -20,7 +20,8 @@ from mcore_rl.algorithms.grpo import shaped_rewards
 from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import WorkerError
-from mcore_rl.models.generation.megatron.generation import coarse_size, sampling_params_of
+from mcore_rl.models.generation.megatron.continuous_batch import coarse_size
+from mcore_rl.models.generation.megatron.generation import sampling_params_of
 from mcore_rl.models.generation.sampling import (
     SamplingParams,
     _filtered,
@@ -218,16 +219,16 @@ def test_ranks_that_share_a_key_value_head(model_path, one_process):
 
 def generate_groups(config, slots, repeats, most_apart=1e-5):
     """Groups of equal prompts; sequences, and how many prompts went through the model."""
-    from mcore_rl.models.generation.megatron import generation as megatron_generation
+    from mcore_rl.models.generation.megatron import continuous_batch
 
     ran = []
 
-    class CountingCache(megatron_generation.SequenceCache):
+    class CountingCache(continuous_batch.SequenceCache):
         def prefill(self, prompts, *places):
             ran.extend(prompts)
             return super().prefill(prompts, *places)
 
-    megatron_generation.SequenceCache = CountingCache
+    continuous_batch.SequenceCache = CountingCache
     prompts = BatchedDataDict({name: values.repeat_interleave(repeats, 0) for name, values in make_prompts().items()})
     out, difference = generate(
         config, SamplingParams(NEW_TOKENS, seed=2, stop_token_ids=(1,)), slots=slots, prompts=prompts

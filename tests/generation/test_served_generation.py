@@ -1,6 +1,7 @@
 """Requests that arrive while the training model generates: their responses, and the likeliest tokens."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from generation_cases import model_path as model_path
 from small_models import and_long, make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.models.generation.interfaces import RequestOptions
+from mcore_rl.models.generation.interfaces import Distribution, RequestOptions
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
@@ -72,3 +73,95 @@ def test_the_likeliest_tokens_are_those_of_transformers(layout, params, model_pa
             found = torch.tensor([[logprob for _, logprob in step] for step in response.likeliest])
             torch.testing.assert_close(found, best.values, atol=1e-5, rtol=0)
             assert [[token for token, _ in step] for step in response.likeliest] == best.indices.tolist()
+
+
+# ------------------------------------------------------------------ requests with options of their own
+
+OWN = [
+    RequestOptions(14),
+    RequestOptions(14, distribution=Distribution(temperature=0.0), num_likeliest=2),
+    RequestOptions(14, distribution=Distribution(temperature=1.3, top_p=0.7)),
+    RequestOptions(14, distribution=Distribution(temperature=0.1 + 0.2, top_k=3, min_p=0.01)),  # not exact in float32
+    RequestOptions(1, scores_prompt=True, num_likeliest=3),
+    RequestOptions(2, scores_prompt=True, distribution=Distribution(temperature=0.0)),
+]
+
+
+def serve_own(config, together):
+    """Return the responses to one prompt, asked for together or one after the other, and what listeners were told."""
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.served_generation import ServedGeneration
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    served = ServedGeneration(MegatronGeneration(policy.model, PARAMS, LIMIT, make_tokenizer(), 8, prefill_tokens=100))
+    told = [[] for _ in OWN]
+
+    def ask():
+        def submit(number):
+            return served.submit(PROMPTS[0], number, options=replace(OWN[number], on_tokens=told[number].append))
+
+        asked = map(submit, range(len(OWN)))
+        return [future.result(timeout=60) for future in (list(asked) if together else asked)]
+
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(ask) if policy.topology.leads_replica else None
+        served.serve(work)
+    policy.shutdown()
+    return (work.result(), told) if work else None
+
+
+@pytest.mark.parametrize(
+    "layout", and_long([ParallelLayout(), ParallelLayout(tp=2, pp=2)], [ParallelLayout(pp=2)]), ids=str
+)
+def test_requests_have_distributions_of_their_own(layout, model_path):
+    """A response does not depend on the other requests. Scores of a prompt are transformers'."""
+    path = model_path("llama")
+    config, size = config_of(path, layout), layout.world_size
+    together, told = run_processes(serve_own, config, True, world_size=size)[0]
+    alone, _ = run_processes(serve_own, config, False, world_size=size)[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        of_prompt = model(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
+    for options, one, other, parts in zip(OWN, together, alone, told, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and len(one.token_ids) == options.max_new_tokens
+        assert all(part.token_ids.tolist() == one.token_ids[: len(part.token_ids)].tolist() for part in parts)
+        assert [len(part.token_ids) for part in parts] == sorted({len(part.token_ids) for part in parts})
+        assert parts or options.max_new_tokens < 14
+        own = options.distribution or Distribution(PARAMS.temperature)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPTS[0], *one.token_ids]])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        if own.temperature == 0:
+            assert logits.argmax(-1).tolist() == one.token_ids.tolist()
+        elif own.top_k:
+            best = logits.topk(own.top_k).indices
+            assert all(token in kept for token, kept in zip(one.token_ids.tolist(), best.tolist(), strict=True))
+        if options.scores_prompt:
+            scores, targets = one.prompt_scores, torch.tensor(PROMPTS[0][1:])
+            expected = of_prompt[:-1].gather(1, targets[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(scores.logprobs), expected, atol=1e-5, rtol=0)
+            best = of_prompt[:-1].topk(options.num_likeliest).indices.tolist()
+            assert [[token for token, _ in step] for step in scores.likeliest] == best
+        else:
+            assert one.prompt_scores is None
+
+
+def test_a_prompt_of_one_token_has_no_scores(model_path):
+    from mcore_rl.models.generation.interfaces import PromptScores
+
+    options = RequestOptions(1, scores_prompt=True, num_likeliest=2)
+    (scores,) = run_processes(serve_short, config_of(model_path("llama"), ParallelLayout()), options, world_size=1)
+    assert isinstance(scores, PromptScores) and len(scores.logprobs) == 0 and scores.likeliest == []
+
+
+def serve_short(config, options):
+    from mcore_rl.models.generation.megatron.generation import MegatronGeneration
+    from mcore_rl.models.generation.megatron.served_generation import ServedGeneration
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    served = ServedGeneration(MegatronGeneration(policy.model, PARAMS, LIMIT, make_tokenizer(), 8, prefill_tokens=100))
+    asked = served.submit((7,), 0, options=options)
+    served.serve(asked)
+    policy.shutdown()
+    return asked.result().prompt_scores

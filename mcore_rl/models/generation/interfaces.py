@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
@@ -104,6 +104,17 @@ class RequestError(TrainingError):
     """Raised if one response cannot be generated; other requests can still succeed."""
 
 
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens after the first, in the model's own distribution.
+
+    likeliest: for each of these tokens, the likeliest tokens in its place, as in `Response`.
+    """
+
+    logprobs: Float32[np.ndarray, " tokens-1"]
+    likeliest: Sequence[Sequence[tuple[int, float]]]
+
+
 @dataclass
 class Response:
     """The response to one prompt.
@@ -118,6 +129,7 @@ class Response:
         not returned.
     likeliest: for each position, the likeliest tokens with their log-probabilities, the likeliest first, if the request
         asks for them.
+    prompt_scores: what the request asks for of its prompt (`RequestOptions.scores_prompt`).
     """
 
     token_ids: Int32[np.ndarray, " tokens"]
@@ -127,10 +139,21 @@ class Response:
     choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
     likeliest: Sequence[Sequence[tuple[int, float]]] = ()
+    prompt_scores: PromptScores | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = np.asarray(self.token_ids, np.int32)
         self.logprobs = np.asarray(self.logprobs, np.float32)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The distribution from which a request's tokens are sampled; see `SamplingParams`."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,11 +163,18 @@ class RequestOptions:
     max_new_tokens: maximum number of tokens of the response; None for the run's limit.
     stop_strings: texts that end the response, in addition to the stop strings of the run.
     num_likeliest: number of the likeliest tokens at each position that are returned with the response.
+    distribution: the request's own; None for that of the run.
+    scores_prompt: return `Response.prompt_scores`. Only the training processes can.
+    on_tokens: called, by the generating thread, with the response so far whenever it has grown. Engines that return
+        only whole responses do not call it.
     """
 
     max_new_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
     num_likeliest: int = 0
+    distribution: Distribution | None = None
+    scores_prompt: bool = False
+    on_tokens: Callable[[Response], None] | None = None
 
 
 NO_OPTIONS = RequestOptions()

@@ -20,8 +20,15 @@ from mcore_rl import platform
 from mcore_rl.data.choices import CHOICES, CHOSEN_KEYS, ROUTED_EXPERTS
 from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.logprobs import CHUNK_BYTES, Tiles, gather_hidden_states, valid_columns
+from mcore_rl.distributed.logprobs import (
+    CHUNK_BYTES,
+    Tiles,
+    gather_hidden_states,
+    linear_logprobs,
+    valid_columns,
+)
 from mcore_rl.distributed.packs import PackLayout
+from mcore_rl.distributed.topk import linear_topk
 from mcore_rl.models.generation.megatron.layer_caches import (
     BLOCK_SIZE,
     BlockLayerCache,
@@ -116,8 +123,8 @@ class SequenceCache:
         held: Sequence[Sequence[int]],
         slots: Sequence[int],
         images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> Float[Tensor, "n hidden"]:
-        """Run whole prompts as one pack; return the final hidden state of each prompt's last token.
+    ) -> tuple[Float[Tensor, "tokens hidden"], Int64[Tensor, " n"]]:
+        """Run whole prompts as one pack; return the final hidden states, and the place of each prompt's last token.
 
         Args:
             held: for each prompt, the blocks that store its keys and values.
@@ -139,7 +146,7 @@ class SequenceCache:
         tokens, positions, places, last, own = inputs
         packed = PromptPack(visible, places, own)
         attend = lambda layer, *x: self.layers[layer].prefill(packed, *x)  # noqa: E731
-        return self.decoder.forward(tokens, positions, attend, placed)[last]
+        return self.decoder.forward(tokens, positions, attend, placed), last
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """In every layer, copy the contents of the blocks `sources` to the blocks `destinations`."""
@@ -551,6 +558,26 @@ class Decoder:
     def _send(self, x: Tensor) -> None:
         pipeline = self.topology.pipeline
         torch.distributed.send(x.contiguous(), group=pipeline.group, group_dst=(pipeline.rank + 1) % pipeline.size)
+
+    def score(
+        self, x: Float[Tensor, "n hidden"], tokens: Int64[Tensor, " n"], num_likeliest: int
+    ) -> tuple[Float[Tensor, "n 1+m"], Int64[Tensor, "n m"]]:
+        """Score tokens after final hidden states; valid only on the last stage.
+
+        Args:
+            tokens: the token after each hidden state.
+            num_likeliest: number m of the likeliest tokens in its place.
+
+        Returns:
+            The log-probabilities of each token and of the likeliest ones, and the ids of the likeliest ones.
+        """
+        head, group, size = self.model.chunks[-1].lm_head_weight(), self.topology.tensor.group, self.model.num_ids
+        softcap, ids = self.model.family.logit_softcap, tokens.new_empty(len(tokens), 0)
+        if num_likeliest:
+            _, ids = linear_topk(x, head, min(num_likeliest, size), group, vocab_size=size, softcap=softcap)
+        targets = torch.cat((tokens[:, None], ids), dim=1)
+        logprobs, _ = linear_logprobs(x, head, targets, group, vocab_size=size, softcap=softcap)
+        return logprobs, ids
 
     def logits(self, x: Tensor) -> Tensor:
         """Map final hidden states [n, hidden] to fp32 logits [n, Vp]; logits of ids without probability are −inf."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -19,14 +20,21 @@ from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_ranks_true, broadcast_lists_in_replica
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import NO_OPTIONS, RequestEngine, RequestError, RequestOptions, Response
-from mcore_rl.models.generation.megatron.generation import (
+from mcore_rl.models.generation.interfaces import (
+    NO_OPTIONS,
+    Distribution,
+    RequestEngine,
+    RequestError,
+    RequestOptions,
+    Response,
+)
+from mcore_rl.models.generation.megatron.continuous_batch import (
     ContinuousBatch,
-    MegatronGeneration,
     RunningSequence,
     SamplingBatch,
     StopStrings,
 )
+from mcore_rl.models.generation.megatron.generation import MegatronGeneration
 from mcore_rl.models.generation.sampling import SamplingParams
 
 STEPS_BETWEEN_LOOKS = 8
@@ -85,7 +93,10 @@ class ServedBatch(ContinuousBatch):
         choices = {name: F.pad(x, (0, 0, 0, 0, 0, 1), value=-1) for name, x in sequence.choices().items()}
         kept = sequence.kept_tokens() if self.params.keeps_mask else None
         ended, likeliest = sequence.ended_at is not None, sequence.likeliest_tokens()
-        return Response(tokens, logprobs, ended, choices=choices, kept_tokens=kept, likeliest=likeliest)
+        scores = sequence.prompt_scores
+        return Response(
+            tokens, logprobs, ended, choices=choices, kept_tokens=kept, likeliest=likeliest, prompt_scores=scores
+        )
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
         self._over += [s for s in sequences if s.is_over]
@@ -122,6 +133,7 @@ class ServedGeneration(RequestEngine):
         self._inbox: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._asked = dict[int, Future[Response]]()
+        self._listeners = dict[int, Callable[[Response], None]]()
 
     def submit(
         self,
@@ -134,7 +146,7 @@ class ServedGeneration(RequestEngine):
         """Ask for a response; see `RequestEngine.submit`. Only on the first rank of a replica.
 
         A request that is made before `serve` is called waits for it. `group` and `greedy` are not used: equal prompts
-        are computed once, and `serve` decides for all requests.
+        are computed once, and `serve` decides for all requests without a distribution of their own.
         """
         number, future = next(self._numbers), Future[Response]()
         asked = self.generation.params.max_new_tokens
@@ -142,13 +154,17 @@ class ServedGeneration(RequestEngine):
         stops = [list(text.encode()) for text in options.stop_strings]
         lengths = [len(prompt), options.num_likeliest, len(stops), *map(len, stops)]
         self._asked[number] = future
-        self._inbox.put((number, [number, sample_id, limit, *lengths, *prompt, *itertools.chain(*stops)]))
+        if options.on_tokens is not None:
+            self._listeners[number] = options.on_tokens
+        sampling = [int(options.scores_prompt), *_encoded(options.distribution)]
+        self._inbox.put((number, [number, sample_id, limit, *sampling, *lengths, *prompt, *itertools.chain(*stops)]))
         return future
 
     def cancel(self, future: Future[Response]) -> None:
         if future.cancel():
             for number in [number for number, asked in list(self._asked.items()) if asked is future]:
                 self._asked.pop(number, None)
+                self._listeners.pop(number, None)
                 self._inbox.put((number, [-1 - number]))
 
     @torch.no_grad()
@@ -157,7 +173,7 @@ class ServedGeneration(RequestEngine):
 
         Args:
             work: work that makes the requests, on the first rank of each replica; None on other ranks.
-            greedy: always take the most likely token, whatever the temperature is.
+            greedy: for requests without a distribution of their own, take the most likely token.
         """
         params = self.generation.params
         if greedy:
@@ -185,10 +201,14 @@ class ServedGeneration(RequestEngine):
                     batch.add(_sequence(command, params, self.generation.tokenizer))
             for ended in batch.advance(STEPS_BETWEEN_LOOKS):
                 asked = self._asked.pop(ended.row, None)
+                self._listeners.pop(ended.row, None)
                 if asked is not None and asked.set_running_or_notify_cancel():
                     response = batch.response(ended)
                     response.weight_versions = [(self.weight_version, len(response.token_ids))]
                     asked.set_result(response)
+            for going in batch.going:
+                if (listener := self._listeners.get(going.row)) is not None:
+                    listener(batch.response(going))
             self.generation.decoder.run_idle()
 
     def _commands(self, is_busy: bool, work: Future[Any] | None) -> Iterator[list[int]]:
@@ -217,14 +237,40 @@ class ServedGeneration(RequestEngine):
                 yield command
 
 
+def _encoded(distribution: Distribution | None) -> list[int]:
+    """Return a distribution as integers: those with the bits of its numbers; the first one is 0 for None."""
+    if distribution is None:
+        return [0, 0, 0, 0, 0]
+    numbers = distribution.temperature, distribution.top_p, distribution.min_p
+    return [1, distribution.top_k or 0, *struct.unpack("3q", struct.pack("3d", *numbers))]
+
+
+def _decoded(numbers: Sequence[int], default: SamplingParams) -> SamplingParams | None:
+    """Return the sampling parameters of a request with the `_encoded` distribution `numbers`; None for the default."""
+    is_own, top_k, *bits = numbers
+    if not is_own:
+        return None
+    temperature, top_p, min_p = struct.unpack("3d", struct.pack("3q", *bits))
+    return replace(default, temperature=temperature, top_k=top_k or None, top_p=top_p, min_p=min_p)
+
+
 def _sequence(command: list[int], params: SamplingParams, tokenizer: Any) -> RunningSequence:
     """Return the sequence of a request (see `ServedGeneration.submit`)."""
-    number, sample_id, limit, size, num_likeliest, count, *rest = command
+    number, sample_id, limit, scores_prompt, *rest = command
+    own, (size, num_likeliest, count, *rest) = _decoded(rest[:5], params), rest[5:]
     lengths, rest = rest[:count], rest[count:]
     prompt, rest = rest[:size], rest[size:]
     texts = list(params.stop_strings)
     for length in lengths:
         texts.append(bytes(rest[:length]).decode())
         rest = rest[length:]
-    strings = StopStrings(texts, tokenizer)
-    return RunningSequence(number, sample_id, tuple(prompt), limit, stop_strings=strings, num_likeliest=num_likeliest)
+    return RunningSequence(
+        number,
+        sample_id,
+        tuple(prompt),
+        limit,
+        stop_strings=StopStrings(texts, tokenizer),
+        num_likeliest=num_likeliest,
+        params=own,
+        scores_prompt=bool(scores_prompt),
+    )

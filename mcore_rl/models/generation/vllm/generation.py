@@ -157,6 +157,8 @@ class VLLMGeneration(StreamingGeneration):
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
+        if (own := options.distribution) is not None:
+            params = replace(params, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
         if options.stop_strings:
             params = replace(params, stop_strings=(*params.stop_strings, *options.stop_strings))
         asked = options.max_new_tokens or params.max_new_tokens
