@@ -15,7 +15,7 @@ from mcore_rl.data.readers import check_file
 from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import input_paths, model_directories
-from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign, quick_problems
 from mcore_rl.utils.compression import zstd_problem
 from mcore_rl.utils.model_directory import check_model_directory, check_positions
 from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, restarts
@@ -211,7 +211,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
     if own.iterations() and not is_own:  # the run started from that path, and has written checkpoints since
         found, notes = own.candidates()
         return found, [*notes, f"checkpoint.resume: {path} is not used: output_dir has checkpoints of the run"]
-    if path.name.startswith("iter_"):
+    if path.name.startswith("iter_") or is_foreign(path):
         if problems := quick_problems(path):
             raise UserError(f"checkpoint.resume: {path} is damaged or incomplete: {'; '.join(problems)}")
         return [path], []

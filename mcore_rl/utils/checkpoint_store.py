@@ -16,6 +16,7 @@ import pickle
 import re
 import shutil
 import tempfile
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from mcore_rl.utils.files import (
 )
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Content of Megatron-LM's tracker file, and name of the directory beside it, for weights that were converted."""
 CHECKPOINT_FILES = frozenset({"common.pt", "metadata.json", ".metadata"})
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -61,6 +64,12 @@ class CheckpointStore:
             return int((self.directory / TRACKER_FILE).read_text())
         except (OSError, ValueError):
             return None
+
+    def _tracks_release(self) -> bool:
+        try:
+            return (self.directory / TRACKER_FILE).read_text().strip() == RELEASE
+        except OSError:
+            return False
 
     def begin(self, step: int) -> Path:
         """Create and return an empty directory in which the checkpoint of `step` is written."""
@@ -127,6 +136,8 @@ class CheckpointStore:
         Raises:
             UserError: there are checkpoints, but all are damaged.
         """
+        if is_foreign(self.directory / RELEASE) and self._tracks_release():
+            return [self.directory / RELEASE], []
         iterations = self.iterations()
         problems = [f"{path}: {problem}" for path in iterations for problem in quick_problems(path)[:1]]
         tracked = self.tracked_step()
@@ -142,11 +153,25 @@ class CheckpointStore:
         return whole, [f"damaged checkpoint: {problem}" for problem in problems]
 
 
+def is_foreign(iteration: Path) -> bool:
+    """Return whether a checkpoint was written by another program: by Megatron-LM or Megatron-Bridge.
+
+    Their checkpoints have the same format, but neither the manifest nor the configuration of this package.
+    """
+    has = [(iteration / name).is_file() for name in (".metadata", "metadata.json", MANIFEST_FILE, "config.yaml")]
+    return has == [True, True, False, False]
+
+
 def stored_identity(iteration: Path) -> str | None:
     """Return, as JSON, the identity of the run that wrote a checkpoint; None if the file is missing or damaged."""
     import torch
 
+    if is_foreign(iteration):
+        return None
     try:
+        # The class of the arguments that Megatron-LM looks for. Megatron registers it too, when it is imported; torch's
+        # context manager would then remove it.
+        torch.serialization.add_safe_globals([Namespace])
         identity = torch.load(iteration / "common.pt", map_location="cpu", weights_only=True)["state"]["identity"]
         return identity if isinstance(json.loads(identity), dict) else None
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
@@ -173,8 +198,10 @@ def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES)
     """Return problems of a checkpoint that are found without reading its files: in manifest, file names and sizes.
 
     Args:
-        required: files that the manifest must list.
+        required: files that the manifest must list. Checkpoints of other programs have no manifest.
     """
+    if is_foreign(iteration):
+        return []
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:
@@ -197,7 +224,10 @@ def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]
     """Read a checkpoint's files; return a problem for each file whose content differs from the manifest.
 
     The files are divided into `parts` equal parts, and only part number `part` is read. Ranks can thus share the work.
+    Checkpoints of other programs have no manifest to compare with.
     """
+    if is_foreign(iteration):
+        return []
     manifest = read_manifest(iteration)
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)

@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ REPORT_POLL_SECONDS = 1.0
 """Maximum interval at which the first rank's process looks for the reports of the other ranks' processes."""
 FILES_BESIDE = ("common.pt", "config.yaml", "metadata.json", ".metadata")
 """Files of a checkpoint other than its shards."""
+RUN_CONFIG_FILE = "run_config.yaml"
+"""File of a checkpoint in which Megatron-Bridge looks for the layout and the model. Checkpoints of adapters lack it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
 READY, WRITTEN = b"ready", b"written"
@@ -68,7 +70,7 @@ class Written:
     digests: FileDigests
 
 
-def write_index(directory: Path, metadata: Any, results: list[list[Any]]) -> None:
+def write_index(directory: Path, metadata: Any, results: list[list[Any]], aliases: Mapping[str, str]) -> None:
     """Write torch's index of a checkpoint.
 
     Python 3.13 pickles the class of paths under a name that other versions do not know. So the index has no paths, only
@@ -77,6 +79,7 @@ def write_index(directory: Path, metadata: Any, results: list[list[Any]]) -> Non
     Args:
         metadata: torch's metadata of the whole checkpoint.
         results: torch's write results of each rank.
+        aliases: further names of entries, each with the entry's own name. The index names their bytes twice.
     """
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -85,7 +88,18 @@ def write_index(directory: Path, metadata: Any, results: list[list[Any]]) -> Non
         def storage_meta(self) -> StorageMeta:
             return StorageMeta(checkpoint_id=str(directory), save_id=self.save_id)
 
-    IndexWriter(directory).finish(metadata, results)
+    entries = metadata.state_dict_metadata
+    others: dict[str, list[str]] = {}
+    for name, own in aliases.items():
+        others.setdefault(own, []).append(name)
+    again = [
+        replace(result, index=replace(result.index, fqn=name))
+        for of_rank in results
+        for result in of_rank
+        for name in others.get(result.index.fqn, ())
+    ]
+    named = {**entries, **{name: entries[own] for name, own in aliases.items()}}
+    IndexWriter(directory).finish(replace(metadata, state_dict_metadata=named), [*results, again])
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,7 @@ class Commit:
 
     partial: the directory in which all ranks have written.
     metadata: torch's metadata of the whole checkpoint.
+    aliases: see `write_index`.
     keep_last, keep_every, best: see `CheckpointStore.prune`.
     """
 
@@ -101,17 +116,21 @@ class Commit:
     step: int
     partial: Path
     metadata: Any
+    aliases: Mapping[str, str]
     keep_last: int | None
     keep_every: int | None
     best: int | None
 
     def __call__(self, written: Sequence[Written]) -> None:
         """Commit the checkpoint, given what each rank has written."""
-        write_index(self.partial, self.metadata, [of_rank.results for of_rank in written])
+        write_index(self.partial, self.metadata, [of_rank.results for of_rank in written], self.aliases)
         named = {name: digest for of_rank in written for name, digest in of_rank.digests.items()}
-        named.update(digests_of(self.partial, FILES_BESIDE))
+        named.update(digests_of(self.partial, self._files_beside()))
         self.store.commit(self.step, self.partial, named)
         self.store.prune(self.keep_last, self.keep_every, self.best)
+
+    def _files_beside(self) -> tuple[str, ...]:
+        return (*FILES_BESIDE, *(path.name for path in self.partial.glob(RUN_CONFIG_FILE)))
 
 
 @dataclass(frozen=True)

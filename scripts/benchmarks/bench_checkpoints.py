@@ -123,8 +123,8 @@ def measure_conversion(root):
     print(f"the model has {sum(sizes) / 1e6:,.0f} MB, its largest tensor {tensor:,.0f} MB")
     context, rows = multiprocessing.get_context("spawn"), []
     for name, convert, beside, bound in (
-        ("hf-to-megatron / largest tensor", to_megatron, tensor, 3),
-        ("megatron-to-hf / largest tensor and shard", to_hf, tensor + shard, 2),
+        ("from-hf / largest tensor", to_megatron, tensor, 3),
+        ("to-hf / largest tensor and shard", to_hf, tensor + shard, 2),
     ):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=measure_peak, args=(sender, convert, root))
@@ -144,7 +144,7 @@ def to_megatron(root):
 def to_hf(root):
     from mcore_rl.models.megatron.checkpoint.convert import megatron_to_hf
 
-    iteration = root / "megatron" / "iter_0000000"
+    iteration = root / "megatron" / "iter_0000001"
     megatron_to_hf(iteration, root / "model", root / "hf", lambda items, total: items, max_shard_bytes=SHARD_BYTES)
 
 

@@ -18,7 +18,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.checkpoint.foreign import check_fits
+from mcore_rl.models.megatron.checkpoint.interchange import common_entries, run_config
 from mcore_rl.models.megatron.checkpoint.load import (
+    OPTIMIZER,
     RegionReader,
     absent_from,
     architecture_of_checkpoint,
@@ -26,8 +29,9 @@ from mcore_rl.models.megatron.checkpoint.load import (
     load_weights,
     read_common,
 )
+from mcore_rl.models.megatron.checkpoint.names import aliases, other_name
 from mcore_rl.models.megatron.checkpoint.save import PlannedShards, write_common
-from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of
+from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of, stored_names
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.model.build import build_model
 from mcore_rl.models.megatron.model.gpt_model import ModelShard
@@ -36,6 +40,7 @@ from mcore_rl.models.megatron.model.hf_directory import (
     MAX_SHARD_BYTES,
     SafetensorsDirectory,
     in_precision,
+    model_directory,
     write_hf_directory,
 )
 from mcore_rl.models.megatron.model.lora import lora_of, write_peft_directory
@@ -43,10 +48,10 @@ from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Vocabulary, assemble
 from mcore_rl.models.megatron.weights.adapters import add_adapters, export_adapters
 from mcore_rl.models.megatron.weights.conversion import check_hf_tensors, chunk_mappings, read_shard
-from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign, quick_problems
 from mcore_rl.utils.files import digests_of
 from mcore_rl.utils.model_directory import architecture_changes, architecture_of
-from mcore_rl.utils.shard_process import write_index
+from mcore_rl.utils.shard_process import RUN_CONFIG_FILE, write_index
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -62,13 +67,16 @@ def describe(iteration: Path) -> Iterator[str]:
     common = read_common(iteration, index)
     problems = quick_problems(iteration)
     yield f"{iteration}: {'; '.join(problems) or 'whole'}"
+    if is_foreign(iteration):
+        yield "  written by Megatron-LM or Megatron-Bridge"
     for name, value in {**common.get("state", {}), **common.get("versions", {})}.items():
         yield f"  {name}: {_short(value)}"
     yield f"  also: {', '.join(sorted(set(common) - {'state', 'versions'}))}"
+    twice = _named_twice(index)
     tensors = {
         name: entry
         for name, entry in sorted(index.state_dict_metadata.items())
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and name not in twice
     }
     widest = max(map(len, tensors), default=0)
     for name, entry in tensors.items():
@@ -81,8 +89,20 @@ def describe(iteration: Path) -> Iterator[str]:
     ):
         numbers, size = sum(map(_numel, part)), sum(_numel(e) * e.properties.dtype.itemsize for e in part)
         yield f"{what}: {len(part)} tensors, {numbers:,} numbers, {size:,} bytes"
-    yield "config.yaml:"
-    yield from (f"  {line}" for line in (iteration / "config.yaml").read_text().splitlines())
+    for name in ("config.yaml",) if not is_foreign(iteration) else (RUN_CONFIG_FILE,):
+        if (iteration / name).is_file():
+            yield f"{name}:"
+            yield from (f"  {line}" for line in (iteration / name).read_text().splitlines())
+
+
+def _named_twice(index: Metadata) -> set[str]:
+    """Return the second names of tensors that a checkpoint's index names twice (`aliases`)."""
+    pairs = {name: other for name in index.state_dict_metadata if (other := other_name(name)) is not None}
+    bytes_of: dict[str, set[tuple[str, int]]] = {name: set() for name in pairs}
+    for place, storage in index.storage_data.items():
+        if place.fqn in bytes_of:
+            bytes_of[place.fqn].add((storage.relative_path, storage.offset))
+    return {max(name, other) for name, other in pairs.items() if bytes_of[name] == bytes_of.get(other)}
 
 
 def _numel(entry: TensorStorageMetadata) -> int:
@@ -98,12 +118,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 70 else text[:67] + "..."
 
 
+CONVERTED = 1
+"""Iteration of converted weights. Megatron-Bridge does not accept 0."""
+
 # Wraps an iterable of a known length in a progress bar.
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
-    """Write the weights of a Hugging Face directory as a checkpoint of iteration 0 below `destination`.
+    """Write the weights of a Hugging Face directory as a checkpoint of iteration 1 below `destination`.
 
     Training can start from this checkpoint with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
 
@@ -123,7 +146,8 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     dtype = _dtype_of(tensors, hf_config)
     with _memoryless_model(hf_config, source, dtype) as model:
         shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
-        partial = store.begin(0)
+        common |= common_entries(model, CONVERTED)
+        partial = store.begin(CONVERTED)
         planned = PlannedShards.of(shards, (), partial, process_groups().dp_cp)
         items = planned.storage.tensors
         results = planned.storage.write(_read_parts(progress(items, len(items)), tensors, model))
@@ -131,9 +155,9 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
             "model": {"path": str(source), "dtype": _name(dtype)},
             "architecture": architecture_of(hf_config),
         }
-        write_common(common, yaml.safe_dump(config), partial)
-        write_index(partial, planned.metadata, [results])
-        return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
+        write_common(common, yaml.safe_dump(config), partial, run_config(model, has_training_state=False))
+        write_index(partial, planned.metadata, [results], aliases(planned.metadata.state_dict_metadata))
+        return store.commit(CONVERTED, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
 
 
 def megatron_to_hf(
@@ -146,10 +170,12 @@ def megatron_to_hf(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory, or its adapters as a PEFT directory.
 
-    Each tensor has the precision that it has in `source`.
+    The checkpoint may be one of Megatron-LM or Megatron-Bridge. Each tensor has the precision that it has in `source`,
+    or in the checkpoint if `source` has no weights.
 
     Args:
-        source: Hugging Face directory of the same architecture; config and tokenizer are copied from it.
+        source: Hugging Face directory of the same architecture; config and tokenizer are copied from it. It may have no
+            weights.
         max_shard_bytes: maximum size of a written file. The contents of one file are in memory at a time.
         chat_template: chat template to write in place of the source's.
 
@@ -158,7 +184,7 @@ def megatron_to_hf(
             call.
     """
     index = check_trusted(iteration)
-    trained = read_yaml(iteration / "config.yaml").get("model") or {}
+    trained = {} if is_foreign(iteration) else read_yaml(iteration / "config.yaml").get("model") or {}
     trains_mtp = bool(trained.get("mtp_loss_scaling_factor"))
     hf_config = load_hf_config(source, head=trained.get("head", "lm"), trains_mtp=trains_mtp)
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
@@ -174,14 +200,16 @@ def megatron_to_hf(
     weights = [
         entry
         for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.") and not name.endswith(wide)
+        if isinstance(entry, TensorStorageMetadata) and not OPTIMIZER.match(name) and not name.endswith(wide)
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
         found = ", ".join(sorted(map(_name, dtypes)))
         raise UserError(f"{iteration}: all weights must have the same precision, found {found}")
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
-        tensors = in_precision(_load_all(iteration, index, model, progress, source), SafetensorsDirectory(source))
+        if is_foreign(iteration):
+            check_fits(iteration, index, read_common(iteration, index), model.family, stored_names(model))
+        tensors = in_precision(_load_all(iteration, index, model, progress, source), model_directory(source))
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
 
 
@@ -288,7 +316,7 @@ def _load_all(
     Args:
         source: directory that has the modules that the checkpoint was written without (`ADDED_MODULES`).
     """
-    stored, own, directory = list[tuple[Mapping, list[StoredPart]]](), list[Mapping](), SafetensorsDirectory(source)
+    stored, own, directory = list[tuple[Mapping, list[StoredPart]]](), list[Mapping](), model_directory(source)
     is_absent = absent_from(index)
     for mapping, parts_of_mapping in _stored_parts(model):
         if is_absent(mapping.megatron):
@@ -308,8 +336,10 @@ def _loaded_parts(
         pieces = []
         for part in parts:
             shape = part.shape
+            whole: Shape | None = tuple(part.place.global_shape)
             if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
-                shape = (mapping.kind.vocab_size, *shape[1:])
+                shape, whole = (mapping.kind.vocab_size, *shape[1:]), None
             ones = (1,) * part.place.prepend_axis_num
-            pieces.append(reader.tensor(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
+            offsets = tuple(part.place.global_offset)
+            pieces.append(reader.tensor(part.place.key, offsets, (*ones, *shape), whole).view(shape))
         yield from mapping.split(torch.cat(pieces)[None])

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ from mcore_rl.config import read_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint import state
+from mcore_rl.models.megatron.checkpoint.foreign import check_fits, read_inert, unreadable_optimizer
+from mcore_rl.models.megatron.checkpoint.names import located
 from mcore_rl.models.megatron.checkpoint.state import (
     ModelState,
     MovingReference,
@@ -34,6 +37,7 @@ from mcore_rl.models.megatron.checkpoint.state import (
     TrainingState,
     model_state,
     set_objects,
+    stored_names,
     tensor_regions,
 )
 from mcore_rl.models.megatron.layers.vision import VISION_TOWER
@@ -41,7 +45,7 @@ from mcore_rl.models.megatron.model.gpt_model import ModelShard
 from mcore_rl.models.megatron.parallel_state import seed_everything, set_random_states
 from mcore_rl.models.megatron.weight_mapping import Shape
 from mcore_rl.models.megatron.weights.conversion import ADAPTER
-from mcore_rl.utils.checkpoint_store import digest_problems, stored_identity
+from mcore_rl.utils.checkpoint_store import digest_problems, is_foreign, stored_identity
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
@@ -120,6 +124,9 @@ def read_index(iteration: Path) -> Metadata:
 def check_trusted(iteration: Path) -> Metadata:
     """Check that loading a checkpoint runs no code and reads no file outside its directory; return its index.
 
+    Of a checkpoint of another program, only tensors and the common state are read, and the common state without its
+    classes (`read_inert`). Its other objects are therefore not checked.
+
     Raises:
         UserError: the checkpoint refers to functions, which loading would call, or to a file outside its directory. The
             message contains the reference and where it was found.
@@ -130,6 +137,8 @@ def check_trusted(iteration: Path) -> Metadata:
             raise UserError(
                 f"{iteration / '.metadata'}: names {storage.relative_path!r}, which must be a file of {iteration}"
             )
+    if is_foreign(iteration):
+        return index
     files = [(COMMON_FILE, _read(iteration / COMMON_FILE))] if (iteration / COMMON_FILE).exists() else []
     for name, stream in [*files, *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
@@ -149,14 +158,19 @@ def read_common(iteration: Path, index: Metadata) -> dict[str, Any]:
         UserError: the checkpoint has neither.
     """
     path = iteration / COMMON_FILE
+    read = read_inert if is_foreign(iteration) else _read_safely
     if path.exists():
-        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        common: dict[str, Any] = read(path)
         return common
     for name, stream in _objects(iteration, index):
         if name.startswith(f"{COMMON_OBJECT}/"):
-            (common,) = torch.load(stream, map_location="cpu", weights_only=True)
+            (common,) = read(stream)
             return common
     raise UserError(f"{iteration}: has neither the file {COMMON_FILE} nor the object {COMMON_OBJECT}")
+
+
+def _read_safely(file: BinaryIO | Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _objects(iteration: Path, index: Metadata) -> Iterator[tuple[str, io.BytesIO]]:
@@ -178,10 +192,15 @@ def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
     """
     if (identity := stored_identity(iteration)) is not None:
         architecture = json.loads(identity).get("architecture", {})
+    elif is_foreign(iteration):
+        architecture = {}
     else:
         architecture = read_yaml(iteration / "config.yaml").get("architecture", {})
     return architecture if isinstance(architecture, dict) else {}
 
+
+OPTIMIZER = re.compile(r"(chained_\d\.)?optimizer\.")
+"""Beginning of the names of tensors of an optimizer."""
 
 BLOCK_BYTES = 4 * 1024**2
 
@@ -221,10 +240,12 @@ class RegionReader:
     def read(self, regions: Iterable[Region]) -> None:
         """Read all regions into their memory; read nothing if any region does not fit the checkpoint.
 
+        Each region is read under the name and with the dimensions that the checkpoint has for its weight (`located`).
+
         Raises:
             UserError: a tensor is missing, a region is not completely stored, or a file is damaged.
         """
-        regions = list(regions)
+        regions = [located(region, self.index.state_dict_metadata) for region in regions]
         pieces = [piece for region in regions for piece in self.pieces(region)]
         for region in regions:
             if region.is_padded:
@@ -238,14 +259,20 @@ class RegionReader:
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error) as error:
                 raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
 
-    def tensor(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
+    def tensor(self, key: str, offsets: Shape, sizes: Shape, whole: Shape | None = None) -> Tensor:
         """Return the region `offsets` … `offsets + sizes` of the tensor `key`, in its stored precision.
 
+        Args:
+            whole: the shape that the tensor must have; None for any shape.
+
         Raises:
-            UserError: the tensor is missing, the region is not completely stored, or a file is damaged.
+            UserError: the tensor is missing or has another shape, the region is not completely stored, or a file is
+                damaged.
         """
-        values = torch.empty(sizes, dtype=self._entry(key, len(sizes)).properties.dtype)
-        self.read([Region(key, offsets, values)])
+        shape = torch.empty(sizes, device="meta")
+        place = located(Region(key, offsets, shape), self.index.state_dict_metadata)
+        values = torch.empty(sizes, dtype=self._entry(place.key, place.values.dim()).properties.dtype)
+        self.read([Region(key, offsets, values, whole)])
         return values
 
     def _entry(self, key: str, dimensions: int) -> TensorStorageMetadata:
@@ -439,6 +466,16 @@ class Restored:
     has_reference: bool = False
 
 
+def read_state(iteration: Path) -> dict[str, Any]:
+    """Return the state of the training loop in a checkpoint; {} if it has none.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    state: dict[str, Any] = read_common(iteration, check_trusted(iteration)).get("state", {})
+    return state
+
+
 def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Restored:
     """Restore the whole training state under this run's parallel layout. Collective.
 
@@ -449,16 +486,22 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
     common = read_common(iteration, index)
-    has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
+    has_optimizer = any(".state." in key for key in index.state_dict_metadata if OPTIMIZER.match(key))
+    unreadable = None
+    if is_foreign(iteration):
+        _check_fits(iteration, index, common, run.model)
+        unreadable = unreadable_optimizer(common, index)
     restored = Restored(common.get("state", {}), ["weights" if run.model.lora is None else "adapters"])
     present = {
-        "optimizer": has_optimizer and "optimizer" in common,
+        "optimizer": has_optimizer and "optimizer" in common and unreadable is None,
         "schedule": "scheduler" in common,
         **{part.name: part.name in common for part in run.beside},
         "random states": "random" in common,
         "data position": "state" in common,
     }
     restored.missing = [name for name, there in present.items() if not there]
+    if unreadable is not None:
+        restored.missing[0] = f"an optimizer state that it can read ({unreadable})"
     if restored.missing and not allow_partial:
         raise UserError(
             f"{iteration} lacks {', '.join(restored.missing)}; set checkpoint.allow_partial=true to resume with "
@@ -479,6 +522,12 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     return restored
 
 
+def _check_fits(iteration: Path, index: Metadata, common: dict[str, Any], model: ModelShard) -> None:
+    """Check that the checkpoint of another program fits the model, of which each rank has a part. Collective."""
+    wanted = set[str]().union(*gather_objects(stored_names(model)))
+    check_fits(iteration, index, common, model.family, wanted)
+
+
 def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
     """Raise UserError if the checkpoint has adapters and the model has none, or the other way round."""
     there = any(ADAPTER in key for key in index.state_dict_metadata)
@@ -488,7 +537,7 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
         raise UserError(
             f"{iteration} holds a whole model, but with model.lora the model comes from model.path; leave out "
             "checkpoint.resume. To train adapters on the checkpoint's model, convert the checkpoint "
-            "(scripts/convert_checkpoint.py megatron-to-hf) and set model.path to the result"
+            "(mcore-rl convert to-hf) and set model.path to the result"
         )
 
 
@@ -553,6 +602,8 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
         UserError: the checkpoint does not fit the model, or refers to functions, which loading would call.
     """
     index, weights = check_trusted(iteration), model_state(model, name)
+    if is_foreign(iteration):
+        _check_fits(iteration, index, read_common(iteration, index), model)
     _read_regions(iteration, index, tensor_regions(weights))
     _load_objects(iteration, index, model, weights)
 
@@ -591,12 +642,16 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
 def _load_objects(iteration: Path, index: Metadata, model: ModelShard, weights: dict[str, Any]) -> None:
     """Load the objects that modules keep in addition to their tensors, by Megatron's function. Collective.
 
+    The objects of another program's checkpoint are left out: they belong to modules that this package does not use.
+
     Args:
         weights: Megatron's sharded state dict of the model.
 
     Raises:
         UserError: the checkpoint does not contain these objects.
     """
+    if is_foreign(iteration):
+        return
     if not any(isinstance(entry, BytesStorageMetadata) for entry in index.state_dict_metadata.values()):
         return
     objects = {

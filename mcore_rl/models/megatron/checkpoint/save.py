@@ -37,6 +37,13 @@ from mcore_rl.distributed.collectives import (
     gather_objects_on_rank_zero,
 )
 from mcore_rl.models.megatron.checkpoint import state
+from mcore_rl.models.megatron.checkpoint.interchange import (
+    common_entries,
+    random_object,
+    run_config,
+    schedule_in_samples,
+)
+from mcore_rl.models.megatron.checkpoint.names import aliases
 from mcore_rl.models.megatron.checkpoint.state import METADATA, TrainingState
 from mcore_rl.models.megatron.internals import shards_by_key
 from mcore_rl.models.megatron.parallel_state import process_groups, random_states
@@ -44,7 +51,15 @@ from mcore_rl.platform import bytes_for, offsets_of, views_of
 from mcore_rl.utils import shard_process
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 from mcore_rl.utils.files import naming_full_disk
-from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor
+from mcore_rl.utils.shard_process import (
+    POLL_SECONDS,
+    RUN_CONFIG_FILE,
+    Commit,
+    Report,
+    ShardJob,
+    ShardProcess,
+    StagedTensor,
+)
 
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -478,8 +493,11 @@ class PendingSave:
         staging.clear()
         staged = dict(zip((item.index for item, _ in own), staging.add([tensor for _, tensor in own]), strict=True))
         self.partial: Path = self._on_rank_zero(lambda: store.begin(step))
+        random = random_states()
+        of_megatron_lm = random_object(random, run.model) if run.model.lora is None else None
         shards, common = save_preprocess(
             {
+                **({} if of_megatron_lm is None else {"rng_state": of_megatron_lm}),
                 **weights,
                 **_reference_part(run, weights),
                 **run.policy.common(),
@@ -490,13 +508,19 @@ class PendingSave:
             }
         )
         # Added after Megatron has checked that the state is the same on all ranks: only rank 0 has all random states.
-        common["random"] = {"layout": run.layout, "states": gather_objects_on_rank_zero(random_states())}
-        self._on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
+        common["random"] = {"layout": run.layout, "states": gather_objects_on_rank_zero(random)}
+        described, has_random = None, of_megatron_lm is not None
+        if run.model.lora is None:  # the other programs have no adapters under these names
+            schedule = schedule_in_samples(common["scheduler"], run.config)
+            common |= common_entries(run.model, step, int(state.get("consumed_samples", 0)), schedule, has_random)
+            described = run_config(run.model, has_random=has_random)
+        self._on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial, described))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         asked, best = run.config.checkpoint, state.get("best", {}).get("step")
         commit = None
         if torch.distributed.get_rank() == 0:
-            commit = Commit(store, step, self.partial, planned.metadata, asked.keep_last, asked.keep_every, best)
+            named = {} if run.model.lora else aliases(planned.metadata.state_dict_metadata)
+            commit = Commit(store, step, self.partial, planned.metadata, named, asked.keep_last, asked.keep_every, best)
         try:
             self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, staged, commit))
         except SaveError:
@@ -558,13 +582,16 @@ def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, An
     return {state.KEY: state.reference_state(weights, run.reference.by_tensor())}
 
 
-def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
+def write_common(common: dict[str, Any], config: str, directory: Path, described: str | None) -> None:
     """Write those files of a checkpoint that are neither shards nor the index.
 
     Args:
         common: the state that is the same on all ranks.
         config: text of config.yaml.
+        described: text of run_config.yaml; None if Megatron-Bridge cannot read the checkpoint.
     """
+    if described is not None:
+        (directory / RUN_CONFIG_FILE).write_text(described)
     torch.save(common, directory / "common.pt")
     (directory / "config.yaml").write_text(config)
     save_config(CheckpointingConfig("torch_dist"), str(directory))

@@ -165,8 +165,16 @@ def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shap
         start = stop
 
 
-# The only optimizer format that can be loaded under every parallel layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
+"""Formats of Megatron's distributed optimizer that every parallel layout can load. Both have the same keys."""
+METADATA = {
+    "distrib_optim_sharding_type": RESHARDABLE[0],
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    # The optimizer of experts has the same keys as the one of other weights. Without this, Megatron-LM looks for
+    # other keys.
+    "chained_optim_avoid_prefix": True,
+}
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,9 @@ class ModelState:
 
     def common(self) -> dict[str, Any]:
         """Return the state of optimizer and schedule, without the parts that differ between ranks."""
-        return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
+        # Megatron gives experts an optimizer of their own only if they are divided over ranks.
+        is_divided = self.model.chunks[0].config.expert_model_parallel_size > 1
+        return {"optimizer": _optimizer_common(self.optimizer, is_divided), "scheduler": self.scheduler.state_dict()}
 
     def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
         """Yield those regions of weights and optimizer state that this rank reads from a checkpoint.
@@ -218,22 +228,34 @@ class ModelState:
         if common is None:
             self.optimizer.reload_model_params()
             return
-        step = common["optimizer"]["param_groups"][0].get("step") or 0  # Megatron stores none before the first update
+        # Under expert parallelism there are two optimizers, with the same step.
+        first = common["optimizer"] if "optimizer" in common else common[min(common)]["optimizer"]
+        step = int(first["param_groups"][0].get("step") or 0)  # Megatron stores none before the first update
         for inner in optimizers_with_parameters(self.optimizer):
             _set_step(inner.optimizer, step)
 
 
-def _optimizer_common(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the optimizer's parameter groups, which are the same on all ranks.
+def _optimizer_common(optimizer: MegatronOptimizer, has_two: bool) -> dict[Any, Any]:
+    """Return the optimizer's parameter groups, which are the same on all ranks, in the form that Megatron-LM loads.
 
-    Loading reads only their entry "step", the number of updates. The experts' separate optimizer has the same "step"
-    and learning rates. Megatron's own function is not used because it reads the whole state of the optimizer.
-    Transformer Engine's optimizer refuses such a read if the state contains Muon's state or moments in bfloat16.
+    Loading here reads only their entry "step", the number of updates. The experts' separate optimizer has the same
+    "step" and learning rates; a pipeline stage without experts does not have it.
+
+    Megatron's own function is not used because it reads the whole state of the optimizer. Transformer Engine's
+    optimizer refuses such a read if the state contains Muon's state or moments in bfloat16.
+
+    Args:
+        has_two: whether experts have a separate optimizer.
     """
     inner = optimizers_with_parameters(optimizer)[0].optimizer
     step = {"step": _step_of(inner)}
     groups = [{name: value for name, value in group.items() if name != "params"} | step for group in inner.param_groups]
-    return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+    form = {"param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+    dense = {"optimizer": {"param_groups": groups}, **form}
+    if not has_two:
+        return dense
+    of_experts = [{**group, "is_expert_parallel": True} for group in groups]
+    return {0: dense, 1: {"optimizer": {"param_groups": of_experts}, **form}}
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
@@ -292,6 +314,12 @@ def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
     if name:
         add_prefix_for_sharding(described, f"{name}.")
     return described
+
+
+def stored_names(model: ModelShard) -> set[str]:
+    """Return the names of the tensors that this rank's part of the model has in a checkpoint."""
+    tensors = (e for e in nested_values(model_state(model)) if isinstance(e, ShardedTensor | ShardedTensorFactory))
+    return {part.key for entry in tensors for part in parts_of(entry)}
 
 
 def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:

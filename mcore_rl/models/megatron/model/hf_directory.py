@@ -244,6 +244,19 @@ class SafetensorsDirectory:
         return self._open[file]
 
 
+class WithoutWeights(SafetensorsDirectory):
+    """A model directory with a configuration and a tokenizer, but without weights."""
+
+    def _locate(self) -> dict[str, str]:
+        return {}
+
+
+def model_directory(path: Path) -> SafetensorsDirectory:
+    """Return the tensors of a model directory; none if it has no file of weights, of any format."""
+    patterns = (INDEX_FILE, "*.safetensors", "*.bin", "*.pt")
+    return SafetensorsDirectory(path) if any(any(path.glob(p)) for p in patterns) else WithoutWeights(path)
+
+
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Decode MXFP4 (OCP Microscaling Formats 1.0): 32 numbers of 4 bits share a power of two as their scale.
 
@@ -265,10 +278,13 @@ def in_precision(
     """Convert tensors to the precision `dtype`; if `dtype` is "auto", convert each to its precision in `source`.
 
     With "auto", a tensor that `source` lacks, such as a new reward head, gets the precision of the first tensor of
-    `source`.
+    `source`. If `source` has no tensors, all keep their precision.
     """
     names = source.names()
-    first = min(names)
+    if not names and dtype == "auto":
+        yield from tensors
+        return
+    first = min(names, default="")
     for name, tensor in tensors:
         own = source.dtype(name if name in names else first) if dtype == "auto" else getattr(torch, dtype)
         yield name, tensor.to(own)
@@ -409,7 +425,7 @@ def _write_files(
 ) -> None:
     """Write the files of `write_hf_directory` into the empty `directory`."""
     writer = ShardedWriter(directory, max_shard_bytes)
-    earlier, family = SafetensorsDirectory(source), family_of(hf_config)
+    earlier, family = model_directory(source), family_of(hf_config)
     repeats = _repeated(earlier, family)
     kept = dict[str, Tensor]()
     passed_on = (
