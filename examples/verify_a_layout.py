@@ -3,7 +3,7 @@
     python examples/verify_a_layout.py configs/sft_cpu.yaml
 
 One process and the processes of the layout run the same step on the CPU, and everything that a layout could change is
-compared. `scripts/verify_layouts.py` does the same for many layouts and all algorithms.
+compared. `mcore-rl layouts` does the same for many layouts and all algorithms.
 """
 
 import sys

@@ -155,7 +155,7 @@ def describe_plan(config: TrainingConfig, world_size: int) -> Iterator[str]:
     yield from memory(config, sequences, world_size)
     yield (
         "this was a dry run: weights, tokens of the data and output_dir were not checked; for the time of a step, run "
-        f"python scripts/simulate.py CONFIG --algorithm {config.algorithm} --world-size {world_size} --lengths {length}"
+        f"mcore-rl simulate CONFIG --algorithm {config.algorithm} --world-size {world_size} --lengths {length}"
     )
 
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import psutil
 
-from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, STATUS_FILE, leave
+from mcore_rl.cli.entry_point import KEYS_OF_OPTIONS, STATUS_FILE, exit_on_error, leave
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.packages import check_packages, import_torch
 
 PROGRAM_OPTIONS = {"-h", "--help", "--dry-run", "--print-config", "--record", "--replay"}
@@ -44,6 +45,29 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         takes_value = options[name].nargs is None and not separator  # other options are switches
         taken += 2 if takes_value else 1
     return words[:taken], words[taken:]
+
+
+def run_launched(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Run `mcore-rl COMMAND ARGUMENTS` on every rank, and exit, if `arguments` begins with options of torchrun.
+
+    Otherwise, return the arguments: this process is the only one of the command, or one of the ranks.
+
+    Args:
+        command: words of the command (`["train", "dpo"]`), which the options follow.
+
+    The exit status is that of `launch`, or 2 if options of the number of processes follow other arguments.
+    """
+    words = list(arguments)
+    if torchrun.is_launched():
+        return words
+    with exit_on_error():
+        options, words = split(words)  # imports torch if there are options
+    if options:
+        sys.exit(launch(options, [*command, *words]))
+    late = [word for word in words if word.startswith("--n") and split([word])[0]]
+    if late:
+        leave(2, f"{late[0]}: options of the launch come first: mcore-rl {' '.join(command)} {late[0]} …")
+    return words
 
 
 def launch(options: Sequence[str], command: Sequence[str], module: str = "mcore_rl") -> int:

@@ -1,4 +1,4 @@
-"""The training programs of all algorithms, and the model card of a published model."""
+"""The training programs of all algorithms, the command `mcore-rl train`, and the model card of a published model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from mcore_rl.cli.entry_point import run_script
+from mcore_rl.cli.entry_point import leave, run_script, show
+from mcore_rl.cli.launch import run_launched
 from mcore_rl.config import (
     DistillationConfig,
     DPOConfig,
@@ -55,6 +56,32 @@ PROGRAMS = {
     "grpo": Program("Group relative policy optimization (GRPO) and related algorithms.", GRPOConfig, RECORDINGS),
     "ppo": Program("Proximal policy optimization, with a critic.", PPOConfig, RECORDINGS),
 }
+
+USAGE = """\
+usage: mcore-rl train ALGORITHM [torchrun's options] CONFIG [section.key=value …]
+       mcore-rl train ALGORITHM [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+"""
+MORE_HELP = """\
+`mcore-rl train dpo --help` prints the options and keys of a program, `mcore-rl train dpo --help optimizer` explains the
+keys of a section, and `torchrun --help` prints the options of the launch, such as --nproc-per-node, which stand before
+CONFIG."""
+
+
+def train_command(arguments: Sequence[str], prog: str) -> None:
+    """Run `mcore-rl train`, on every rank if torchrun's options follow the algorithm. See `run_script`."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        show(help_of_train())
+        return
+    if not arguments or arguments[0] not in PROGRAMS:
+        leave(2, f"{' '.join([prog, *arguments[:1]])}: name one of {', '.join(PROGRAMS)}")
+    algorithm = arguments[0]
+    train(algorithm, run_launched(["train", algorithm], arguments[1:]), f"{prog} {algorithm}")
+
+
+def help_of_train() -> str:
+    """Return the text of `mcore-rl train --help`: the usage, the programs, and where their options are explained."""
+    programs = (f"    {name:<8} {program.description}" for name, program in PROGRAMS.items())
+    return "\n".join((USAGE, "Train a model. ALGORITHM is one of:", "", *programs, "", MORE_HELP))
 
 
 def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingConfig:

@@ -111,7 +111,7 @@ def _without_processes(options: Sequence[str]) -> Iterator[str]:
             next(words)
 
 
-def verify(arguments: Sequence[str]) -> None:
+def verify(arguments: Sequence[str], prog: str) -> None:
     """Run `mcore-rl verify ARGUMENTS`, and exit.
 
     The exit status is 0 if all parts have passed, 1 if one has failed or none has run, 2 after a user's error, 4 if
@@ -120,10 +120,10 @@ def verify(arguments: Sequence[str]) -> None:
     options, words = split(arguments)
     late = [word for word in words if word.startswith("--n") and split([word])[0]]
     if late:
-        leave(2, f"{late[0]}: options of the launch come first: mcore-rl verify {late[0]} … CONFIG")
-    parsed = _parser().parse_intermixed_args(words)
+        leave(2, f"{late[0]}: options of the launch come first: {prog} {late[0]} … CONFIG")
+    parsed = _parser(prog).parse_intermixed_args(words)
     if torchrun.is_launched():
-        leave(2, "mcore-rl verify launches its own processes: run it without torchrun, with torchrun's options")
+        leave(2, f"{prog} launches its own processes: run it without torchrun, with torchrun's options")
     quiet_libraries()
     with exit_on_error():
         try:
@@ -134,9 +134,9 @@ def verify(arguments: Sequence[str]) -> None:
     sys.exit(status)
 
 
-def _parser() -> Parser:
+def _parser(prog: str) -> Parser:
     parts = "; ".join(f"{name}: {purpose}" for name, purpose in PARTS.items())
-    parser = Parser(prog="mcore-rl verify", description=f"Check a cluster. Parts: {parts}.")
+    parser = Parser(prog=prog, description=f"Check a cluster. Parts: {parts}.")
     parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help="use this model and layout")
     parser.add_argument("--algorithm", choices=PROGRAMS, default="dpo", help="algorithm of CONFIG (default: dpo)")
     parser.add_argument("--output", type=Path, default=Path("outputs/verify"), help="directory of all results")

@@ -116,7 +116,7 @@ class RunIdentity:
         """
         for key, was, now in self._identifying(earlier):
             change = f" ({was} → {now})" if was else ""
-            remedy = "convert that checkpoint (scripts/convert_checkpoint.py) and train from the result"
+            remedy = "convert that checkpoint (mcore-rl convert to-hf) and train from the result"
             if Path(self.config["output_dir"]).resolve() in where.resolve().parents:
                 remedy = (
                     "choose another output_dir, or start afresh with checkpoint.resume=none checkpoint.overwrite=true, "

@@ -4,7 +4,7 @@
     python scripts/benchmarks/bench_gpu.py predict
 
 Each part takes less than ten minutes. Models have random weights, in bfloat16. Steps are compared with the simulation
-by `scripts/simulate.py`; `predict` prints only the simulation and needs no GPU. A part exits with 1 if a bound is
+by `mcore-rl simulate`; `predict` prints only the simulation and needs no GPU. A part exits with 1 if a bound is
 missed. With --rehearse everything runs with toy sizes in fp32 on the available device, without bounds.
 """
 

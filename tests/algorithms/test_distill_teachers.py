@@ -218,7 +218,7 @@ def test_a_teachers_layout_is_told_by_a_dry_run_and_by_a_check_of_layouts(files)
     done = train(files, "dry", own, "dry_run=true", processes=2)
     assert "distillation.teacher_parallel: tensor 1 x context 1 x data 1 x pipeline 2" in done.stdout_text.splitlines()
     arguments = ("--algorithm", "distill", "--layouts", "tp=2", "--steps", "1")
-    done = run("verify_layouts.py", files / "distill.yaml", own, *arguments)
+    done = run("layouts", files / "distill.yaml", own, *arguments)
     assert "not checked: distillation.teacher_parallel: every model has the layout of its row" in done.stdout_text
 
 

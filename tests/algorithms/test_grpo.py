@@ -417,8 +417,9 @@ def test_a_run_in_which_nothing_can_be_judged_ends(files):
 
 
 @pytest.mark.long
-def test_every_layout_is_verified(files):
-    verified = run("verify_layouts.py", files / "grpo.yaml", "--algorithm", "grpo", "--layouts", "tp=2", "cp=1,2")
+@pytest.mark.parametrize("override", ["seed=0", "grpo.max_new_tokens=null"])
+def test_every_layout_is_verified(override, files):
+    verified = run("layouts", files / "grpo.yaml", override, "--algorithm", "grpo", "--layouts", "tp=2", "cp=1,2")
     assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
     assert "24 sequences" in verified.stdout_text
 
@@ -447,5 +448,5 @@ def test_grpo_teaches_what_sft_taught_badly(tmp_path):
         print(f"{name}: held-out accuracy {before} → {after}")
         assert 0.2 <= before <= 0.6
         assert after >= before + 0.3
-        run("report.py", out)
+        run("report", out)
         assert "validation_reward_mean" in (out / "report.html").read_text()

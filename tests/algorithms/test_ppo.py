@@ -182,7 +182,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
 @pytest.mark.long
 def test_a_checkpoint_without_a_critic_is_told(files, whole_run):
     """Converted weights have neither optimizer nor critic."""
-    run("convert_checkpoint.py", "hf-to-megatron", files / "model", files / "converted")
+    run("convert", "from-hf", files / "model", files / "converted")
     resumed = (f"checkpoint.resume={files / 'converted'}", "trainer.max_steps=2")
     refused = train(files, "lacking", *resumed, check=False)
     assert refused.returncode == 2

@@ -10,16 +10,18 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import psutil
 import pytest
 import yaml
 from forked_programs import run_forked
 from ports import free_port
+from programs import ROOT
 from small_models import make_model
 
 from mcore_rl.cli.entry_point import _shortened, _threads_spin, exit_on_error
-from mcore_rl.cli.main import main
+from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.errors import Stopped
 from mcore_rl.utils.checkpoint_store import CheckpointStore
@@ -105,9 +107,8 @@ WRONG = [
     ([], r"mcore-rl train \{sft,dpo"),
     (
         ["trian"],
-        "error: mcore-rl trian: there is no such command; "
-        "write mcore-rl train …, mcore-rl port …, mcore-rl vllm-servers …, mcore-rl verify …, "
-        "mcore-rl report …, mcore-rl schema … or mcore-rl doctor",
+        "error: mcore-rl trian: there is no such command; the commands are train, port, convert, simulate, layouts, "
+        "verify, vllm-servers, report, schema, doctor$",
     ),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),
@@ -204,9 +205,6 @@ def test_doctor_reports_no_missing_package():
     assert done.stdout.endswith("\na run can start\n")
 
 
-COMMANDS = ("train", "port", "verify", "report", "schema", "doctor")
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_prints_its_own_help(command, option, capsys):
@@ -217,6 +215,23 @@ def test_every_command_prints_its_own_help(command, option, capsys):
     printed = capsys.readouterr()
     assert printed.out.startswith(f"usage: mcore-rl {command}") and not printed.err
     assert not [other for other in COMMANDS if f"usage: mcore-rl {other}" in printed.out and other != command]
+
+
+def test_page_of_commands_lists_every_command():
+    rows = [line for line in (ROOT / "docs" / "commands.md").read_text().splitlines() if line.startswith("| ")]
+    assert not [command for command in COMMANDS if not any(f"`mcore-rl {command}" in row for row in rows)]
+
+
+def test_functions_of_all_commands_exist():
+    for command in COMMANDS.values():
+        module, _, name = command.function.partition(":")
+        assert callable(getattr(import_module(f"mcore_rl.cli.{module}"), name))
+
+
+def test_help_is_printed_without_importing_pytorch():
+    code = "import sys; from mcore_rl.cli.main import usage; usage(); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "set()\n"
 
 
 def test_help_prints_usage_of_all_commands_and_of_programs():
@@ -300,7 +315,7 @@ def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path
     lines = done.stdout.splitlines()
     assert "64 processes: tensor 2 x context 1 x data 32 x pipeline 1" in lines
     assert any(line.startswith("memory of rank 0 at the peak of a step, on a GPU: ") for line in lines)
-    assert lines[-1].endswith("scripts/simulate.py CONFIG --algorithm sft --world-size 64 --lengths 48")
+    assert lines[-1].endswith("run mcore-rl simulate CONFIG --algorithm sft --world-size 64 --lengths 48")
     assert not (tmp_path / "o").exists()
     refused = forked("train", "sft", str(config), *options)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr

@@ -184,7 +184,7 @@ def test_hanging_ranks_are_cut_off_and_the_next_part_runs(tmp_path, monkeypatch,
     monkeypatch.setattr("mcore_rl.cli.verify_process.time", real)
     words = ["--only", "collectives,refit", "--output", str(tmp_path / "out")]
     with closing(CheckDirectory(tmp_path / "out")) as directory:
-        assert _begin(_parser().parse_args(words), ["--nproc-per-node", "2"], directory).run() == 1
+        assert _begin(_parser("mcore-rl verify").parse_args(words), ["--nproc-per-node", "2"], directory).run() == 1
     hangs.join()
     rows = rows_of(capsys.readouterr().out)
     assert rows["collectives"][0] == "FAILED" and re.fullmatch(r"took longer than its \d+ s", rows["collectives"][1])

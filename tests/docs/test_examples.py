@@ -149,11 +149,9 @@ def test_a_reward_model_and_what_it_judges(demo):
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-def test_verify_layouts_shows_steps_side_by_side(demo):
+def test_layouts_shows_steps_side_by_side(demo):
     options = ["--layouts", "tp=2", "--show-steps"]
-    told = call(
-        sys.executable, ROOT / "scripts" / "verify_layouts.py", ROOT / "configs" / "dpo_cpu.yaml", *options, cwd=demo
-    )
+    told = call(sys.executable, "-m", "mcore_rl", "layouts", ROOT / "configs" / "dpo_cpu.yaml", *options, cwd=demo)
     steps = re.findall(r"^  step (\d) +(\d\.\d{7}) +(\d\.\d{7}) +\d\.\de[+-]\d\d$", told, re.MULTILINE)
     assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, told
     assert all(float(one) == pytest.approx(float(tp2), abs=1e-5) for _, one, tp2 in steps), told

@@ -121,11 +121,11 @@ def test_sft_with_images_resumes_under_another_layout_and_is_exported(files):
     assert (whole / "hf" / "preprocessor_config.json").is_file()
     assert json.loads((whole / "hf" / "config.json").read_text())["vision_config"]["depth"] == 3
     # The checkpoint converts to the same directory, and back to a checkpoint.
-    run("convert_checkpoint.py", "megatron-to-hf", whole / "checkpoints", files / "converted")
+    run("convert", "to-hf", whole / "checkpoints", files / "converted")
     converted = load_file(files / "converted" / "model.safetensors")
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
-    run("convert_checkpoint.py", "hf-to-megatron", files / "converted", files / "megatron")
-    run("convert_checkpoint.py", "megatron-to-hf", files / "megatron", files / "again")
+    run("convert", "from-hf", files / "converted", files / "megatron")
+    run("convert", "to-hf", files / "megatron", files / "again")
     again = load_file(files / "again" / "model.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_without_the_tower_is_resumed_and_converted(files):
     expected = load_file(out / "hf" / "model.safetensors")
     (checkpoint,) = out.glob("checkpoints/iter_*2")
     remove_module(checkpoint, "visual.")
-    run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints", files / "of_text")
+    run("convert", "to-hf", out / "checkpoints", files / "of_text")
     converted = load_file(files / "of_text" / "model.safetensors")
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
@@ -167,7 +167,7 @@ def test_adapters_of_text_model_and_tower_resume_under_another_layout(files):
     resumed = run("train_sft.py", files / "sft.yaml", f"output_dir={out}", *lora, *layout, processes=2)
     assert "resumed from" in resumed.stdout_text
     assert_same_metrics(metrics_of(out), metrics_of(whole))
-    run("convert_checkpoint.py", "megatron-to-hf", whole / "checkpoints", files / "converted_adapter")
+    run("convert", "to-hf", whole / "checkpoints", files / "converted_adapter")
     found, again, expected = (
         load_file(where / "adapter_model.safetensors")
         for where in (out / "adapter", files / "converted_adapter", whole / "adapter")
@@ -381,5 +381,5 @@ def test_grpo_teaches_the_colour_of_squares(tmp_path):
     before, after = (metrics[step]["validation_reward_positive_fraction"] for step in (0, -1))
     assert before <= 0.5
     assert after >= 0.9
-    run("report.py", tmp_path / "grpo")
+    run("report", tmp_path / "grpo")
     assert "<img src=" in (tmp_path / "grpo" / "report.html").read_text()

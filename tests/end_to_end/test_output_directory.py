@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from programs import ROOT
 from small_models import make_model
 from test_training_programs import run as run_program
 
@@ -181,7 +180,7 @@ def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
 
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "hf").chat_template == template
     assert AutoTokenizer.from_pretrained(files / "out" / "hf").chat_template != template
-    command = [sys.executable, ROOT / "scripts" / "convert_checkpoint.py", "megatron-to-hf"]
+    command = [sys.executable, "-m", "mcore_rl", "convert", "to-hf"]
     subprocess.run([*command, tmp_path / "out" / "checkpoints", tmp_path / "converted"], check=True, timeout=120)
     assert contents(tmp_path / "converted") == contents(tmp_path / "out" / "hf")
 
@@ -247,7 +246,7 @@ def test_another_run_does_not_go_on(change, message, files, out):
 
 def test_a_run_does_not_begin_from_another_ones_checkpoint(files, out, tmp_path):
     arguments = (f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={out / 'checkpoints'}")
-    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert that checkpoint (scr"
+    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert that checkpoint (mco"
     refused(files, tmp_path, message, *arguments, algorithm="dpo")
 
 
@@ -277,7 +276,7 @@ def test_the_same_weights_under_another_name_are_the_same_model(files, out, tmp_
 
 @pytest.mark.long
 def test_a_checkpoint_is_not_converted_for_another_architecture(files, tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "convert_checkpoint.py", "megatron-to-hf"]
+    command = [sys.executable, "-m", "mcore_rl", "convert", "to-hf"]
     paths = [files / "out" / "checkpoints", tmp_path / "hf", "--model", files / "other_family"]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -115,10 +115,10 @@ def test_sft_and_conversion(files):
     metrics = metrics_of(files / "out_sft")
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     exported = files / "exported"
-    run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported)
+    run("convert", "to-hf", files / "out_sft" / "checkpoints", exported)
     ours, theirs = load_file(exported / "model.safetensors"), load_file(files / "out_sft" / "hf" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    again = run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported, check=False)
+    again = run("convert", "to-hf", files / "out_sft" / "checkpoints", exported, check=False)
     assert again.returncode == 2
     assert "exists already" in again.stderr_text
 
@@ -196,7 +196,7 @@ def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
 def test_every_layout_is_verified(files, config, algorithm):
     head = "model.head=reward" if algorithm == "rm" else "model.head=lm"
     arguments = ("--algorithm", algorithm, head, "--layouts", "tp=2", "cp=1,2")
-    verified = run("verify_layouts.py", files / f"{config}.yaml", *arguments)
+    verified = run("layouts", files / f"{config}.yaml", *arguments)
     assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
     assert "WRONG" not in verified.stdout_text
 
@@ -204,7 +204,7 @@ def test_every_layout_is_verified(files, config, algorithm):
 @pytest.mark.long
 def test_layouts_are_verified_in_bfloat16(files):
     arguments = ("--layouts", "tp=2", "sp=1", "--dtype", "bfloat16")
-    lines = run("verify_layouts.py", files / "dpo.yaml", *arguments).stdout_text.splitlines()
+    lines = run("layouts", files / "dpo.yaml", *arguments).stdout_text.splitlines()
     assert lines[0].endswith("relative differences from one process in float32")
     rows = {line[:28].strip(): list(map(float, line[28:].split())) for line in lines[2:]}
     assert list(rows) == ["one process", "tp2 sp"]
@@ -224,9 +224,9 @@ def test_layouts_are_verified_in_bfloat16(files):
         ),
     ],
 )
-def test_verify_layouts_refuses_what_is_not_there(files, option, value, message, monkeypatch):
+def test_layouts_refuses_what_is_not_there(files, option, value, message, monkeypatch):
     monkeypatch.setenv("MCORE_RL_HIDDEN_DEVICES", "")
-    ended = run("verify_layouts.py", files / "dpo.yaml", option, value, check=False)
+    ended = run("layouts", files / "dpo.yaml", option, value, check=False)
     assert ended.returncode == 2 and ended.stdout_text == ""
     assert ended.stderr_text.startswith(f"error: {message}") and len(ended.stderr_text.splitlines()) == 1
 

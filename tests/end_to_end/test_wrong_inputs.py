@@ -17,7 +17,8 @@ from programs import ROOT
 from small_models import and_long
 
 from mcore_rl.cli import entry_point
-from mcore_rl.cli.vllm_servers import vllm_servers
+from mcore_rl.cli.main import COMMANDS as OF_MCORE_RL
+from mcore_rl.cli.main import main
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import search as simulation
 
@@ -67,24 +68,24 @@ COMMANDS = [
     ("report", ["{root}/nowhere"], "nowhere: is not the output directory of a run"),
     ("report", ["{root}/logs"], "cannot be read (a line is not an object with an integer step)"),
     ("report", ["{root}/an_ended_run", "--output", "{root}/mine"], "mine: exists and was not written by mcore-rl report"),
-    ("convert_checkpoint", [], "the following arguments are required: command"),
-    ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
-    ("convert_checkpoint", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),
-    ("convert_checkpoint", ["inspect", "{root}/nothing_here"], "is not a checkpoint and contains none"),
-    ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run/checkpoints", "{root}/new"], "all checkpoints in .* are damaged or incomplete"),
-    ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run", "{root}/mine"], "mine exists already"),
-    ("convert_checkpoint", ["hf-to-megatron", "{root}/nowhere", "{root}/new"], "nowhere does not exist"),
-    ("convert_checkpoint", ["hf-to-megatron", "{root}/model", "{root}/a_file"], "a_file is not a directory"),
-    ("convert_checkpoint", ["hf-to-megatron", "{root}/gpt2", "{root}/new"], "model type 'gpt2' is not supported"),
-    ("convert_checkpoint", ["hf-to-megatron", "{root}/truncated_weights", "{root}/new"], "not a whole safetensors"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "tp=0"], "--layouts 'tp=0': every size must be at least 1"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "sp=2"], "--layouts 'sp=2': sp must be 0 or 1"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "xp=2"], "write KEY=1,2 with one of the keys cp, dp"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "tp=4", "--max-processes", "2"], "every layout needs more processes"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--max-processes", "0"], "must be a whole number of at least 1, got '0'"),
-    ("verify_layouts", ["{root}/dpo.yaml", "--steps", "-1"], "argument --steps: "),
-    ("verify_layouts", ["{root}/dpo.yaml", "--algorithm", "ppo"], "invalid choice: 'ppo'"),
-    ("verify_layouts", ["{root}/dpo.yaml", "model.path={root}/gpt2"], "model type 'gpt2' is not supported"),
+    ("convert", [], "the following arguments are required: command"),
+    ("convert", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
+    ("convert", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),
+    ("convert", ["inspect", "{root}/nothing_here"], "is not a checkpoint and contains none"),
+    ("convert", ["to-hf", "{root}/a_run/checkpoints", "{root}/new"], "all checkpoints in .* are damaged or incomplete"),
+    ("convert", ["to-hf", "{root}/a_run", "{root}/mine"], "mine exists already"),
+    ("convert", ["from-hf", "{root}/nowhere", "{root}/new"], "nowhere does not exist"),
+    ("convert", ["from-hf", "{root}/model", "{root}/a_file"], "a_file is not a directory"),
+    ("convert", ["from-hf", "{root}/gpt2", "{root}/new"], "model type 'gpt2' is not supported"),
+    ("convert", ["from-hf", "{root}/truncated_weights", "{root}/new"], "not a whole safetensors"),
+    ("layouts", ["{root}/dpo.yaml", "--layouts", "tp=0"], "--layouts 'tp=0': every size must be at least 1"),
+    ("layouts", ["{root}/dpo.yaml", "--layouts", "sp=2"], "--layouts 'sp=2': sp must be 0 or 1"),
+    ("layouts", ["{root}/dpo.yaml", "--layouts", "xp=2"], "write KEY=1,2 with one of the keys cp, dp"),
+    ("layouts", ["{root}/dpo.yaml", "--layouts", "tp=4", "--max-processes", "2"], "every layout needs more processes"),
+    ("layouts", ["{root}/dpo.yaml", "--max-processes", "0"], "must be a whole number of at least 1, got '0'"),
+    ("layouts", ["{root}/dpo.yaml", "--steps", "-1"], "argument --steps: "),
+    ("layouts", ["{root}/dpo.yaml", "--algorithm", "ppo"], "invalid choice: 'ppo'"),
+    ("layouts", ["{root}/dpo.yaml", "model.path={root}/gpt2"], "model type 'gpt2' is not supported"),
     ("ray_dpo", ["{root}/dpo.yaml", "--workers", "0"], "argument --workers: must be a whole number of at least 1"),
     ("ray_dpo", ["{root}/dpo.yaml", "--steps", "0"], "argument --steps: must be a whole number of at least 1"),
     ("make_demo_data", [], "the following arguments are required: directory"),
@@ -401,7 +402,7 @@ class Accepted(Exception):
 
 @pytest.fixture
 def attempt(monkeypatch, capfd, root):
-    """A function that runs a script in this process: its status, standard error, and processor seconds."""
+    """A function that runs a script, or a command of `mcore-rl`, in this process: its status, standard error, and processor seconds."""
 
     def leave(status):
         raise SystemExit(status)
@@ -415,8 +416,8 @@ def attempt(monkeypatch, capfd, root):
     monkeypatch.chdir(root)
 
     def run(script, arguments):
-        if script == "vllm-servers":
-            return ended(lambda: vllm_servers(arguments, "mcore-rl vllm-servers"))
+        if script in OF_MCORE_RL:
+            return ended(lambda: (main([script, *arguments]), sys.exit(0)))
         name = script if (SCRIPTS / f"{script}.py").exists() else f"train_{script}"
         module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
@@ -610,7 +611,7 @@ def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message
 
 def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "report", "convert_checkpoint",
-                   "verify_layouts", "ray_dpo", "vllm-servers"):  # fmt: skip
+    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "report", "convert",
+                   "layouts", "simulate", "ray_dpo", "vllm-servers"):  # fmt: skip
         assert attempt(script, ["--help"])[:2] == (0, "")
     assert not list(tmp_path.iterdir())

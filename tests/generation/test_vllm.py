@@ -450,7 +450,7 @@ def test_rollouts_ahead_of_training(root, urls):
     weights = {0: root / "model"}
     for version in range(1, 5):  # tokens of the last step may already have the weights of the step before
         weights[version] = root / f"ahead_{version}"
-        run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
+        run("convert", "to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
     rollouts = [rollout for rollouts in steps for rollout in rollouts]
     check_versions(rollouts, weights, count_ids(make_tokenizer()))
 

@@ -155,7 +155,7 @@ def test_the_script(model_of, tmp_path):
     assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert metrics[-1]["accuracy"] == 1
     first = load_file(tmp_path / "out" / "hf" / "model.safetensors")
-    run("convert_checkpoint.py", "megatron-to-hf", tmp_path / "out" / "checkpoints", tmp_path / "converted")
+    run("convert", "to-hf", tmp_path / "out" / "checkpoints", tmp_path / "converted")
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     assert set(converted) == set(first) and all(torch.equal(converted[name], tensor) for name, tensor in first.items())
     (tmp_path / "out" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3\n")

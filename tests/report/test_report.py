@@ -12,16 +12,14 @@ import time
 
 import numpy as np
 import pytest
-from programs import ROOT
 
-from mcore_rl.cli.main import write_report
+from mcore_rl.cli.report import write_report
 from mcore_rl.report.page import MAX_POINTS, findings, left_out, page, phases, sample_rows, sections, thinned
 from mcore_rl.report.runs import Series, read_runs
 from mcore_rl.run.directory import REPORT_MARK, RunDirectory
 from mcore_rl.run.identity import RunIdentity
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&lt;\u202e"
-SCRIPT = ROOT / "scripts" / "report.py"
 
 
 def drawn_sections(runs):
@@ -274,7 +272,7 @@ def test_runs_with_little_in_them(state, tmp_path):
 
 
 def call(*arguments):
-    command = [sys.executable, SCRIPT, *arguments]
+    command = [sys.executable, "-m", "mcore_rl", "report", *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
 
 

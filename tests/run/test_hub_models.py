@@ -91,7 +91,8 @@ def test_simulate_needs_no_weights(shards, tmp_path):
     (tmp_path / "models--someone--large" / "refs" / "main").write_text(COMMIT)
     config = {"output_dir": "out", "model": {"path": "someone/large"}, "data": {"train": "nowhere.jsonl"}}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "scripts/simulate.py", tmp_path / "sft.yaml", "--algorithm", "sft", "--world-size", "2"]
+    command = [sys.executable, "-m", "mcore_rl", "simulate", tmp_path / "sft.yaml"]
+    command += ["--algorithm", "sft", "--world-size", "2"]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--lengths", "64"], capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ from functools import cache
 from importlib import import_module
 
 import psutil
-from programs import ROOT
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, SFTConfig
@@ -113,7 +112,7 @@ EQUAL = Sequences((192,) * 8, (96,) * 8)
 
 
 def call(*arguments):
-    command = [sys.executable, ROOT / "scripts" / "simulate.py", "--algorithm", "dpo"]
+    command = [sys.executable, "-m", "mcore_rl", "simulate", "--algorithm", "dpo"]
     command += map(str, arguments)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)

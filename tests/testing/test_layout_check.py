@@ -464,7 +464,7 @@ def test_compare_rejects_scaled_gradient(outcomes):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_path):
-    """`verify_layouts` runs on a small model of the same architecture, sized for the largest layout."""
+    """`mcore-rl layouts` runs on a small model of the same architecture, sized for the largest layout."""
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.model.hf_config import load_hf_config
     from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory

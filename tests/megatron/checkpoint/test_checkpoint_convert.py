@@ -120,19 +120,19 @@ def test_any_layout_loads_what_was_converted(family, layout, model_of, tmp_path)
 
 @pytest.mark.long
 def test_the_script(model_of, tmp_path):
-    made = run("convert_checkpoint.py", "hf-to-megatron", model_of("llama"), tmp_path / "megatron")
-    assert f"Megatron checkpoint: {tmp_path / 'megatron' / 'iter_0000000'}" in made.stdout_text
-    seen = run("convert_checkpoint.py", "inspect", tmp_path / "megatron").stdout_text
-    assert "iter_0000000: whole" in seen
+    made = run("convert", "from-hf", model_of("llama"), tmp_path / "megatron")
+    assert f"Megatron checkpoint: {tmp_path / 'megatron' / 'iter_0000001'}" in made.stdout_text
+    seen = run("convert", "inspect", tmp_path / "megatron").stdout_text
+    assert "iter_0000001: whole" in seen
     assert "output_layer.weight" in seen
     assert "float32  256 x 64" in seen
     assert "model: 9 tensors" in seen
-    (tmp_path / "megatron" / "iter_0000000" / "__0_0.distcp").write_bytes(b"")
-    broken = run("convert_checkpoint.py", "megatron-to-hf", tmp_path / "megatron", tmp_path / "hf", check=False)
+    (tmp_path / "megatron" / "iter_0000001" / "__0_0.distcp").write_bytes(b"")
+    broken = run("convert", "to-hf", tmp_path / "megatron", tmp_path / "hf", check=False)
     assert broken.returncode == 2
     assert "__0_0.distcp has 0 bytes" in broken.stderr_text
     assert not (tmp_path / "hf").exists()
-    again = run("convert_checkpoint.py", "hf-to-megatron", model_of("llama"), tmp_path / "megatron", check=False)
+    again = run("convert", "from-hf", model_of("llama"), tmp_path / "megatron", check=False)
     assert "holds checkpoints already" in again.stderr_text
 
 

@@ -468,7 +468,7 @@ def test_experts_in_either_orientation_are_read_and_written(vision_model_of, tmp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shrunk_model_reads_images(family, vision_model_of, image_paths, tmp_path):
-    """The models of scripts/verify_layouts.py: small, divisible as layouts require, and with the same image tokens."""
+    """The models of `mcore-rl layouts`: small, divisible as layouts require, and with the same image tokens."""
     from mcore_rl.models.megatron.model.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.megatron.model.hf_directory import SafetensorsDirectory
     from mcore_rl.models.megatron.weights.conversion import check_hf_tensors

@@ -574,7 +574,7 @@ def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[0]["rewards_chosen_mean"] == 0
     assert metrics[-1]["preference_loss"] < 0.9 * metrics[0]["preference_loss"]
-    run("convert_checkpoint.py", "megatron-to-hf", tmp_path / "out/checkpoints", tmp_path / "converted")
+    run("convert", "to-hf", tmp_path / "out/checkpoints", tmp_path / "converted")
     ours, converted = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out/adapter", "converted"))
     assert set(ours) == set(converted)
     assert all(torch.equal(ours[name], converted[name]) for name in ours)

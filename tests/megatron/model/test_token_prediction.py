@@ -206,7 +206,7 @@ def test_a_run_is_resumed_elsewhere_converted_and_exported(tmp_path):
     assert not torch.equal(exported[head], tensors[head]) and not exported["model.layers.4.embed_tokens.weight"].any()
     assert not torch.equal(exported["model.layers.4.eh_proj.weight"], tensors["model.layers.4.eh_proj.weight"])
     assert "trained_mtp_layers" not in (tmp_path / "out" / "hf" / "config.json").read_text()
-    run("convert_checkpoint.py", "megatron-to-hf", tmp_path / "out" / "checkpoints", tmp_path / "converted")
+    run("convert", "to-hf", tmp_path / "out" / "checkpoints", tmp_path / "converted")
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     assert set(converted) == set(exported)
     assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())

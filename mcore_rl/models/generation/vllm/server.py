@@ -318,8 +318,7 @@ def _check_precision(path: Path) -> None:
     if _fields(path).get("quantization_config"):
         raise UserError(
             f"generation.backend: vLLM would keep {path} quantized, but the trainer sends weights in bfloat16; "
-            "set model.path to a copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then "
-            "megatron-to-hf)"
+            "set model.path to a copy in bfloat16 (mcore-rl convert from-hf, then mcore-rl convert to-hf)"
         )
 
 

@@ -1,17 +1,21 @@
 """Simulate a training step of any size on this machine: memory, operations, transfers and estimated time.
 
-    python scripts/simulate.py CONFIG --world-size 256 --algorithm dpo [--hardware h100] [key=value …]
-    python scripts/simulate.py CONFIG --world-size 64 --algorithm dpo --lengths 4096 --search
+    mcore-rl simulate CONFIG --world-size 256 --algorithm dpo [--hardware h100] [key=value …]
+    mcore-rl simulate CONFIG --world-size 64 --algorithm dpo --lengths 4096 --search
 
 The training code runs for one rank of the first and of the last pipeline stage (in an uneven pipeline, of one stage for
 each number of layers), on tensors without memory and groups without peers. Of the model, only config.json is needed.
 Lengths are those of the data, or of --lengths. With --load-from the ranks first load a checkpoint.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mcore_rl.cli.entry_point import Parser, count, exit_on_error, with_local_models
 from mcore_rl.cli.train import PROGRAMS, load_for
@@ -21,10 +25,16 @@ from mcore_rl.errors import UserError
 from mcore_rl.run.preflight import check_layout, check_lengths, check_sources
 from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.model_directory import vision_model_config
+from mcore_rl.utils.packages import check_packages, import_torch
+
+if TYPE_CHECKING:  # these modules import PyTorch
+    from mcore_rl.simulation.hardware import Hardware
+    from mcore_rl.simulation.sequences import Sequences
 
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def simulate(arguments: Sequence[str], prog: str) -> None:
+    """Run `mcore-rl simulate`. A user's error gives status 2."""
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world-size", type=count, required=True, help="number of processes of the run")
@@ -46,33 +56,35 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="search layouts; ignore the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="number of ranks that wrote a checkpoint")
     parser.add_argument("--workers", type=count, default=1, help="number of processes to simulate with")
-    arguments = parser.parse_intermixed_args()
+    parsed = parser.parse_intermixed_args(arguments)
     quiet_libraries()
     with exit_on_error():
+        check_packages()
+        import_torch()
         from mcore_rl.simulation.hardware import Hardware
 
         # With --lengths the simulation reads no data, so the configuration may lack data.train.
-        unread = [] if arguments.lengths is None else ["data.train=not read"]
-        config = load_for(arguments.algorithm, arguments.config, [*unread, *arguments.overrides])
+        unread = [] if parsed.lengths is None else ["data.train=not read"]
+        config = load_for(parsed.algorithm, parsed.config, [*unread, *parsed.overrides])
         config = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
-        gpu = Hardware.load(arguments.hardware)
-        check_options(config, gpu, arguments)
-        lengths, image_tokens = lengths_of(config, arguments), image_tokens_of(arguments)
+        gpu = Hardware.load(parsed.hardware)
+        check_options(config, gpu, parsed)
+        lengths, image_tokens = lengths_of(config, parsed), image_tokens_of(parsed)
         config = with_local_models(config, with_weights=False)
         # A search ignores the layout of the configuration, which need not fit.
-        checked = config.model_copy(update={"parallel": ParallelConfig()}) if arguments.search else config
-        check_layout(checked, arguments.world_size)
+        checked = config.model_copy(update={"parallel": ParallelConfig()}) if parsed.search else config
+        check_layout(checked, parsed.world_size)
         if lengths is None:
             check_sources(config)
         check_lengths(config)
 
-        from mcore_rl.platform import initialize_platform  # imports PyTorch
+        from mcore_rl.platform import initialize_platform
 
         initialize_platform()
-        report(config, sequences_of(checked, lengths, image_tokens, arguments), gpu, arguments)
+        report(config, sequences_of(checked, lengths, image_tokens, parsed), gpu, parsed)
 
 
-def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None:
+def report(config: TrainingConfig, sequences: Sequences, gpu: Hardware, arguments: Namespace) -> None:
     """Simulate and print the results."""
     from mcore_rl.simulation.search import (
         GENERATION,
@@ -111,7 +123,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
         print("\n".join(describe_loading(loadings, arguments.load_from)))
 
 
-def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
+def check_options(config: TrainingConfig, gpu: Hardware, arguments: Namespace) -> None:
     """Raise UserError for an invalid option, before any file is read."""
     from mcore_rl.simulation.search import chosen_ranks
 
@@ -179,7 +191,9 @@ def image_tokens_of(arguments: Namespace) -> list[int]:
     return found
 
 
-def sequences_of(config: TrainingConfig, lengths: list[int] | None, image_tokens: list[int], arguments: Namespace):
+def sequences_of(
+    config: TrainingConfig, lengths: list[int] | None, image_tokens: list[int], arguments: Namespace
+) -> Sequences:
     """Return sequences of these lengths, or of the first global batch with responses of maximum length. Models and data
     are checked first."""
     from mcore_rl.cli.dry_run import first_batch
@@ -193,7 +207,3 @@ def sequences_of(config: TrainingConfig, lengths: list[int] | None, image_tokens
     if image_tokens and vision_model_config(config.model.path) is None:
         raise UserError(f"--image-tokens: the model in {config.model.path} reads no images; leave the option out")
     return sequences_of(config, lengths, arguments.response_part, image_tokens)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,43 +1,50 @@
 """Convert Hugging Face directories to Megatron checkpoints, and back.
 
-    scripts/convert_checkpoint.py hf-to-megatron MODEL DESTINATION
-    scripts/convert_checkpoint.py megatron-to-hf CHECKPOINT DESTINATION [--model MODEL]
-    scripts/convert_checkpoint.py inspect CHECKPOINT
+    mcore-rl convert to-hf CHECKPOINT DESTINATION [--model MODEL]
+    mcore-rl convert from-hf MODEL DESTINATION
+    mcore-rl convert inspect CHECKPOINT
 
 CHECKPOINT is a directory iter_NNNNNNN, or its parent directory (the newest checkpoint is used). The conversion runs in
 one process, which holds one or two tensors in memory. The layouts that write and read the checkpoint do not matter.
+
+to-hf and inspect also read checkpoints that Megatron-LM (--ckpt-format torch_dist) and Megatron-Bridge wrote.
+to-hf then needs --model: a directory with config.json and tokenizer of the model, with or without weights.
 """
 
+from __future__ import annotations
+
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.config import read_chat_template, read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, is_foreign
 from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.model_directory import check_model_directory
+from mcore_rl.utils.packages import check_packages, import_torch
 
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def convert(arguments: Sequence[str], prog: str) -> None:
+    """Run `mcore-rl convert`. A user's error gives status 2."""
+    parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    forward = commands.add_parser("hf-to-megatron")
+    forward = commands.add_parser("from-hf")
     forward.add_argument("model", type=Path)
     forward.add_argument("destination", type=Path)
-    backward = commands.add_parser("megatron-to-hf")
+    backward = commands.add_parser("to-hf")
     backward.add_argument("checkpoint", type=Path)
     backward.add_argument("destination", type=Path)
     backward.add_argument("--model", type=Path, help="config and tokenizer, if not those that it was trained from")
     look = commands.add_parser("inspect")
     look.add_argument("checkpoint", type=Path)
-    arguments = vars(parser.parse_args())
+    parsed = vars(parser.parse_args(arguments))
     quiet_libraries()
-    command = {"hf-to-megatron": hf_to_megatron, "megatron-to-hf": megatron_to_hf, "inspect": inspect}
+    command: dict[str, Callable[..., None]] = {"from-hf": hf_to_megatron, "to-hf": megatron_to_hf, "inspect": inspect}
     with exit_on_error():
-        command[arguments.pop("command")](**arguments)
+        command[parsed.pop("command")](**parsed)
 
 
 def hf_to_megatron(model: Path, destination: Path) -> None:
@@ -58,7 +65,12 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
     iteration = find_iteration(checkpoint)
     if problems := digest_problems(iteration):
         raise UserError(f"{iteration} is damaged: {'; '.join(problems)}")
-    config = read_yaml(iteration / "config.yaml")
+    config = {} if is_foreign(iteration) else read_yaml(iteration / "config.yaml")
+    if model is None and is_foreign(iteration):
+        raise UserError(
+            f"{iteration} was written by Megatron-LM or Megatron-Bridge; name a directory with the model's config.json "
+            "with --model"
+        )
     source = model or Path(str(config.get("model", {}).get("path")))
     if not source.is_dir():
         raise UserError(
@@ -84,7 +96,9 @@ def inspect(checkpoint: Path) -> None:
 
 
 def choose_device() -> None:
-    from mcore_rl.platform import initialize_platform  # imports PyTorch: after the arguments are checked
+    check_packages()
+    import_torch()  # takes seconds: after the arguments are checked
+    from mcore_rl.platform import initialize_platform
 
     initialize_platform()
 
@@ -108,7 +122,3 @@ def progress(items: Iterable[Any], total: int) -> Iterable[Any]:
     from rich.progress import track
 
     return track(items, "tensors", total, console=Console(stderr=True))
-
-
-if __name__ == "__main__":
-    main()
