@@ -27,10 +27,20 @@ def _has_ended(process: int) -> bool:
     return False
 
 
+def _has_members(group: int) -> bool:
+    """Return whether a process group has processes, also if they have ended and nobody has waited for them."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_ended) -> None:
     """End process groups: send SIGTERM to their leaders, wait a few seconds, then kill what is left.
 
-    The wait lets a leader remove its shared memory.
+    The wait lets a leader remove its shared memory. If a leader has ended before, its whole group gets SIGTERM, so that
+    the tracker of Python's shared memory, which ignores the signal, removes the blocks of the others.
 
     Args:
         leaders: process ids of the leaders. They are also the ids of the groups.
@@ -38,11 +48,12 @@ def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_e
             this process is the leaders' parent, pass another function: an ended process exists until its parent waits.
     """
     leaders = list(leaders)
+    left = [leader for leader in leaders if has_ended(leader)]
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(leader, signal.SIGTERM)
+            (os.killpg if leader in left else os.kill)(leader, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and not all(map(has_ended, leaders)):
+    while time.monotonic() < deadline and not (all(map(has_ended, leaders)) and not any(map(_has_members, left))):
         time.sleep(0.05)
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError):

@@ -94,18 +94,19 @@ def serve(telling: Connection, tokens: int) -> None:
                 content = as_vllm(ids, logprobs)
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
+            self.prove(content)
             self.end_headers()
             self.wfile.write(content)
 
         def do_GET(self) -> None:  # /health
             self.send_response(200)
             self.send_header("Content-Length", "0")
+            self.prove(b"")
             self.end_headers()
 
-        def end_headers(self) -> None:
+        def prove(self, content: bytes) -> None:
             if (signature := Signature.read(self.headers.get("Authorization", ""))) is not None:
-                self.send_header(PROOF, signature.proof(KEY))
-            super().end_headers()
+                self.send_header(PROOF, signature.proof(KEY, 200, content))
 
         def log_message(self, *_: object) -> None:
             pass

@@ -112,6 +112,7 @@ def test_an_answer_without_an_entry_drops_the_server(name):
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
+            self.prove(body)
             self.end_headers()
             self.wfile.write(body)
 

@@ -243,6 +243,7 @@ def test_a_health_check_that_cannot_be_decoded_drops_the_server():
             content = b"[" * 200_000
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
+            self.prove(content)
             self.end_headers()
             self.wfile.write(content)
 

@@ -109,7 +109,10 @@ def test_a_directory_that_is_cleared_for_a_new_run_keeps_the_key(tmp_path):
 # ------------------------------------------------------------------ servers
 
 
-def answer_of(headers, path="/update_weights", kind="http", body=b"", method="POST", asked=None):
+ANSWER = b"an answer"
+
+
+def answer_of(headers, path="/update_weights", kind="http", body=b"", method="POST", asked=None, guard=None):
     """Ask the middleware before an application that answers 200; return the messages.
 
     Args:
@@ -122,6 +125,8 @@ def answer_of(headers, path="/update_weights", kind="http", body=b"", method="PO
         if asked is not None:
             asked.append((dict(scope["headers"]), (await receive())["body"]))
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part, more_body in ((ANSWER[:3], True), (ANSWER[3:], False)):
+            await send({"type": "http.response.body", "body": part, "more_body": more_body})
 
     async def receive():
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
@@ -131,7 +136,11 @@ def answer_of(headers, path="/update_weights", kind="http", body=b"", method="PO
 
     path, _, query = path.partition("?")
     scope = {"type": kind, "path": path, "query_string": query.encode(), "headers": headers, "method": method}
-    asyncio.run(module.RunKey(app)({**scope, "server": ("127.0.0.1", 8100)}, receive, send))
+    scope["server"] = ("127.0.0.1", 8100)
+    if guard is None:
+        guard = module.RunKey(app)
+        guard._started = 0.0  # requests were signed before
+    asyncio.run(guard(scope, receive, send))
     return sent
 
 
@@ -151,7 +160,7 @@ WRONG = [
     [(b"authorization", f"Bearer {KEY} ".encode())],
     [(b"authorization", b"\xff\xfe")],
     [(b"authorization", b"MCORE-RL a b c")],
-    [(b"authorization", b"MCORE-RL @127.0.0.1:8100 b c \xff")],
+    [(b"authorization", b"MCORE-RL @127.0.0.1:8100 b 1.0 c \xff")],
     [RIGHT, (b"authorization", b"Bearer x")],
 ]
 
@@ -160,7 +169,7 @@ WRONG = [
 def test_a_request_without_the_key_is_refused_on_every_route(headers, guarded):
     for path in ("/update_weights", "/v1/models", "/health/", "/", "/docs"):
         assert answer_of(headers, path)[0]["status"] == 401
-    is_signed = any(value.count(b" ") == 4 for _, value in headers)
+    is_signed = any(value.count(b" ") == 5 for _, value in headers)
     assert answer_of(headers, "/health")[0]["status"] == (401 if is_signed else 200)
     assert [message["type"] for message in answer_of(headers, "/v1/realtime", "websocket")] == ["websocket.close"]
 
@@ -183,8 +192,10 @@ def header(signature):
 def test_a_signed_request_is_answered_with_a_proof(guarded, monkeypatch):
     monkeypatch.setenv("MCORE_RL_SERVER", NAME)
     signature, asked = signed(), []
-    (start,) = answer_of([(b"host", b"a"), *header(signature)], "/pause?mode=keep", body=BODY, asked=asked)
-    assert start["status"] == 200 and dict(start["headers"]) == {b"mcore-rl-proof": signature.proof(KEY).encode()}
+    start, answer = answer_of([(b"host", b"a"), *header(signature)], "/pause?mode=keep", body=BODY, asked=asked)
+    proof = signature.proof(KEY, 200, ANSWER).encode()
+    assert (start["status"], answer["body"], dict(start["headers"])) == (200, ANSWER, {b"mcore-rl-proof": proof})
+    assert len({signature.proof(KEY, 200, b""), signature.proof(KEY, 500, ANSWER), proof.decode()}) == 3
     assert asked == [({b"host": b"a", b"authorization": RIGHT[1]}, BODY)]  # vLLM demands the key of some requests
     assert signed().header != signature.header and KEY not in signature.header
 
@@ -211,11 +222,43 @@ def test_a_server_that_was_started_by_hand_has_the_name_of_its_address(guarded):
 
 def test_a_changed_part_of_a_signature_is_refused(guarded, monkeypatch):
     monkeypatch.setenv("MCORE_RL_SERVER", NAME)
-    for index in range(1, 5):
+    for index in range(1, 6):
         parts = signed().header.split(" ")
         parts[index] = ("a" if parts[index][0] != "a" else "b") + parts[index][1:]
         headers = [(b"authorization", " ".join(parts).encode())]
         assert answer_of(headers, "/pause?mode=keep", body=BODY)[0]["status"] == 401
+
+
+def test_a_request_is_answered_once_and_not_by_a_server_that_starts_later(guarded, monkeypatch):
+    """Whoever has received a request while the server was away cannot use it afterwards."""
+    monkeypatch.setenv("MCORE_RL_SERVER", NAME)
+    module = importlib.import_module("mcore_rl.models.generation.vllm.middleware")
+    early = signed()
+    time.sleep(0.01)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = module.RunKey(app)
+
+    def status_of(signature):
+        start, *body = answer_of(header(signature), "/pause?mode=keep", body=BODY, guard=guard)
+        return start["status"], json.loads(body[0]["body"] or b"{}").get("error", {}).get("message")
+
+    assert status_of(early) == (503, "the request was signed before this server could answer")
+    time.sleep(0.01)
+    own = signed()
+    assert status_of(own) == (200, None) and status_of(own) == (403, "the request was answered before")
+    now = time.time()
+    for seconds in (-301, 301):
+        monkeypatch.setattr("mcore_rl.models.generation.vllm.signing.time.time", lambda s=seconds: now + s)
+        moved = signed()
+        monkeypatch.undo()
+        monkeypatch.setenv("MCORE_RL_SERVER", NAME)
+        guard._started = 0.0
+        status, told = status_of(moved)
+        assert status == 403 and told.startswith("the clocks of run and server differ by 30")
 
 
 @pytest.mark.parametrize("key", [None, ""])
@@ -299,6 +342,7 @@ def test_a_run_does_not_use_the_servers_of_another_run(tmp_path, monkeypatch):
             content = json.dumps({"error": {"message": name}}).encode()
             self.send_response(200 if self.is_signed(name=name) else 421)
             self.send_header("Content-Length", str(len(content)))
+            self.prove(content)
             self.end_headers()
             self.wfile.write(content)
 

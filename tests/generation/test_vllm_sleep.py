@@ -1,7 +1,7 @@
 """Tests of servers and a policy that use the same GPUs in turn: the order of memory releases, and refused settings."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from threading import Thread
@@ -48,7 +48,14 @@ def generation_of(config):
 
     server = SimpleNamespace(post=lambda path, body, seconds: policy.events.append(path))
     generation._connect, generation._refit, generation._drop_ended = connect, refit, list
-    generation._pool = SimpleNamespace(servers=[server], each=lambda call: call(server), close=list)
+
+    def begin_each(call):
+        future = Future()
+        future.set_result(call(server))
+        return {"url": future}
+
+    each = lambda call: call(server)  # noqa: E731
+    generation._pool = SimpleNamespace(servers=[server], each=each, begin_each=begin_each, close=list)
     return generation, policy.events
 
 
@@ -113,6 +120,7 @@ class Told(SignedHandler):
         content = json.dumps(answers.get(self.path)).encode()
         self.send_response(200 if self.path in answers else 404)
         self.send_header("Content-Length", str(len(content)))
+        self.prove(content)
         self.end_headers()
         self.wfile.write(content)
 

@@ -24,7 +24,8 @@ def run(script, *arguments, processes=1, check=True, launcher=False):
         script: file in `scripts`, or a command of `mcore-rl`.
         launcher: start it by torchrun and a new interpreter, not by a fork of the server of test processes.
     """
-    command = [*([ROOT / "scripts" / script] if script.endswith(".py") else ["-m", "mcore_rl", script]), *arguments]
+    is_script = str(script).endswith(".py")
+    command = [*([ROOT / "scripts" / script] if is_script else ["-m", "mcore_rl", script]), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if launcher:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]

@@ -20,7 +20,17 @@ class SignedHandler(BaseHTTPRequestHandler):
         well = found is not None and found.is_valid(KEY, self.command, self.path) and found.covers(body)
         return well and name in (None, found.server)
 
-    def end_headers(self):
+    def send_response(self, code, message=None):
+        self.status, self.is_proven = code, False
+        super().send_response(code, message)
+
+    def prove(self, content=b""):
+        """Add the proof that this answer is the server's; before the end of the headers."""
+        self.is_proven = True
         if (found := self.signature()) is not None:
-            self.send_header(PROOF, found.proof(KEY))
+            self.send_header(PROOF, found.proof(KEY, self.status, content))
+
+    def end_headers(self):
+        if not self.is_proven:
+            self.prove()
         super().end_headers()

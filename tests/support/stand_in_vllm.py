@@ -275,6 +275,7 @@ class Handler(SignedHandler):
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status or 200)
         self.send_header("Content-Length", str(len(content)))
+        self.prove(content)
         self.end_headers()
         with suppress(BrokenPipeError):
             self.wfile.write(content)

@@ -133,6 +133,7 @@ class Stub(SignedHandler):
         content = packed(told) if status == 200 else json.dumps({"error": {"message": "told so"}}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
+        self.prove(content)
         self.end_headers()
         with suppress(BrokenPipeError):  # whoever asked has gone: tests kill them
             self.wfile.write(content)

@@ -99,7 +99,8 @@ def listen(ip: str, port: int) -> socket.socket:
     Raises:
         OSError: the address is not of this machine, or the port is taken.
     """
-    return socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    kinds = {found[0] for found in socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)}
+    return socket.create_server((ip, port), family=socket.AF_INET if socket.AF_INET in kinds else socket.AF_INET6)
 
 
 class RefitGroup:

@@ -38,7 +38,7 @@ ATTEMPTS = 3
 BUSY_SECONDS = 0.5
 """Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
-UNAUTHORIZED, NOT_FOUND, MISDIRECTED = 401, 404, 421
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND, MISDIRECTED = 401, 403, 404, 421
 KEPT_SECONDS = 3.0
 """Seconds for which an idle connection stays open. vLLM's servers close idle connections after 5 s. A request sent at
 that moment would fail as if the server had failed."""
@@ -144,7 +144,7 @@ class VLLMServer:
                 content = await answer.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:  # a TimeoutError is an OSError
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
-        has_proof = answer.headers.get(PROOF, "") == signature.proof(self._key)
+        has_proof = answer.headers.get(PROOF, "") == signature.proof(self._key, answer.status, content)
         if answer.status == 200 and has_proof:
             return content
         raise self._failure(path, answer.status, content, has_proof)
@@ -165,6 +165,8 @@ class VLLMServer:
                 f"{self.url} leads to a server that calls itself {address}; use the URLs that `mcore-rl vllm-servers` "
                 "prints"
             )
+        if status == FORBIDDEN and not has_proof:
+            return WrongServerError(f"{self.url} refuses requests of this run: {told}")
         if not has_proof and status < 500:  # a server that fails may give none
             return WrongServerError(
                 f"{self.url} is another program, or a server that `mcore-rl vllm-servers` has not started "

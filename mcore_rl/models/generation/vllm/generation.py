@@ -122,18 +122,17 @@ class VLLMGeneration(StreamingGeneration):
         """
         if self._sleeps:
             self._make_room()
-        lost = list[str]()
+        lost, has_new = list[str](), False
         if not self._is_connected:
             self._connect()
         else:
-            if self._sleeps:
-                self._start_ended()
             lost = self._drop_ended()
+            has_new = self._sleeps and self._start_ended()
         if weight_version is None:
             weight_version = 0 if self.weight_version is None else self.weight_version + 1
         if self._sleeps:
             self._on_first_rank(self._wake)
-        if weight_version != self.weight_version or lost:
+        if weight_version != self.weight_version or lost or has_new:
             if self._sleeps:
                 self.policy.prepare_for_lp_inference()  # restores only the weights
             self._refit(weight_version, lost)
@@ -231,12 +230,9 @@ class VLLMGeneration(StreamingGeneration):
             return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), False, choices=choices)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation. With `generation.offload`, put the servers to sleep and move the policy back to the device.
-
-        Raises:
-            TrainingError: no server is left.
-        """
+        """End generation. With `generation.offload`, let the servers sleep, and move the policy back to the device."""
         if self._sleeps and self._is_connected:
+            self._drop_ended()
             self._on_first_rank(self._put_to_sleep)
             self._end_failed()  # one that hangs would keep its memory
             self.policy.prepare_for_training()
@@ -364,26 +360,36 @@ class VLLMGeneration(StreamingGeneration):
         if self._service is not None:
             self._service.end_used(dropped)
 
-    def _start_ended(self) -> None:
+    def _start_ended(self) -> bool:
         """Start the servers that have ended again, while no weights of the policy are in their GPUs. Collective.
 
         Servers with GPUs of their own do not wait for this (`VLLMServerProcesses.watch`).
+
+        Returns:
+            Whether any server was started.
         """
         if all_ranks_true(self._service is None or not self._service.has_ended())[0]:
-            return
+            return False
         self.policy.offload_after_refit()
         starting = None if self._service is None else self._beside.submit(self._wait_for_started, self._service)
-        settle(starting, self.config.parallel.meeting_seconds)
+        begun = settle(starting, self.config.parallel.meeting_seconds)
+        return not all_ranks_true(not begun)[0]
 
-    def _wait_for_started(self, service: VLLMServerProcesses) -> None:
-        """Start the servers that have ended again, and wait until each is ready or ends."""
+    def _wait_for_started(self, service: VLLMServerProcesses) -> list[str]:
+        """Start the servers that have ended again, and wait until each is ready or ends; return their URLs.
+
+        If no server of this node runs, wait for the end of the pause before the next start.
+        """
         deadline = time.monotonic() + self.config.generation.vllm.start_seconds
-        for url in service.start_ended():
+        while not (begun := service.start_ended()) and service.all_have_ended() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for url in begun:
             try:
                 wait_until_ready(VLLMServer(url, 1, service.key, run=service.run), service, deadline)
             except UserError as error:
                 service.end(url)
                 rank_zero_printer(True)(f"{error}; the run continues without it")
+        return begun
 
     # ------------------------------------------------------------ sleep
 
@@ -405,8 +411,14 @@ class VLLMGeneration(StreamingGeneration):
             self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
 
     def _put_to_sleep(self) -> None:
+        """Put all servers to sleep; drop those that fail, even the last one, which may be started again."""
         assert self._pool is not None
-        self._pool.each(lambda server: server.post("/sleep?level=1", {}, self._refit_seconds))
+        asked = self._pool.begin_each(lambda server: server.post("/sleep?level=1", {}, self._refit_seconds))
+        for url, future in asked.items():
+            if isinstance(error := future.exception(), (ServerError, TrainingError)):
+                self._pool.drop(url, str(error))
+            elif error is not None:
+                raise error
 
     # ------------------------------------------------------------ weights
 

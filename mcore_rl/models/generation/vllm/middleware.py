@@ -9,15 +9,17 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from mcore_rl.models.generation.vllm.key import VARIABLE
-from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE, PROOF, Signature
+from mcore_rl.models.generation.vllm.signing import AGE_SECONDS, NAME_VARIABLE, PROOF, Signature
 
 OPEN = "/health"
 """The only route that needs no key."""
-UNAUTHORIZED, MISDIRECTED = 401, 421
+UNAUTHORIZED, FORBIDDEN, MISDIRECTED, TOO_EARLY = 401, 403, 421, 503
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -33,21 +35,26 @@ if not os.environ.get(VARIABLE):
 class RunKey:
     """ASGI middleware that answers requests of those who have the key.
 
-    Requests of runs are signed (`signing`), and the answers have the server's proof. The status is 421 if such a
-    request is meant for another server. Other clients send the key: `Authorization: Bearer KEY`. The status is 401 for
-    all other requests.
+    Requests of runs are signed (`signing`), and the answers have the server's proof. Such a request gets status 421 if
+    it is meant for another server, 503 if it was signed before this server could answer, and 403 if its time is wrong
+    or it was answered before. Other clients send the key: `Authorization: Bearer KEY`. The status is 401 for all other
+    requests.
     """
 
     def __init__(self, app: App) -> None:
         self.app = app
         self._key = os.environ[VARIABLE]
         self._bearer = f"Bearer {self._key}".encode()
+        self._started = time.time()
+        self._seen = OrderedDict[str, float]()
+        """The nonces of the requests of the last `AGE_SECONDS`, with their times."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # the server starts
             from mcore_rl.models.generation.vllm.answer_route import add_route  # imports vLLM
 
             add_route(scope["app"])
+            self._started = time.time()
             return await self.app(scope, receive, send)
         told = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         signature = Signature.read(told[0].decode("latin-1")) if len(told) == 1 else None
@@ -65,6 +72,8 @@ class RunKey:
         own = os.environ.get(NAME_VARIABLE) or "@{}:{}".format(*scope["server"])
         if signature.server != own:
             return await _refuse(scope, send, MISDIRECTED, own)
+        if (refused := self._refusal(signature)) is not None:
+            return await _refuse(scope, send, *refused)
         body = await _body_of(receive)
         if body is None:  # the client has left
             return
@@ -75,16 +84,41 @@ class RunKey:
         async def receive_again() -> Message:
             return messages.pop() if messages else await receive()
 
+        start: Message = {}
+        parts = list[bytes]()
+
         async def send_with_proof(message: Message) -> None:
+            """Send the answer when it is complete, because the proof covers it."""
             if message["type"] == "http.response.start":
-                proof = (PROOF.lower().encode(), signature.proof(self._key).encode())
-                message = {**message, "headers": [*message.get("headers", ()), proof]}
-            await send(message)
+                start.update(message)
+                return
+            if message["type"] != "http.response.body":
+                return await send(message)
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                answer = b"".join(parts)
+                proof = (PROOF.lower().encode(), signature.proof(self._key, start["status"], answer).encode())
+                await send({**start, "headers": [*start.get("headers", ()), proof]})
+                await send({"type": "http.response.body", "body": answer})
 
         others = [pair for pair in scope["headers"] if pair[0].lower() != b"authorization"]
         # vLLM demands the key itself on some routes.
         scope = {**scope, "headers": [*others, (b"authorization", self._bearer)]}
         await self.app(scope, receive_again, send_with_proof)
+
+    def _refusal(self, signature: Signature) -> tuple[int, str] | None:
+        """Return status and reason if a request with the right key must not be answered; otherwise remember it."""
+        now, signed = time.time(), float(signature.seconds)
+        if signed < self._started:
+            return TOO_EARLY, "the request was signed before this server could answer"
+        if abs(now - signed) > AGE_SECONDS:
+            return FORBIDDEN, f"the clocks of run and server differ by {abs(now - signed):.0f} s"
+        while self._seen and next(iter(self._seen.values())) < now - 2 * AGE_SECONDS:
+            self._seen.popitem(last=False)
+        if signature.nonce in self._seen:
+            return FORBIDDEN, "the request was answered before"
+        self._seen[signature.nonce] = now
+        return None
 
 
 async def _body_of(receive: Receive) -> bytes | None:

@@ -228,15 +228,22 @@ class VLLMServerProcesses:
         printed if a server has ended by itself.
         """
         with self._lock:
-            used = [url for url in urls if url in self._servers and self._servers[url].in_use]
+            servers = {url: self._servers[url] for url in urls if url in self._servers}
+            used = {url: server.process for url, server in servers.items() if server.in_use}
         for url in used:
             self._say_if_ended(url, ENDING_SECONDS)
-        self.end(*used)
+        with self._starting:  # meanwhile, one that has ended may have been started again
+            self.end(*(url for url, process in used.items() if self._servers[url].process is process))
 
     def has_ended(self) -> bool:
         """Return whether a server has ended, by itself or by `end`."""
         with self._lock:
             return any(server.process is None or server.process.poll() is not None for server in self._servers.values())
+
+    def all_have_ended(self) -> bool:
+        """Return whether no server runs."""
+        with self._lock:
+            return all(server.process is None or server.process.poll() is not None for server in self._servers.values())
 
     def start_ended(self) -> list[str]:
         """Start the servers that have ended again, on the same GPUs and ports; return their URLs.
@@ -274,9 +281,12 @@ class VLLMServerProcesses:
 
     def without_weights(self) -> list[str]:
         """Return the URLs of the servers that have ended since the last `mark_used`, whether they run again or not."""
-        self.start_ended()
         with self._lock:
-            return [url for url, server in self._servers.items() if server.process is None or not server.in_use]
+            return [
+                url
+                for url, server in self._servers.items()
+                if server.process is None or server.process.poll() is not None or not server.in_use
+            ]
 
     def _say_if_ended(self, url: str, seconds: float = 0.0) -> bool:
         """Print why a server has ended by itself, and return True; wait up to `seconds` for its end."""
