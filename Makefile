@@ -79,7 +79,7 @@ demo: outputs/demo/model/config.json
 	@$(call train,dpo,dpo_cpu)
 	@echo
 	@echo 'Three steps of a small copy of the model, in one process and in two tensor-parallel processes, on the CPU:'
-	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml --layouts tp=2 --show-steps
+	$(BIN)/mcore-rl layouts configs/dpo_cpu.yaml --layouts tp=2 --show-steps
 	@echo
 	@$(call results,dpo_cpu)
 
@@ -227,11 +227,13 @@ test-te: install
 test-triton: .venv-triton/installed
 	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
-# Official clients of OpenAI and Anthropic, LangChain and verifiers, in an environment of their own.
+# Official clients of OpenAI and Anthropic, LangChain, verifiers, lm-eval and inspect-ai, in environments of their own.
 .venv-agents/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/pip install --quiet 'openai>=2' 'anthropic>=0.60' 'langchain-openai>=1' 'verifiers>=0.4,<0.5' uv
 	.venv-agents/bin/pip install --quiet --no-deps --editable .
+	$(PYTHON) -m venv .venv-agents/harnesses # they need a newer openai than verifiers allows
+	.venv-agents/harnesses/bin/pip install --quiet 'lm-eval[api]==0.4.13' 'inspect-ai==0.3.285' 'openai>=3.4' transformers
 	touch $@
 
 test-agents: install .venv-agents/installed
@@ -262,7 +264,7 @@ faults: install
 	$(BIN)/pytest -m "long or not long" --kills 50 -rP tests/end_to_end/test_faults.py tests/megatron/checkpoint/test_checkpoint_save.py
 
 layouts: outputs/demo/model/config.json
-	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \
+	$(BIN)/mcore-rl layouts configs/dpo_cpu.yaml batch.global_batch_size=16 \
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
 BENCHMARKS := packing data prefix images answers context_parallel logprobs delta_rule checkpoints generation async refit dpo \

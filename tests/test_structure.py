@@ -32,6 +32,7 @@ FLOORS = {  # the order of imports, from the ground up
     "algorithms": 13,
     "simulation": 14,
     "report": 14,
+    "serving": 14,
     "testing": 14,
     "cli": 15,
     "__main__": 15,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.agents.live import LiveText
 from mcore_rl.agents.messages import BadRequest, Message, from_openai
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
@@ -19,6 +21,7 @@ from mcore_rl.models.generation.interfaces import RequestOptions, Response
 MODEL = "policy"
 """Name of the model in `/v1/models`. Requests may name any model."""
 MOST_CHOICES = 128
+MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_LIKELIEST = 20
 """Maximum of `top_logprobs`, and of the `logprobs` of a completion request."""
 
@@ -29,6 +32,17 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
     "functions": ([],),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -131,17 +145,22 @@ def stops_of(value: Any, name: str) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise BadRequest(f"{name}: must be a text or a list of texts", name, "invalid_value")
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        limit = f"{MOST_STOPS} texts of at most {LONGEST_STOP} characters"
+        raise BadRequest(f"{name}: must be at most {limit}", name, "invalid_value")
     return tuple(stops)
 
 
 # ------------------------------------------------------------ responses
 
 
-def models_body() -> dict[str, Any]:
-    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mcore_rl"}
+def models_body(name: str = MODEL, max_sequence_length: int | None = None) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "mcore_rl"}
     # Anthropic's list has the same route and further keys.
-    card |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
-    return {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    card |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    if max_sequence_length is not None:
+        card["max_model_len"] = max_sequence_length  # vLLM's name
+    return {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
 
 
 def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -197,6 +216,39 @@ class ChatReply:
             yield event({**head, "choices": [], "usage": usage_of(turns)})
         yield "data: [DONE]\n\n"
 
+    async def live_events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        """Yield the events of one response while it is sampled.
+
+        Args:
+            parts: the response as it grows.
+            turns: the turn of the whole response.
+        """
+        head, live = self._head("chat.completion.chunk"), LiveText(self.tree, self.call)
+        with_usage = bool((self.asked.get("stream_options") or {}).get("include_usage"))
+
+        def chunk(delta: Mapping[str, Any], **more: Any) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+            return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
+
+        def chunks(pieces: Sequence[tuple[str, str]], response: Response, start: int) -> Iterator[str]:
+            logprobs = self._logprobs_of(response, start) if self.asked.get("logprobs") else None
+            for number, (key, text) in enumerate(pieces or ([("content", "")] if logprobs else [])):
+                yield chunk({key: text}, logprobs=logprobs if number == 0 else None)
+
+        yield chunk({"role": "assistant", "content": ""})
+        async for response in parts:
+            start = live.sent_tokens
+            for each in chunks(live.pieces(response), response, start):
+                yield each
+        (turn,) = await turns
+        start = live.sent_tokens
+        for each in chunks(live.rest(turn), turn.response, start):
+            yield each
+        yield chunk({}, finish_reason=finish_of(turn))
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage_of([turn])})
+        yield "data: [DONE]\n\n"
+
     @property
     def _tells_ids(self) -> bool:
         return bool(self.asked.get("return_token_ids"))
@@ -206,8 +258,12 @@ class ChatReply:
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
 
     def _logprobs(self, turn: Turn) -> dict[str, Any]:
-        sampled = zip(turn.response.token_ids.tolist(), turn.response.logprobs.tolist(), strict=True)
-        likeliest = turn.response.likeliest or [()] * len(turn.response.token_ids)
+        return self._logprobs_of(turn.response, 0)
+
+    def _logprobs_of(self, response: Response, start: int) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens from `start` on."""
+        sampled = zip(response.token_ids[start:].tolist(), response.logprobs[start:].tolist(), strict=True)
+        likeliest = list(response.likeliest)[start:] or [()] * (len(response.token_ids) - start)
         content = [
             {**self._of_token(*pair), "top_logprobs": [self._of_token(*other) for other in others]}
             for pair, others in zip(sampled, likeliest, strict=True)
@@ -242,10 +298,14 @@ def _json(arguments: Any) -> str:
 
 
 class CompletionReply:
-    """The response to a completion request."""
+    """The response to a completion request.
 
-    def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any]) -> None:
-        self.call, self.tree, self.asked = call, tree, body
+    Args:
+        first: index of the first choice, if the request has several prompts.
+    """
+
+    def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any], first: int = 0) -> None:
+        self.call, self.tree, self.asked, self.first = call, tree, body, first
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -254,46 +314,109 @@ class CompletionReply:
         }
 
     def body(self, turns: list[Turn]) -> dict[str, Any]:
-        choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
-        made = {**self.head, "choices": choices, "usage": usage_of(turns)}
+        made = {**self.head, "choices": self.choices(turns), "usage": usage_of(turns)}
         tells_ids = self.asked.get("return_token_ids")
         return made | ({"prompt_token_ids": self.call.prompt.ids} if tells_ids else {})
 
+    def choices(self, turns: list[Turn]) -> list[dict[str, Any]]:
+        return [self._choice(index, turn) for index, turn in enumerate(turns, self.first)]
+
     async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
-        for index, turn in enumerate(turns):
-            yield event({**self.head, "choices": [self._choice(index, turn)]})
+        for choice in self.choices(turns):
+            yield event({**self.head, "choices": [choice]})
+        for each in self._last_events(turns):
+            yield each
+
+    async def live_events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        """Yield the events of one response while it is sampled; see `ChatReply.live_events`."""
+        live, offset = LiveText(self.tree, self.call), 0
+
+        def chunk(pieces: Sequence[tuple[str, str]], response: Response, start: int, finish: str | None) -> str:
+            nonlocal offset
+            text, logprobs = "".join(text for _, text in pieces), None
+            if self.asked.get("logprobs") is not None:
+                tokens = _Tokens.of(response, start)
+                logprobs, offset = self._told(tokens, offset)
+            choice = {"index": self.first, "text": text, "finish_reason": finish, "logprobs": logprobs}
+            return event({**self.head, "choices": [choice]})
+
+        async for response in parts:
+            start = live.sent_tokens
+            if (pieces := live.pieces(response)) or self.asked.get("logprobs") is not None:
+                yield chunk(pieces, response, start, None)
+        (turn,) = await turns
+        start = live.sent_tokens
+        yield chunk(live.rest(turn), turn.response, start, "stop" if turn.response.ended else "length")
+        for each in self._last_events([turn]):
+            yield each
+
+    def _last_events(self, turns: list[Turn]) -> Iterator[str]:
         if (self.asked.get("stream_options") or {}).get("include_usage"):
             yield event({**self.head, "choices": [], "usage": usage_of(turns)})
         yield "data: [DONE]\n\n"
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
         ids, logprobs = turn.response.token_ids.tolist(), None
-        if self.asked.get("logprobs") is not None:
-            tokens = [self.tree.template.text([token]) for token in ids]
-            ends = [0]
-            for token in tokens:
-                ends.append(ends[-1] + len(token))
-            logprobs = {
-                "tokens": tokens,
-                "token_logprobs": turn.response.logprobs.tolist(),
-                "top_logprobs": self._top_logprobs(turn.response),
-                "text_offset": ends[:-1],
-            }
+        sampled = _Tokens.of(turn.response, 0)
         text = self.tree.text_of(turn.response, self.call.stops)
         finish = "stop" if turn.response.ended else "length"
+        if self.asked.get("echo"):
+            prompt = self.call.prompt.ids
+            text = (self.call.prompt.text or self.tree.template.text(prompt)) + text
+            if self.asked.get("max_tokens") == 0:  # the engine samples at least one token
+                ids, sampled, finish = [], _Tokens([], [], []), "length"
+                text = self.call.prompt.text or self.tree.template.text(prompt)
+            sampled = _Tokens.of_prompt(prompt, turn.response) + sampled
+        if self.asked.get("logprobs") is not None:
+            logprobs, _ = self._told(sampled, 0)
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})
 
-    def _top_logprobs(self, response: Response) -> list[dict[str, float]] | None:
-        """Return the likeliest tokens of each position, and the sampled one, by their texts; None if not asked.
+    def _told(self, tokens: _Tokens, offset: int) -> tuple[dict[str, Any], int]:
+        """Return the `logprobs` of tokens whose text begins at `offset`, and the offset of the next token."""
+        texts = [self.tree.template.text([token]) for token in tokens.ids]
+        ends = list(itertools.accumulate(map(len, texts), initial=offset))
+        told = {
+            "tokens": texts,
+            "token_logprobs": tokens.logprobs,
+            "top_logprobs": self._top_logprobs(tokens) if self.asked.get("logprobs") else None,
+            "text_offset": ends[:-1],
+        }
+        return told, ends[-1]
+
+    def _top_logprobs(self, tokens: _Tokens) -> list[dict[str, float] | None]:
+        """Return the likeliest tokens of each position, and the sampled one, by their texts; None where not known.
 
         Of tokens with the same text, it has the likeliest.
         """
-        if not response.likeliest:
-            return None
-        sampled = zip(response.token_ids.tolist(), response.logprobs.tolist(), response.likeliest, strict=True)
         text = self.tree.template.text
         return [
-            {text([token]): logprob, **{text([other]): value for other, value in reversed(likeliest)}}
-            for token, logprob, likeliest in sampled
+            None
+            if logprob is None
+            else {text([token]): logprob, **{text([other]): value for other, value in reversed(likeliest)}}
+            for token, logprob, likeliest in zip(tokens.ids, tokens.logprobs, tokens.likeliest, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens with their log-probabilities and the likeliest tokens in their places; None for a prompt's first token."""
+
+    ids: list[int]
+    logprobs: list[float | None]
+    likeliest: list[Sequence[tuple[int, float]]]
+
+    @classmethod
+    def of(cls, response: Response, start: int) -> _Tokens:
+        ids = response.token_ids[start:].tolist()
+        return cls(ids, response.logprobs[start:].tolist(), list(response.likeliest)[start:] or [()] * len(ids))
+
+    @classmethod
+    def of_prompt(cls, ids: list[int], response: Response) -> _Tokens:
+        scores = response.prompt_scores
+        if scores is None:  # only the text is asked for
+            return cls([], [], [])
+        return cls(list(ids), [None, *scores.logprobs.tolist()], [(), *scores.likeliest])
+
+    def __add__(self, other: _Tokens) -> _Tokens:
+        return _Tokens(self.ids + other.ids, self.logprobs + other.logprobs, self.likeliest + other.likeliest)

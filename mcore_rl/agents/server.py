@@ -1,4 +1,5 @@
-"""HTTP endpoint of sessions: OpenAI's chat completions, completions and models, Anthropic's messages, and rewards.
+"""HTTP endpoint of sessions: OpenAI's chat completions, completions, responses and models, Anthropic's messages, and
+rewards.
 
 The key of a request (`Authorization: Bearer` or `x-api-key`) names the session. Base URLs with the session's id, such
 as `/s/ID/v1`, exist too.
@@ -12,7 +13,7 @@ import json
 import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,11 +21,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mcore_rl.agents import anthropic_api, openai_api
+from mcore_rl.agents import anthropic_api, openai_api, responses_api
 from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.openai_api import Asked
 from mcore_rl.agents.sessions import Call, Session, SessionEnded, Sessions
 from mcore_rl.agents.tree import Turn
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -36,6 +38,14 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+class Reply(Protocol):
+    """The response to a request, in the form of an API."""
+
+    def body(self, turns: list[Turn]) -> dict[str, Any]: ...
+
+    def events(self, turns: list[Turn]) -> AsyncIterator[str]: ...
 
 
 class Endpoint:
@@ -54,6 +64,7 @@ class Endpoint:
                 ("/v1/completions", self.completions, "POST"),
                 ("/v1/models", self.models, "GET"),
                 ("/v1/messages", self.messages, "POST"),
+                ("/v1/responses", self.responses, "POST"),
                 ("/v1/messages/count_tokens", self.count_tokens, "POST"),
                 ("/reward", self.reward, "POST"),
                 ("/v1/reward", self.reward, "POST"),
@@ -119,15 +130,15 @@ class Endpoint:
         request: Request,
         session: Session,
         call: Call,
-        whole: Callable[[list[Turn]], Any],
-        events: Callable[[list[Turn]], AsyncIterator[str]] | None,
+        reply: Reply,
+        is_streamed: bool,
     ) -> Response:
-        """Return the response of a call: the JSON of `whole`, or a stream of `events`."""
-        gone = asyncio.ensure_future(_disconnected(request))
+        """Return the response of a call: one JSON object, or a stream of events."""
+        gone = asyncio.ensure_future(disconnected(request))
         working = asyncio.ensure_future(self.sessions.turns(session, call))
         try:
-            if events is not None:
-                return self._streamed(request, session, call, working, events)
+            if is_streamed:
+                return self._streamed(request, session, call, working, reply)
             await asyncio.wait([gone, working], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 self.sessions.lost(session, call)
@@ -135,9 +146,9 @@ class Endpoint:
             turns = working.result()
         finally:
             gone.cancel()
-            if events is None:
+            if not is_streamed:
                 working.cancel()
-        response = JSONResponse(whole(turns))
+        response = JSONResponse(reply.body(turns))
         self.sessions.delivered(call)
         return response
 
@@ -147,25 +158,33 @@ class Endpoint:
         session: Session,
         call: Call,
         working: asyncio.Future[list[Turn]],
-        events: Callable[[list[Turn]], AsyncIterator[str]],
+        reply: Reply,
     ) -> Response:
         async def told() -> AsyncIterator[str]:
             try:
                 try:
-                    turns = await working
+                    async for event in self._events(call, working, reply):
+                        yield event
                 except Exception as error:
                     body = _api(request).error_body(*_error_of(error))
                     yield f"event: error\n{openai_api.event(body)}"
                     return
-                async for event in events(turns):
-                    yield event
                 self.sessions.delivered(call)
             finally:
                 working.cancel()
                 if not call.is_delivered:
                     self.sessions.lost(session, call)
+                self._left(session)
 
         return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _events(self, call: Call, working: asyncio.Future[list[Turn]], reply: Reply) -> AsyncIterator[str]:
+        """Yield the events of a streamed response. Here, they come when the response is complete."""
+        async for event in reply.events(await working):
+            yield event
+
+    def _left(self, session: Session) -> None:
+        """Do what remains after a streamed response."""
 
     # ------------------------------------------------------------ routes
 
@@ -175,27 +194,33 @@ class Endpoint:
 
     async def chat(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked, tree = _read(openai_api.chat_request, body), session.tree
+        asked, tree = read_request(openai_api.chat_request, body), session.tree
         call = self._ask(request, session, body, asked)
         reply = openai_api.ChatReply(call, tree, body)
-        return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
+        return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def completions(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked = _read(openai_api.completion_request, body, len(self.sessions.template.tokenizer))
+        asked = read_request(openai_api.completion_request, body, len(self.sessions.template.tokenizer))
         call = self._ask(request, session, body, asked)
         reply = openai_api.CompletionReply(call, session.tree, body)
-        return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
+        return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def messages(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        call = self._ask(request, session, body, _read(anthropic_api.request, body))
+        call = self._ask(request, session, body, read_request(anthropic_api.request, body))
         reply = anthropic_api.Reply(call, session.tree, body)
-        return await self._answered(request, session, call, reply.body, reply.events if body.get("stream") else None)
+        return await self._answered(request, session, call, reply, bool(body.get("stream")))
+
+    async def responses(self, request: Request) -> Response:
+        session, body = self._session(request), await self._object(request)
+        call = self._ask(request, session, body, read_request(responses_api.request, body))
+        reply = responses_api.ResponseReply(call, session.tree, body)
+        return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def count_tokens(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        asked = _read(anthropic_api.request, {"max_tokens": 1, **body})
+        asked = read_request(anthropic_api.request, {"max_tokens": 1, **body})
         return JSONResponse({"input_tokens": len(asked.prompt(session.tree).ids)})
 
     async def reward(self, request: Request) -> Response:
@@ -204,7 +229,7 @@ class Endpoint:
         return JSONResponse({"status": "ok"})
 
 
-def _read(convert: Callable[..., Asked], *arguments: Any) -> Asked:
+def read_request(convert: Callable[..., Asked], *arguments: Any) -> Asked:
     """Convert a request; raise BadRequest also for values of types that `convert` does not expect."""
     try:
         return convert(*arguments)
@@ -225,13 +250,13 @@ def _error_of(error: Exception) -> tuple[int, str, str | None, str | None]:
         return 410, "the session has ended", None, "session_ended"
     if isinstance(error, Refused):
         return error.status, str(error), None, error.code
-    if isinstance(error, RequestError):
-        return 500, str(error), None, "engine_error"
+    if isinstance(error, TrainingError):  # also a RequestError, of one request
+        return 500 if isinstance(error, RequestError) else 503, str(error), None, "engine_error"
     traceback.print_exception(error)
     return 500, f"{type(error).__name__}: {error}", None, "internal_error"
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
     """Wait until the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -41,6 +41,11 @@ inspect CHECKPOINT"""
 _SIMULATE = "CONFIG [section.key=value …] --algorithm {…} --world-size N [--hardware NAME] [--lengths N,…] [--search]"
 _LAYOUTS = "CONFIG [section.key=value …] [--algorithm {…}] [--layouts KEY=1,2 …] [--max-processes N] [--device cuda]"
 _VERIFY = "[torchrun's options] [CONFIG] [section.key=value …] [--output DIRECTORY] [--only PARTS] [--minutes N]"
+_EVAL = """\
+[torchrun's options] MODEL --data FILE [--judge NAME …] [--samples N] [--baseline OTHER] [section.key=value …]
+NAME --url URL --data FILE [--judge NAME …] [--samples N] [--baseline DIRECTORY]"""
+_CHAT = "[torchrun's options] MODEL [--compare OTHER] [section.key=value …]"
+_SERVE = "[torchrun's options] MODEL [--host ADDRESS] [--port N] [section.key=value …]"
 _SERVERS = "CONFIG [section.key=value …] [--hosts HOST,…] [--gpus-per-node N]"
 
 COMMANDS = {
@@ -53,6 +58,9 @@ COMMANDS = {
     "vllm-servers": Command(
         "vllm_servers:vllm_servers", _SERVERS, "starts the vLLM servers of a configuration", needs_torch=True
     ),
+    "eval": Command("evaluate:evaluate", _EVAL, "judges a model's responses, and compares models", needs_torch=True),
+    "chat": Command("chat:chat", _CHAT, "talks to a model in the terminal"),
+    "serve": Command("serve:serve", _SERVE, "serves a model by OpenAI's and Anthropic's APIs", needs_torch=True),
     "report": Command("report:report", "RUN [RUN …] [--output FILE]", "shows runs on one HTML page"),
     "schema": Command("schema:schema", "{…}", "prints the JSON schema of a configuration"),
     "doctor": Command("doctor:doctor", "", "lists the installed packages, and what must be mended"),
@@ -65,7 +73,9 @@ EXAMPLES = """\
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
     mcore-rl verify --nproc-per-node 8                               check this node in less than half an hour
     mcore-rl port FILE > dpo.yaml                                    translate a configuration
-    mcore-rl report OUTPUT                                           write OUTPUT/report.html"""
+    mcore-rl report OUTPUT                                           write OUTPUT/report.html
+    mcore-rl eval OUTPUT --data test.jsonl --judge math              rewards with confidence intervals
+    mcore-rl chat OUTPUT --compare MODEL                             the model after and before training"""
 MORE = """\
 `mcore-rl COMMAND --help` explains the arguments of a command, `mcore-rl train dpo --help` the options and keys of a
 training program, and `torchrun --help` the options of a launch."""

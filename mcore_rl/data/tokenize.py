@@ -349,6 +349,25 @@ CHUNKS_AHEAD = 4
 """Number of chunks to read ahead for each process."""
 
 
+def with_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record with this package's names of its columns.
+
+    Args:
+        columns: map from this package's name of a column to the column's name in the source.
+
+    Raises:
+        ValueError: the record lacks a column.
+    """
+    if not columns:
+        return record
+    if missing := [column for column in columns.values() if column not in record]:
+        has = ", ".join(sorted(record)) or "nothing"
+        named = f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+        raise ValueError(f"{named}, which data.columns names; the record has {has}")
+    others = {key: value for key, value in record.items() if key not in columns.values()}
+    return {**others, **{name: record[column] for name, column in columns.items()}}
+
+
 @dataclass(frozen=True)
 class TokenizationSpec:
     """Settings for the tokenization of records. The functions must be picklable, because other processes get them."""
@@ -382,7 +401,7 @@ class TokenizationSpec:
         directory = source.absolute().parent if reads_images(tokenizer) and source.is_file() else None
         for place, record in records.parsed():
             try:
-                record = with_texts(self._renamed(record))
+                record = with_texts(with_columns(record, self.columns))
                 if directory is not None:
                     record = with_directory(record, directory)
                 unit = self.unit_of(tokenizer, record)
@@ -405,16 +424,6 @@ class TokenizationSpec:
             chunk.counts.update(() if self.seen_in is None else self.seen_in(kept, record))
             chunk.add(kept, extra)
         return chunk
-
-    def _renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        if not self.columns:
-            return record
-        if missing := [column for column in self.columns.values() if column not in record]:
-            has = ", ".join(sorted(record)) or "nothing"
-            named = f"lacks the key{'s' * (len(missing) > 1)} {' and '.join(missing)}"
-            raise ValueError(f"{named}, which data.columns names; the record has {has}")
-        others = {key: value for key, value in record.items() if key not in self.columns.values()}
-        return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
         """Return `unit`, with longer sequences truncated to `max_length` tokens if configured; None to drop the record.

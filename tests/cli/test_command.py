@@ -108,7 +108,7 @@ WRONG = [
     (
         ["trian"],
         "error: mcore-rl trian: there is no such command; the commands are train, port, convert, simulate, layouts, "
-        "verify, vllm-servers, report, schema, doctor$",
+        "verify, vllm-servers, eval, chat, serve, report, schema, doctor$",
     ),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),

@@ -20,7 +20,13 @@ COMMAND_SECONDS = 240
 
 def call(*command, cwd, environment=None):
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        input="hello\n",  # what a person says to `mcore-rl chat`
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
     )
 
 
@@ -43,7 +49,8 @@ def environment_with(wheel, directory):
     assert done.returncode == 0, done.stderr
     python = directory / "bin" / "python"
     options = ["--quiet", "--no-deps", "--no-index"]
-    done = call(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=directory)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", *options, wheel]
+    done = call(*install, cwd=directory, environment=without_checkout())
     assert done.returncode == 0, done.stderr
     # Last, because pip would take the checkout that is installed here for an earlier version. These folders come after
     # the environment's own, and what their own .pth files name, such as the checkout, is not added.
@@ -51,6 +58,11 @@ def environment_with(wheel, directory):
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (own / "packages.pth").write_text("".join(f"{path}\n" for path in others))
     return directory / "bin"
+
+
+def without_checkout():
+    """Return this process's environment variables without those that lead to the checkout."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def write_inputs(root):
@@ -68,6 +80,8 @@ def write_inputs(root):
     grpo = {**common, "grpo": {"max_new_tokens": 8}, "generation": servers}
     for name, config in (("dpo", dpo), ("grpo", grpo)):
         (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    prompts = [{"prompt": f"say {i} ", "answer": str(i)} for i in range(4)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (root / "trl.sh").write_text("trl dpo --model_name_or_path m --dataset_name d.jsonl --beta 0.2 --output_dir o\n")
 
 
@@ -79,7 +93,10 @@ RUNS = [
     ("report out", r"^out/report\.html$"),
     ("convert inspect out/checkpoints", "lm_head|output_layer"),
     ("convert to-hf out/checkpoints converted", "^Hugging Face model: converted$"),
-    ("convert from-hf converted weights", "^Megatron checkpoint: weights/iter_0000000$"),
+    ("convert from-hf converted weights", "^Megatron checkpoint: weights/iter_0000001$"),
+    ("eval out --data prompts.jsonl --judge exact_match --output judged grpo.max_new_tokens=4", "^  reward_mean "),
+    ("chat out --max-tokens 4", r"^out \(/help lists the commands\)$"),  # it starts `mcore-rl serve`
+    ("serve --help", "^usage: mcore-rl serve "),
     ("simulate dpo.yaml --algorithm dpo --world-size 2 --lengths 40", "^estimate: "),
     ("layouts dpo.yaml --layouts tp=2 --steps 1", r"^tp2 .*\de[+-]\d\d$"),
     ("vllm-servers grpo.yaml --dry-run --gpus-per-node 1", r"^  0     127\.0\.0\.1  8100  0$"),
@@ -94,8 +111,7 @@ def test_every_command_works_where_the_wheel_is_installed(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     write_inputs(work)
-    not_here = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = {**not_here, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**without_checkout(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
     found = call(
         programs / "python", "-c", "import mcore_rl; print(*mcore_rl.__path__)", cwd=work, environment=environment

@@ -60,10 +60,13 @@ class Served:
         self.engine = ScriptedEngine(self.tokenizer, lambda _: self.replies.pop(0), end, longest)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.sessions = Sessions(self.engine, self.tokenizer, limits)
-        self.server = Server(Endpoint(self.sessions, body_bytes), "127.0.0.1", 0)
+        self.server = Server(self.endpoint(limits, body_bytes), "127.0.0.1", 0)
         self.run(self.server.start())
         self.session = self.run(self.begin())
+
+    def endpoint(self, limits, body_bytes):
+        self.sessions = Sessions(self.engine, self.tokenizer, limits)
+        return Endpoint(self.sessions, body_bytes)
 
     async def begin(self):
         return self.sessions.begin(7, {"answer": "4"}, HELLO["messages"])
