@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _evaluate_models(parsed: argparse.Namespace, output: Path, greedy: bool) -> 
     say = rank_zero_printer(torchrun.rank() == 0)
     results = list[Path]()
     for source in sources:
-        source = ModelSource(source.name, resolve(source.config), source.checkpoint, source.takes_best)
+        source = replace(source, config=resolve(source.config))
         evaluation, files = ModelEvaluation(source, say), None
         if torchrun.rank() == 0:
             settings = _settings(
@@ -200,4 +201,4 @@ def _source(
     source = find_model(named, parsed.overrides, values, which)
     if torchrun.rank() == 0:
         console.print(f"evaluating {source.checkpoint or source.config.model.path}", markup=False)
-    return ModelSource(source.name, with_local_models(source.config), source.checkpoint, source.takes_best)
+    return replace(source, config=with_local_models(source.config))

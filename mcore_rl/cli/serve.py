@@ -8,13 +8,14 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error, with_local_models
 from mcore_rl.cli.launch import run_launched
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import Stopped, TrainingError, UserError
-from mcore_rl.serving.client import KEY_VARIABLE
+from mcore_rl.serving.client import KEY_VARIABLE, is_loopback
 from mcore_rl.serving.model_source import ModelSource, find_model
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import console, quiet_libraries
@@ -62,14 +63,8 @@ def check_address(host: str) -> str | None:
     Raises:
         UserError: others than this machine reach the address, and there is no key.
     """
-    import ipaddress
-
     key = os.environ.get(KEY_VARIABLE) or None
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
-    if key is None and not is_local:
+    if key is None and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach this address; set the environment variable {KEY_VARIABLE}")
     return key
 
@@ -77,7 +72,7 @@ def check_address(host: str) -> str | None:
 def serve_model(source: ModelSource, host: str, port: int, name: str, key: str | None) -> None:
     """Load a model and serve it until a signal arrives."""
     quiet_libraries()
-    source = ModelSource(source.name, with_local_models(source.config), source.checkpoint, source.takes_best)
+    source = replace(source, config=with_local_models(source.config))
     if torchrun.rank() == 0:
         console.print(f"loading {source.config.model.path} …", markup=False)
     from mcore_rl.platform import initialize_platform

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import queue
@@ -21,6 +22,14 @@ KEY_VARIABLE = "MCORE_RL_API_KEY"
 """Environment variable with the key of an endpoint, for `mcore-rl serve` and its clients."""
 LAST_LINES = 20
 """Number of lines of a server's errors that are kept, to explain why it has ended."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address or name is that of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ServedModel:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from mcore_rl.agents.sessions import Call, Session, SessionLimits, Sessions
 from mcore_rl.agents.tree import SessionTree, Turn
 from mcore_rl.models.generation.interfaces import Distribution, RequestEngine
 from mcore_rl.models.generation.interfaces import Response as Sampled
+from mcore_rl.serving.client import is_loopback
 
 LOWEST_TEMPERATURE = 1e-5
 """Temperatures up to this one are greedy: logits divided by them would be infinite."""
@@ -296,11 +296,3 @@ def _hostname(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address or name is that of this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

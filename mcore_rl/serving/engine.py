@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -63,7 +64,7 @@ class ServingEngine:
         self.generation = build_generation(config, self.policy, self.tokenizer, say)
         self.engine: RequestEngine
         if isinstance(self.generation, MegatronGeneration):
-            self.engine = self._served = ServedGeneration(self.generation)
+            self.engine = ServedGeneration(self.generation)
         else:
             assert isinstance(self.generation, RequestEngine), "every other backend answers requests"
             self.engine = self.generation
@@ -103,8 +104,6 @@ class ServingEngine:
 @contextlib.contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
     """Return a context with an event loop that runs in a thread."""
-    import threading
-
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="serving", daemon=True).start()
     try:

@@ -11,7 +11,8 @@ import pytest
 from agent_cases import HELLO, ScriptedEngine, Served
 
 from mcore_rl.models.generation.interfaces import Distribution, PromptScores
-from mcore_rl.serving.endpoint import PublicEndpoint, distribution_of, is_loopback
+from mcore_rl.serving.client import is_loopback
+from mcore_rl.serving.endpoint import PublicEndpoint, distribution_of
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

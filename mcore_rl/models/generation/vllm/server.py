@@ -141,6 +141,10 @@ class _Server:
     starts: int = 0
     in_use: bool = False
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
 
 class VLLMServerProcesses:
     """Starts servers on this machine, starts them again if they end, and ends them.
@@ -237,13 +241,16 @@ class VLLMServerProcesses:
 
     def has_ended(self) -> bool:
         """Return whether a server has ended, by itself or by `end`."""
-        with self._lock:
-            return any(server.process is None or server.process.poll() is not None for server in self._servers.values())
+        return not all(self._are_running())
 
     def all_have_ended(self) -> bool:
         """Return whether no server runs."""
+        return not any(self._are_running())
+
+    def _are_running(self) -> list[bool]:
+        """Return, for each server, whether its process runs."""
         with self._lock:
-            return all(server.process is None or server.process.poll() is not None for server in self._servers.values())
+            return [server.is_running for server in self._servers.values()]
 
     def start_ended(self) -> list[str]:
         """Start the servers that have ended again, on the same GPUs and ports; return their URLs.
@@ -282,11 +289,7 @@ class VLLMServerProcesses:
     def without_weights(self) -> list[str]:
         """Return the URLs of the servers that have ended since the last `mark_used`, whether they run again or not."""
         with self._lock:
-            return [
-                url
-                for url, server in self._servers.items()
-                if server.process is None or server.process.poll() is not None or not server.in_use
-            ]
+            return [url for url, server in self._servers.items() if not (server.is_running and server.in_use)]
 
     def _say_if_ended(self, url: str, seconds: float = 0.0) -> bool:
         """Print why a server has ended by itself, and return True; wait up to `seconds` for its end."""
