@@ -354,7 +354,7 @@ def _make_arrays(row: TokenRow | Rollout) -> None:
     row.logprobs = np.asarray(row.logprobs, np.float32)
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no truth value: equal is the same object
 class TokenRow:
     """A row of a training batch: tokens that the model read and generated. The fields are those of `Rollout`."""
 
@@ -374,7 +374,7 @@ class TokenRow:
         return RowSizes(len(self.input_ids), int(self.token_mask.sum()), kept)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """A conversation: a prompt, responses, and observations between the responses.
 

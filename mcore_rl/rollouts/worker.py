@@ -38,7 +38,7 @@ PromptRequests = Sequence[tuple[int, Prompt]]
 """Prompts with their indices in the dataset, repeated for each response."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversation:
     """A rollout in progress, and its prompt. The next turns need the prompt."""
 

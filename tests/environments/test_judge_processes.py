@@ -193,7 +193,7 @@ def judge_slowly(store, numbers):
         going[-1].respond(Response([6], [-1.0], True), tokenizer)
     left = worker._judge(going)
     rewards = [conversation.rollout.reward for conversation in going]
-    return rewards, [going.index(one) for one in left], [one.rollout.input_ids for one in left]
+    return rewards, [going.index(one) for one in left], [one.rollout.input_ids.tolist() for one in left]
 
 
 @pytest.mark.long

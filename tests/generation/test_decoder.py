@@ -8,7 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from float32 import assert_as_accurate
-from generation_cases import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
+from generation_cases import (
+    BLOCK,
+    LIMIT,
+    NEW_TOKENS,
+    config_of,
+    generate,
+    make_prompts,
+    sequences,
+    use_small_blocks,
+)
 from layout_cases import make_data
 from small_models import and_long, make_tokenizer, models_below
 from torch import Tensor
@@ -23,21 +32,17 @@ from mcore_rl.models.generation.megatron.decoder import Blocks, Decoder, Sequenc
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.processes import run_processes
 
-BLOCK = 4
-
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
 
 
-def use_small_blocks(lag=0):
-    """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
+def use_small_batches(lag=0):
+    """Small blocks and chunks of logits; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation.megatron import continuous_batch, decoder, layer_caches
 
-    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = continuous_batch.BLOCK_SIZE = BLOCK
-    continuous_batch.LOOK_AHEAD = BLOCK // 2
+    use_small_blocks()
     logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)
 
@@ -48,7 +53,7 @@ def groups_of(count, rows=5):
 
 
 def in_small_blocks(config, params, lag, slots, prompts):
-    use_small_blocks(lag)
+    use_small_batches(lag)
     return generate(config, params, slots=slots, prompts=prompts)
 
 
@@ -97,7 +102,7 @@ def in_recorded_graphs(config, params, slots, prompts, most=64):
     caches are left, and how many graphs each pool had."""
     from mcore_rl.models.generation.megatron import continuous_batch
 
-    use_small_blocks(lag=1)
+    use_small_batches(lag=1)
     caches = []
 
     def cache_of(decoder):
@@ -188,7 +193,7 @@ def test_graphs_are_freed_only_for_a_new_size(model_path):
 
 
 def stop_late(config, params, lag):
-    use_small_blocks(lag)
+    use_small_batches(lag)
     return generate(config, params)[0]
 
 
@@ -209,7 +214,7 @@ def tokens_held(config, prompts, limits, slots):
     """Tokens that the cache had room for at most, and that sequences had at most; blocks that are left in use."""
     from mcore_rl.models.generation.megatron import continuous_batch
 
-    use_small_blocks()
+    use_small_batches()
     caches, held, needed = [], [], []
 
     class Watched(continuous_batch.SequenceCache):

@@ -335,14 +335,12 @@ def test_greedy_answers_are_those_of_transformers(kind, implementation, tmp_path
 def sample_in_small_blocks(config, replays, deterministic):
     """Return what is sampled from a cache of small blocks, with or without CUDA graphs, and the distance to the
     trainer."""
-    from generation_cases import NEW_TOKENS, generate, make_prompts
+    from generation_cases import NEW_TOKENS, generate, make_prompts, use_small_blocks
 
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation.megatron import decoder, layer_caches
-    from mcore_rl.models.generation.megatron import generation as megatron_generation
+    from mcore_rl.models.generation.megatron import decoder
 
-    layer_caches.BLOCK_SIZE = decoder.BLOCK_SIZE = megatron_generation.BLOCK_SIZE = 4
-    megatron_generation.LOOK_AHEAD = 2
+    use_small_blocks()
     logprobs.CHUNK_BYTES["cuda"] = 2**16
     if not replays:
         decoder.Decoder.can_replay = False

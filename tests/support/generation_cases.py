@@ -13,6 +13,18 @@ from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 ROWS, NEW_TOKENS, LIMIT = 13, 30, 100
+BLOCK = 4
+
+
+def use_small_blocks():
+    """In this process, let blocks of the cache have few tokens, and allocate few of them at once."""
+    from mcore_rl.models.generation.megatron import continuous_batch, decoder, layer_caches
+
+    for module in (layer_caches, decoder, continuous_batch):
+        assert module.BLOCK_SIZE
+        module.BLOCK_SIZE = BLOCK
+    assert continuous_batch.LOOK_AHEAD
+    continuous_batch.LOOK_AHEAD = BLOCK // 2
 
 
 def make_prompts():

@@ -42,8 +42,9 @@ def root(tmp_path_factory):
         "    global calls\n"
         "    directory = pathlib.Path(__file__).with_name('ending').read_text()\n"
         "    calls += 1\n"
-        "    for process in psutil.process_iter() if calls in (16, 48) else ():\n"
-        "        if directory in ' '.join(process.cmdline()) and 'stand_in' in process.cmdline()[1]:\n"
+        "    for process in psutil.process_iter(['cmdline']) if calls in (16, 48) else ():\n"
+        "        words = process.info['cmdline'] or []\n"  # none of a process that has just ended
+        "        if directory in ' '.join(words) and 'stand_in' in ' '.join(words[1:2]):\n"
         "            process.kill()\n"
         "    return twice(log, record)\n"
     )

@@ -104,7 +104,7 @@ class RequestError(TrainingError):
     """Raised if one response cannot be generated; other requests can still succeed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PromptScores:
     """Log-probabilities of a prompt's tokens after the first, in the model's own distribution.
 
@@ -115,7 +115,7 @@ class PromptScores:
     likeliest: Sequence[Sequence[tuple[int, float]]]
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no truth value: equal is the same object
 class Response:
     """The response to one prompt.
 
