@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any
 
+from mcore_rl.agents.live import LiveText
 from mcore_rl.agents.messages import BadRequest, from_anthropic, tools_from_anthropic
 from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill, stops_of
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn
-from mcore_rl.models.generation.interfaces import RequestOptions
+from mcore_rl.models.generation.interfaces import RequestOptions, Response
 
 ERRORS = {
     400: "invalid_request_error",
@@ -20,6 +21,11 @@ ERRORS = {
     410: "invalid_request_error",
     413: "request_too_large",
 }
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "reasoning_content": {"type": "thinking", "thinking": "", "signature": ""},
+    "content": {"type": "text", "text": ""},
+}
+"""The blocks, as they begin, for the texts of a message."""
 
 
 def request(body: dict[str, Any]) -> Asked:
@@ -54,45 +60,50 @@ class Reply:
         reason, stop = self._stop(turn)
         usage = {"input_tokens": len(self.call.prompt.ids), "output_tokens": len(turn.response.token_ids)}
         return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.asked.get("model") or MODEL,
+            **self._head,
             "content": self._blocks(turn),
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": usage,
         }
 
-    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
-        whole = self.body(turns)
-        usage = {**whole["usage"], "output_tokens": 0}
-        begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _event("message_start", message=begun)
-        for index, block in enumerate(whole["content"]):
-            kind = block["type"]
-            key, delta = {
-                "text": ("text", "text_delta"),
-                "thinking": ("thinking", "thinking_delta"),
-                "tool_use": ("input", "input_json_delta"),
-            }[kind]
-            empty: Any = {} if kind == "tool_use" else ""
-            yield _event("content_block_start", index=index, content_block={**block, key: empty})
-            text = json.dumps(block[key], ensure_ascii=False) if kind == "tool_use" else block[key]
-            name = "partial_json" if kind == "tool_use" else key
-            for piece in pieces_of(text):
-                yield _event("content_block_delta", index=index, delta={"type": delta, name: piece})
+    async def events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        usage = {"input_tokens": len(self.call.prompt.ids), "output_tokens": 0}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=message)
+        index, kind = -1, ""
+        async for key, piece in LiveText(self.tree, self.call).all_pieces(parts, turns):
+            if kind != BLOCKS[key]["type"]:
+                if kind:
+                    yield _event("content_block_stop", index=index)
+                index, kind = index + 1, BLOCKS[key]["type"]
+                yield _event("content_block_start", index=index, content_block=BLOCKS[key])
+            yield _event("content_block_delta", index=index, delta={"type": f"{kind}_delta", kind: piece})
+        if kind:
             yield _event("content_block_stop", index=index)
+        whole = self.body(await turns)
+        for place, block in enumerate(whole["content"][index + 1 :], index + 1):  # tool calls, or an empty text
+            is_call = block["type"] == "tool_use"
+            yield _event("content_block_start", index=place, content_block={**block, "input": {}} if is_call else block)
+            for piece in pieces_of(json.dumps(block["input"], ensure_ascii=False)) if is_call else ():
+                delta = {"type": "input_json_delta", "partial_json": piece}
+                yield _event("content_block_delta", index=place, delta=delta)
+            yield _event("content_block_stop", index=place)
         ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
         yield _event("message_delta", delta=ended, usage={"output_tokens": whole["usage"]["output_tokens"]})
         yield _event("message_stop")
 
+    @property
+    def _head(self) -> dict[str, Any]:
+        model = self.asked.get("model") or MODEL
+        return {"id": self.id, "type": "message", "role": "assistant", "model": model}
+
     def _blocks(self, turn: Turn) -> list[dict[str, Any]]:
         message, blocks = turn.messages[-1], list[dict[str, Any]]()
         if message.get("reasoning_content"):
-            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+            blocks.append({**BLOCKS["reasoning_content"], "thinking": message["reasoning_content"]})
         if message["content"] or not message.get("tool_calls"):
-            blocks.append({"type": "text", "text": message["content"]})
+            blocks.append({**BLOCKS["content"], "text": message["content"]})
         for call in message.get("tool_calls", ()):
             function = call["function"]
             blocks.append(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from dataclasses import replace
 
-from mcore_rl.agents.parsing import END_THINK, THINK, parse
+from mcore_rl.agents.parsing import END_THINK, THINK, parse, pieces_of
 from mcore_rl.agents.sessions import Call
+from mcore_rl.agents.token_texts import TokenTexts
 from mcore_rl.agents.tree import SessionTree, Turn
 from mcore_rl.models.generation.interfaces import Response
 
-INCOMPLETE = "\ufffd"
-"""Character in place of the bytes of an incomplete character."""
+Piece = tuple[str, str]
+"""A message's key ("content" or "reasoning_content") and a piece of its text, which is not empty."""
 
 
 class LiveText:
@@ -21,16 +23,15 @@ class LiveText:
 
     def __init__(self, tree: SessionTree, call: Call) -> None:
         self._tree, self._call = tree, call
-        self._sent = dict[str, str]()
-        self.sent_tokens = 0
-        """Number of tokens for which `pieces` was called last."""
+        self._texts, self._text, self._sent = TokenTexts(tree.template), "", dict[str, str]()
+        self._num_tokens = 0
 
-    def pieces(self, response: Response) -> list[tuple[str, str]]:
-        """Return new pieces as pairs of a message's key ("content" or "reasoning_content") and its text."""
-        prompt, self.sent_tokens = self._call.prompt, len(response.token_ids)
-        text = self._tree.text_of(response, self._call.stops).rstrip(INCOMPLETE)
-        marks = [*self._call.stops, *((THINK, END_THINK) if prompt.messages else ())]
-        held = 0 if response.ended else max((_overlap(text, mark) for mark in marks), default=0)
+    def pieces(self, part: Response) -> list[Piece]:
+        """Return the new pieces after `part`, the next tokens of the response."""
+        prompt, self._num_tokens = self._call.prompt, self._num_tokens + len(part.token_ids)
+        self._text += "".join(map(self._texts.add, self._tree.ids_without_end(part)))
+        text, marks = self._text, [*self._call.stops, *((THINK, END_THINK) if prompt.messages else ())]
+        held = max((_overlap(text, mark) for mark in marks), default=0)
         text = text[: len(text) - held]
         text = text[: min((at for stop in self._call.stops if (at := text.find(stop)) >= 0), default=len(text))]
         if not prompt.messages:
@@ -38,23 +39,46 @@ class LiveText:
         parsed = parse(text, prompt.in_thought, None)
         return list(self._new({"reasoning_content": parsed.thought or "", "content": parsed.content}))
 
-    def rest(self, turn: Turn) -> list[tuple[str, str]]:
-        """Return what of the whole response has not been sent yet."""
-        self.sent_tokens = len(turn.response.token_ids)
+    def rest(self, turn: Turn) -> tuple[list[Piece], Response]:
+        """Return the pieces and the tokens of the whole response that have not been sent yet."""
+        start, response = self._num_tokens, turn.response
+        part = replace(
+            response,
+            token_ids=response.token_ids[start:],
+            logprobs=response.logprobs[start:],
+            likeliest=response.likeliest[start:],
+        )
         if not turn.messages:
-            return list(self._new({"content": self._tree.text_of(turn.response, self._call.stops)}))
+            return list(self._new({"content": self._tree.text_of(response, self._call.stops)})), part
         message = turn.messages[-1]
-        return list(self._new({key: message.get(key) or "" for key in ("reasoning_content", "content")}))
+        return list(self._new({key: message.get(key) or "" for key in ("reasoning_content", "content")})), part
 
-    def _new(self, texts: dict[str, str]) -> Iterator[tuple[str, str]]:
+    async def all_pieces(
+        self, parts: AsyncIterator[Response], turns: Awaitable[Sequence[Turn]]
+    ) -> AsyncIterator[Piece]:
+        """Yield the pieces of a response while it comes in `parts`, then the rest of the turn."""
+        async for part in parts:
+            for piece in self.pieces(part):
+                yield piece
+        (turn,) = await turns
+        for piece in self.rest(turn)[0]:
+            yield piece
+
+    def _new(self, texts: dict[str, str]) -> Iterator[Piece]:
         for key, text in texts.items():
             sent = self._sent.get(key, "")
             if len(text) > len(sent) and text.startswith(sent):
                 self._sent[key] = text
-                yield key, text[len(sent) :]
+                yield from ((key, piece) for piece in pieces_of(text[len(sent) :]))
 
 
 def _overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that is a beginning of `mark`, but not all of it."""
     lengths: Sequence[int] = range(min(len(text), len(mark) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+async def no_parts() -> AsyncIterator[Response]:
+    """Yield nothing: the parts of a response that is told only when it is complete."""
+    return
+    yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import secrets
 import time
@@ -11,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.live import LiveText
+from mcore_rl.agents.live import LiveText, Piece
 from mcore_rl.agents.messages import BadRequest, Message, from_openai
-from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
+from mcore_rl.agents.token_texts import TokenTexts
 from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
 from mcore_rl.models.generation.interfaces import RequestOptions, Response
 
@@ -187,14 +186,15 @@ class ChatReply:
     def body(self, turns: list[Turn]) -> dict[str, Any]:
         choices = []
         for index, turn in enumerate(turns):
-            logprobs = self._logprobs(turn) if self.asked.get("logprobs") else None
+            texts = TokenTexts(self.tree.template)
+            logprobs = self._logprobs(texts, turn.response, True) if self.asked.get("logprobs") else None
             message = {**_message(turn.messages[-1]), "refusal": None}
             choice = {"index": index, "message": message, "finish_reason": finish_of(turn), "logprobs": logprobs}
             choices.append(choice | ({"token_ids": turn.response.token_ids.tolist()} if self._tells_ids else {}))
         made = {**self._head("chat.completion"), "choices": choices, "usage": usage_of(turns)}
         return made | ({"prompt_token_ids": self.call.prompt.ids} if self._tells_ids else {})
 
-    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
+    async def events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
         head = self._head("chat.completion.chunk")
         with_usage = bool((self.asked.get("stream_options") or {}).get("include_usage"))
 
@@ -202,51 +202,29 @@ class ChatReply:
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
             return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
-        for index, turn in enumerate(turns):
-            message = _message(turn.messages[-1])
-            yield chunk(index, {"role": "assistant", "content": ""})
-            for key in ("reasoning_content", "content"):
-                for piece in pieces_of(message.get(key) or ""):
-                    yield chunk(index, {key: piece})
-            for place, called in enumerate(message.get("tool_calls", ())):
-                yield chunk(index, {"tool_calls": [{"index": place, **called}]})
-            logprobs = self._logprobs(turn) if self.asked.get("logprobs") else None
-            yield chunk(index, {}, finish_reason=finish_of(turn), logprobs=logprobs)
-        if with_usage:
-            yield event({**head, "choices": [], "usage": usage_of(turns)})
-        yield "data: [DONE]\n\n"
-
-    async def live_events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
-        """Yield the events of one response while it is sampled.
-
-        Args:
-            parts: the response as it grows.
-            turns: the turn of the whole response.
-        """
-        head, live = self._head("chat.completion.chunk"), LiveText(self.tree, self.call)
-        with_usage = bool((self.asked.get("stream_options") or {}).get("include_usage"))
-
-        def chunk(delta: Mapping[str, Any], **more: Any) -> str:
-            choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **more}
-            return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
-
-        def chunks(pieces: Sequence[tuple[str, str]], response: Response, start: int) -> Iterator[str]:
-            logprobs = self._logprobs_of(response, start) if self.asked.get("logprobs") else None
+        def chunks(pieces: Sequence[Piece], part: Response, is_last: bool) -> Iterator[str]:
+            """Yield the chunks of some pieces; the first one has the log-probabilities of all tokens."""
+            logprobs = self._logprobs(texts, part, is_last) if self.asked.get("logprobs") else None
             for number, (key, text) in enumerate(pieces or ([("content", "")] if logprobs else [])):
-                yield chunk({key: text}, logprobs=logprobs if number == 0 else None)
+                yield chunk(index, {key: text}, logprobs=logprobs if number == 0 else None)
 
-        yield chunk({"role": "assistant", "content": ""})
-        async for response in parts:
-            start = live.sent_tokens
-            for each in chunks(live.pieces(response), response, start):
+        index, live, texts = 0, LiveText(self.tree, self.call), TokenTexts(self.tree.template)
+        yield chunk(0, {"role": "assistant", "content": ""})
+        async for part in parts:
+            for each in chunks(live.pieces(part), part, False):
                 yield each
-        (turn,) = await turns
-        start = live.sent_tokens
-        for each in chunks(live.rest(turn), turn.response, start):
-            yield each
-        yield chunk({}, finish_reason=finish_of(turn))
+        whole = await turns
+        for index, turn in enumerate(whole):
+            if index > 0:
+                live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template)
+                yield chunk(index, {"role": "assistant", "content": ""})
+            for each in chunks(*live.rest(turn), True):
+                yield each
+            for place, called in enumerate(_message(turn.messages[-1]).get("tool_calls", ())):
+                yield chunk(index, {"tool_calls": [{"index": place, **called}]})
+            yield chunk(index, {}, finish_reason=finish_of(turn))
         if with_usage:
-            yield event({**head, "choices": [], "usage": usage_of([turn])})
+            yield event({**head, "choices": [], "usage": usage_of(whole)})
         yield "data: [DONE]\n\n"
 
     @property
@@ -257,22 +235,18 @@ class ChatReply:
         model = self.asked.get("model") or MODEL
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
 
-    def _logprobs(self, turn: Turn) -> dict[str, Any]:
-        return self._logprobs_of(turn.response, 0)
+    def _logprobs(self, texts: TokenTexts, part: Response, is_last: bool) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens of `part`, which follow those of `texts`."""
 
-    def _logprobs_of(self, response: Response, start: int) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens from `start` on."""
-        sampled = zip(response.token_ids[start:].tolist(), response.logprobs[start:].tolist(), strict=True)
-        likeliest = list(response.likeliest)[start:] or [()] * (len(response.token_ids) - start)
-        content = [
-            {**self._of_token(*pair), "top_logprobs": [self._of_token(*other) for other in others]}
-            for pair, others in zip(sampled, likeliest, strict=True)
-        ]
+        def told(token: int, text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": texts.bytes_of(token, text)}
+
+        content, tokens = list[dict[str, Any]](), _Tokens.of(part)
+        for place, token in enumerate(tokens.ids):
+            others = [told(other, texts.of_next(other), logprob) for other, logprob in tokens.likeliest[place]]
+            text = texts.add(token, is_last and place == len(tokens.ids) - 1)
+            content.append({**told(token, text, part.logprobs[place].item()), "top_logprobs": others})
         return {"content": content, "refusal": None}
-
-    def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.tree.template.text([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def finish_of(turn: Turn) -> str:
@@ -321,81 +295,73 @@ class CompletionReply:
     def choices(self, turns: list[Turn]) -> list[dict[str, Any]]:
         return [self._choice(index, turn) for index, turn in enumerate(turns, self.first)]
 
-    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
-        for choice in self.choices(turns):
-            yield event({**self.head, "choices": [choice]})
-        for each in self._last_events(turns):
-            yield each
+    async def events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template)
 
-    async def live_events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
-        """Yield the events of one response while it is sampled; see `ChatReply.live_events`."""
-        live, offset = LiveText(self.tree, self.call), 0
-
-        def chunk(pieces: Sequence[tuple[str, str]], response: Response, start: int, finish: str | None) -> str:
-            nonlocal offset
+        def chunk(pieces: Sequence[Piece], part: Response, finish: str | None) -> str:
             text, logprobs = "".join(text for _, text in pieces), None
             if self.asked.get("logprobs") is not None:
-                tokens = _Tokens.of(response, start)
-                logprobs, offset = self._told(tokens, offset)
+                logprobs = self._told(texts, _Tokens.of(part), finish is not None)
             choice = {"index": self.first, "text": text, "finish_reason": finish, "logprobs": logprobs}
             return event({**self.head, "choices": [choice]})
 
-        async for response in parts:
-            start = live.sent_tokens
-            if (pieces := live.pieces(response)) or self.asked.get("logprobs") is not None:
-                yield chunk(pieces, response, start, None)
-        (turn,) = await turns
-        start = live.sent_tokens
-        yield chunk(live.rest(turn), turn.response, start, "stop" if turn.response.ended else "length")
-        for each in self._last_events([turn]):
-            yield each
-
-    def _last_events(self, turns: list[Turn]) -> Iterator[str]:
+        async for part in parts:
+            if (pieces := live.pieces(part)) or self.asked.get("logprobs") is not None:
+                yield chunk(pieces, part, None)
+        whole = await turns
+        if len(whole) == 1:
+            yield chunk(*live.rest(whole[0]), _end_of(whole[0]))
+        else:  # then there were no parts
+            for choice in self.choices(whole):
+                yield event({**self.head, "choices": [choice]})
         if (self.asked.get("stream_options") or {}).get("include_usage"):
-            yield event({**self.head, "choices": [], "usage": usage_of(turns)})
+            yield event({**self.head, "choices": [], "usage": usage_of(whole)})
         yield "data: [DONE]\n\n"
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
         ids, logprobs = turn.response.token_ids.tolist(), None
-        sampled = _Tokens.of(turn.response, 0)
-        text = self.tree.text_of(turn.response, self.call.stops)
-        finish = "stop" if turn.response.ended else "length"
+        sampled = _Tokens.of(turn.response)
+        text, finish = self.tree.text_of(turn.response, self.call.stops), _end_of(turn)
         if self.asked.get("echo"):
             prompt = self.call.prompt.ids
-            text = (self.call.prompt.text or self.tree.template.text(prompt)) + text
+            text_of_prompt = self.call.prompt.text or self.tree.template.text(prompt)
             if self.asked.get("max_tokens") == 0:  # the engine samples at least one token
-                ids, sampled, finish = [], _Tokens([], [], []), "length"
-                text = self.call.prompt.text or self.tree.template.text(prompt)
-            sampled = _Tokens.of_prompt(prompt, turn.response) + sampled
+                ids, sampled, finish, text = [], _Tokens([], [], []), "length", ""
+            text, sampled = text_of_prompt + text, _Tokens.of_prompt(prompt, turn.response) + sampled
         if self.asked.get("logprobs") is not None:
-            logprobs, _ = self._told(sampled, 0)
+            logprobs = self._told(TokenTexts(self.tree.template), sampled, True)
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})
 
-    def _told(self, tokens: _Tokens, offset: int) -> tuple[dict[str, Any], int]:
-        """Return the `logprobs` of tokens whose text begins at `offset`, and the offset of the next token."""
-        texts = [self.tree.template.text([token]) for token in tokens.ids]
-        ends = list(itertools.accumulate(map(len, texts), initial=offset))
-        told = {
-            "tokens": texts,
-            "token_logprobs": tokens.logprobs,
-            "top_logprobs": self._top_logprobs(tokens) if self.asked.get("logprobs") else None,
-            "text_offset": ends[:-1],
-        }
-        return told, ends[-1]
+    def _told(self, texts: TokenTexts, tokens: _Tokens, are_last: bool) -> dict[str, Any]:
+        """Return the `logprobs` of tokens, which follow those of `texts`.
 
-    def _top_logprobs(self, tokens: _Tokens) -> list[dict[str, float] | None]:
-        """Return the likeliest tokens of each position, and the sampled one, by their texts; None where not known.
-
-        Of tokens with the same text, it has the likeliest.
+        The likeliest tokens of a position, and the sampled one, are told by their texts. Of tokens with the same text,
+        the likeliest is told.
         """
-        text = self.tree.template.text
-        return [
-            None
-            if logprob is None
-            else {text([token]): logprob, **{text([other]): value for other, value in reversed(likeliest)}}
-            for token, logprob, likeliest in zip(tokens.ids, tokens.logprobs, tokens.likeliest, strict=True)
-        ]
+        told, tops, offsets = list[str](), list[dict[str, float] | None](), list[int]()
+        for token, logprob, likeliest in zip(tokens.ids, tokens.logprobs, tokens.likeliest, strict=True):
+            others = [(texts.of_next(other), value) for other, value in likeliest if other != token]
+            offsets.append(texts.length)
+            told.append(texts.add(token, are_last and len(told) == len(tokens.ids) - 1))
+            tops.append(None if logprob is None else _best_by_text([*others, (told[-1], logprob)]))
+        return {
+            "tokens": told,
+            "token_logprobs": tokens.logprobs,
+            "top_logprobs": tops if self.asked.get("logprobs") else None,
+            "text_offset": offsets,
+        }
+
+
+def _best_by_text(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+    best = dict[str, float]()
+    for text, logprob in pairs:
+        best[text] = max(logprob, best.get(text, logprob))
+    return best
+
+
+def _end_of(turn: Turn) -> str:
+    return "stop" if turn.response.ended else "length"
 
 
 @dataclass(frozen=True)
@@ -407,9 +373,9 @@ class _Tokens:
     likeliest: list[Sequence[tuple[int, float]]]
 
     @classmethod
-    def of(cls, response: Response, start: int) -> _Tokens:
-        ids = response.token_ids[start:].tolist()
-        return cls(ids, response.logprobs[start:].tolist(), list(response.likeliest)[start:] or [()] * len(ids))
+    def of(cls, response: Response) -> _Tokens:
+        ids = response.token_ids.tolist()
+        return cls(ids, response.logprobs.tolist(), list(response.likeliest) or [()] * len(ids))
 
     @classmethod
     def of_prompt(cls, ids: list[int], response: Response) -> _Tokens:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from mcore_rl.agents.live import LiveText
 from mcore_rl.agents.messages import BadRequest, from_openai
 from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn
-from mcore_rl.models.generation.interfaces import RequestOptions
+from mcore_rl.models.generation.interfaces import RequestOptions, Response
 
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (),
@@ -105,6 +106,7 @@ class ResponseReply:
     def __init__(self, call: Call, tree: SessionTree, body: Mapping[str, Any]) -> None:
         self.call, self.tree, self.asked = call, tree, body
         self.id, self.created = f"resp_{secrets.token_hex(24)}", int(time.time())
+        self._ids = dict[str, str]()
 
     def body(self, turns: list[Turn]) -> dict[str, Any]:
         (turn,) = turns
@@ -120,38 +122,25 @@ class ResponseReply:
         status = "completed" if is_whole else "incomplete"
         return {**self._head(status), "output": self._items(turn, status), "incomplete_details": why, "usage": usage}
 
-    async def events(self, turns: list[Turn]) -> AsyncIterator[str]:
-        whole, number = self.body(turns), 0
-
-        def told(kind: str, **values: Any) -> str:
-            nonlocal number
-            number += 1
-            event = {"type": kind, "sequence_number": number - 1, **values}
-            return f"event: {kind}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
-
+    async def events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        stream = _Stream(self.item)
         begun = {**self._head("in_progress"), "output": [], "incomplete_details": None, "usage": None}
-        yield told("response.created", response=begun)
-        yield told("response.in_progress", response=begun)
-        for index, item in enumerate(whole["output"]):
-            place = {"item_id": item["id"], "output_index": index}
-            emptied: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-            empty = {**item, "status": "in_progress", **emptied}
-            yield told("response.output_item.added", output_index=index, item=empty)
-            if item["type"] == "function_call":
-                for piece in pieces_of(item["arguments"]):
-                    yield told("response.function_call_arguments.delta", **place, delta=piece)
-                yield told(
-                    "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-                )
-            elif item["type"] == "message":
-                (part,), place = item["content"], {**place, "content_index": 0}
-                yield told("response.content_part.added", **place, part={**part, "text": ""})
-                for piece in pieces_of(part["text"]):
-                    yield told("response.output_text.delta", **place, delta=piece, logprobs=[])
-                yield told("response.output_text.done", **place, text=part["text"], logprobs=[])
-                yield told("response.content_part.done", **place, part=part)
-            yield told("response.output_item.done", output_index=index, item=item)
-        yield told("response.completed" if whole["status"] == "completed" else "response.incomplete", response=whole)
+        yield stream.told("response.created", response=begun)
+        yield stream.told("response.in_progress", response=begun)
+        async for key, piece in LiveText(self.tree, self.call).all_pieces(parts, turns):
+            if key != stream.key:
+                for event in (*stream.end("completed"), *stream.begin(key)):
+                    yield event
+            yield stream.add(piece)
+        whole = self.body(await turns)
+        status = whole["status"]
+        for event in stream.end(status):
+            yield event
+        for item in whole["output"][stream.count :]:  # calls of functions, or an empty text
+            is_call = item["type"] == "function_call"
+            for event in stream.call(item) if is_call else (*stream.begin("content"), *stream.end(status)):
+                yield event
+        yield stream.told("response.completed" if status == "completed" else "response.incomplete", response=whole)
 
     def _head(self, status: str) -> dict[str, Any]:
         asked = self.asked
@@ -180,20 +169,17 @@ class ResponseReply:
     def _items(self, turn: Turn, status: str) -> list[dict[str, Any]]:
         message, items = turn.messages[-1], list[dict[str, Any]]()
         if message.get("reasoning_content"):
-            thought = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
-            items.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": thought, "status": status})
+            of_thought = "completed" if message["content"] or message.get("tool_calls") else status
+            items.append(self.item("reasoning_content", message["reasoning_content"], of_thought))
         if message["content"] or not message.get("tool_calls"):
-            text = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
-            items.append(
-                {"type": "message", "id": _id("msg"), "status": status, "role": "assistant", "content": [text]}
-            )
+            items.append(self.item("content", message["content"], status))
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             items.append(
                 {
                     "type": "function_call",
-                    "id": _id("fc"),
+                    "id": self._id_of(call["id"]),
                     "call_id": call["id"],
                     "name": call["function"]["name"],
                     "arguments": written,
@@ -202,6 +188,79 @@ class ResponseReply:
             )
         return items
 
+    def item(self, key: str, text: str, status: str) -> dict[str, Any]:
+        """Return the item for a text of the message: its thought or its content."""
+        item = {"id": self._id_of(key), "content": [_part(key, text)], "status": status}
+        if key == "content":
+            return {**item, "type": "message", "role": "assistant"}
+        return {**item, "type": "reasoning", "summary": []}
 
-def _id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(24)}"
+    def _id_of(self, key: str) -> str:
+        """Return the id of the item for a text or a call: in all events the same."""
+        kind = {"content": "msg", "reasoning_content": "rs"}.get(key, "fc")
+        return self._ids.setdefault(key, f"{kind}_{secrets.token_hex(24)}")
+
+
+def _part(key: str, text: str) -> dict[str, Any]:
+    if key == "content":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+class _Stream:
+    """The events of a stream: those of one text after another, then those of calls.
+
+    key: key of the text that is open; "" if none is.
+    count: number of items that have begun.
+
+    Args:
+        item: function that returns the item for a key, a text and a status.
+    """
+
+    def __init__(self, item: Callable[[str, str, str], dict[str, Any]]) -> None:
+        self._item, self._number, self._text = item, 0, ""
+        self.key, self.count = "", 0
+
+    def told(self, kind: str, **values: Any) -> str:
+        event = {"type": kind, "sequence_number": self._number, **values}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+    def begin(self, key: str) -> Iterator[str]:
+        self.key, self.count, self._text = key, self.count + 1, ""
+        yield self._of_item("added", {**self._item(key, "", "in_progress"), "content": []})
+        yield self.told("response.content_part.added", **self._place, part=_part(key, ""))
+
+    def add(self, piece: str) -> str:
+        self._text += piece
+        return self._of_text("delta", delta=piece)
+
+    def end(self, status: str) -> Iterator[str]:
+        if not self.key:
+            return
+        yield self._of_text("done", text=self._text)
+        yield self.told("response.content_part.done", **self._place, part=_part(self.key, self._text))
+        yield self._of_item("done", self._item(self.key, self._text, status))
+        self.key = ""
+
+    def call(self, item: Mapping[str, Any]) -> Iterator[str]:
+        self.count += 1
+        place = {"item_id": item["id"], "output_index": self.count - 1}
+        yield self._of_item("added", {**item, "status": "in_progress", "arguments": ""})
+        for piece in pieces_of(item["arguments"]):
+            yield self.told("response.function_call_arguments.delta", **place, delta=piece)
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self.told("response.function_call_arguments.done", **place, **done)
+        yield self._of_item("done", item)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item(self.key, "", "")["id"], "output_index": self.count - 1, "content_index": 0}
+
+    def _of_item(self, what: str, item: Mapping[str, Any]) -> str:
+        return self.told(f"response.output_item.{what}", output_index=self.count - 1, item=item)
+
+    def _of_text(self, what: str, **values: Any) -> str:
+        part = _part(self.key, "")
+        more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+        return self.told(f"response.{part['type']}.{what}", **self._place, **values, **more)

@@ -22,12 +22,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mcore_rl.agents import anthropic_api, openai_api, responses_api
+from mcore_rl.agents.live import no_parts
 from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.openai_api import Asked
 from mcore_rl.agents.sessions import Call, Session, SessionEnded, Sessions
 from mcore_rl.agents.tree import Turn
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError
+from mcore_rl.models.generation.interfaces import Response as Sampled
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -45,7 +47,14 @@ class Reply(Protocol):
 
     def body(self, turns: list[Turn]) -> dict[str, Any]: ...
 
-    def events(self, turns: list[Turn]) -> AsyncIterator[str]: ...
+    def events(self, parts: AsyncIterator[Sampled], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
+        """Yield the events of a stream.
+
+        Args:
+            parts: the response as it comes, if there is one response: its new tokens; not the last ones. May be empty.
+            turns: the turns of the whole responses.
+        """
+        ...
 
 
 class Endpoint:
@@ -54,6 +63,9 @@ class Endpoint:
     Args:
         max_body_bytes: largest body of a request.
     """
+
+    _option_of_limit = " (environment.agent.max_body_bytes)"
+    """What messages say about where `max_body_bytes` is set."""
 
     def __init__(self, sessions: Sessions, max_body_bytes: int = 2**24) -> None:
         self.sessions, self.max_body_bytes = sessions, max_body_bytes
@@ -102,7 +114,7 @@ class Endpoint:
         async for part in request.stream():
             body += part
             if len(body) > self.max_body_bytes:
-                limit = f"{self.max_body_bytes} bytes (environment.agent.max_body_bytes)"
+                limit = f"{self.max_body_bytes} bytes{self._option_of_limit}"
                 raise Refused(413, f"the body is larger than {limit}", "request_too_large")
         try:
             value = json.loads(body or b"null")
@@ -163,7 +175,7 @@ class Endpoint:
         async def told() -> AsyncIterator[str]:
             try:
                 try:
-                    async for event in self._events(call, working, reply):
+                    async for event in reply.events(self._parts_of(call, working), working):
                         yield event
                 except Exception as error:
                     body = _api(request).error_body(*_error_of(error))
@@ -178,10 +190,9 @@ class Endpoint:
 
         return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
-    async def _events(self, call: Call, working: asyncio.Future[list[Turn]], reply: Reply) -> AsyncIterator[str]:
-        """Yield the events of a streamed response. Here, they come when the response is complete."""
-        async for event in reply.events(await working):
-            yield event
+    def _parts_of(self, call: Call, working: asyncio.Future[list[Turn]]) -> AsyncIterator[Sampled]:
+        """Return the parts of a call's response as they come. Here, it is told when it is complete."""
+        return no_parts()
 
     def _left(self, session: Session) -> None:
         """Do what remains after a streamed response."""

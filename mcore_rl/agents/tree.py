@@ -146,9 +146,10 @@ class SessionTree:
         return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
 
     def _without_end(self, turn: Turn) -> list[int]:
-        return self._ids_without_end(turn.response)
+        return self.ids_without_end(turn.response)
 
-    def _ids_without_end(self, response: Response) -> list[int]:
+    def ids_without_end(self, response: Response) -> list[int]:
+        """Return the tokens of a response without its end token."""
         ids: list[int] = response.token_ids.tolist()
         return ids[:-1] if ids and ids[-1] in self.template.ends else ids
 
@@ -212,7 +213,7 @@ class SessionTree:
 
     def text_of(self, response: Response, stops: Sequence[str] = ()) -> str:
         """Return the text of a response, without its end token and without the stop string that has ended it."""
-        text = self.template.text(self._ids_without_end(response))
+        text = self.template.text(self.ids_without_end(response))
         found = [at for stop in stops if response.ended and (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 

@@ -84,6 +84,8 @@ class Chat:
                 self._command(text) if text.startswith("/") else self._answer(text)
             except UserError as error:
                 self._say(f"error: {error}")
+            except KeyboardInterrupt:  # for example while another model is loaded
+                self._say("(stopped)")
 
     def _read(self) -> str:
         """Read a message, which may have several lines."""
@@ -145,9 +147,10 @@ class Chat:
             for answer in answers:
                 answer.stopped.set()
             self._say("\n(stopped)")
-        for speaker, answer in zip(self.speakers, answers, strict=True):
+        for answer in answers:  # all models have the same conversation, or none
             if answer.error is not None:
                 raise answer.error
+        for speaker, answer in zip(self.speakers, answers, strict=True):
             speaker.messages += [asked, {"role": "assistant", "content": answer.content}]
 
     def _show_one(self, answer: _Answer) -> None:
@@ -238,7 +241,11 @@ def chat(arguments: Sequence[str], prog: str) -> None:
                 return ServedModel(named, os.environ.get(KEY_VARIABLE))
             process = ServingProcess([*launch_options, named, *parsed.overrides])
             started.callback(process.close)
-            model = process.model()
+            try:
+                model = process.model()
+            except BaseException:  # also if the person does not wait for it
+                process.close()
+                raise
             processes[model.url] = process
             return model
 

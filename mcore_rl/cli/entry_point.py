@@ -24,10 +24,11 @@ from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import Stopped, TrainingError, UserError, UserErrors, is_lost_peer
 from mcore_rl.run import directory, watchdog
+from mcore_rl.run.converted_checkpoint import CONFIG_KEY, KEY, checkpoint_at, config_directory_of, converted
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import missing_trackers, preflight
-from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
-from mcore_rl.utils.model_directory import download, is_hub_name
+from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries, rank_zero_printer
+from mcore_rl.utils.model_directory import check_model_directory, download, is_hub_name
 from mcore_rl.utils.packages import check_packages, import_torch
 from mcore_rl.utils.torchrun import (
     error_file,
@@ -263,20 +264,44 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
 
 
 def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
-    """Download the models that `config` names on the hub; return it with their directories in the hub's cache.
+    """Return `config` with model directories in place of names on the hub and of checkpoints.
+
+    Models of the hub are downloaded to its cache. The checkpoint that `model.path` names is converted.
 
     Args:
-        with_weights: whether to download the weights too.
+        with_weights: whether the weights are needed too.
 
     Raises:
-        UserError: a model cannot be downloaded.
+        UserError: a model cannot be downloaded, or a checkpoint cannot be converted.
     """
     named = {key: path for key, path in model_directories(config).items() if is_hub_name(path)}
-    if not named:
+    paths: dict[str, Path | None] = {key: download(str(path), key, with_weights) for key, path in named.items()}
+    if (directory := _made_from_checkpoint(config, with_weights)) is not None:
+        paths |= {KEY: directory, CONFIG_KEY: None}
+    if not paths:
         return config
     values = config.model_dump(mode="json", exclude_unset=True)
-    paths = {key: download(str(path), key, with_weights) for key, path in named.items()}
-    return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
+    return build_config(
+        type(config), values, [f"{key}={json.dumps(path and str(path))}" for key, path in paths.items()], ""
+    )
+
+
+def _made_from_checkpoint(config: TrainingConfig, with_weights: bool) -> Path | None:
+    """Return the model directory for the checkpoint that `model.path` names; None if it names none.
+
+    Raises:
+        UserError: it cannot be made; or `model.config_path` is set, but `model.path` is no checkpoint.
+    """
+    model = config.model
+    if (checkpoint := checkpoint_at(model.path)) is None:
+        if model.config_path is not None:
+            raise UserError(f"{CONFIG_KEY}: is only for checkpoints, and model.path={model.path} is none")
+        return None
+    directory = config_directory_of(checkpoint, model.config_path)
+    if is_hub_name(directory):
+        directory = download(str(directory), CONFIG_KEY, with_weights=False)
+    check_model_directory(directory, CONFIG_KEY)
+    return converted(checkpoint, directory, rank_zero_printer(local_rank() == 0)) if with_weights else directory
 
 
 @contextmanager

@@ -134,11 +134,13 @@ def _evaluate_models(parsed: argparse.Namespace, output: Path, greedy: bool) -> 
                 dtype=source.config.model.dtype, max_sequence_length=source.config.data.max_sequence_length,
                 fingerprint=evaluation.fingerprint,
             )  # fmt: skip
+            if is_result:
+                _check_baseline(settings, Path(baseline))
             files = EvaluationFiles(source.config.output_dir, settings, parsed.overwrite)
         evaluation.run(files, parsed.samples, greedy)
         if files is not None:
             results.append(files.directory)
-            files.finish(source.name, parsed.samples)
+            files.finish(source.name, parsed.samples, evaluation.dropped)
     if torchrun.rank() == 0:
         other = results[1:] or ([Path(parsed.baseline)] if is_result else [])
         _report(output, *other)
@@ -170,10 +172,20 @@ def _evaluate_url(parsed: argparse.Namespace, output: Path, greedy: bool) -> Non
     evaluation = URLEvaluation(config, parsed.url, parsed.model, parsed.concurrency, asked, say)
     of_prompts = evaluation.fingerprint
     settings = _settings(config, parsed, greedy, model=parsed.model, url=parsed.url, fingerprint=of_prompts)
+    if parsed.baseline is not None:
+        _check_baseline(settings, Path(parsed.baseline))
     files = EvaluationFiles(output, settings, parsed.overwrite)
     evaluation.run(files, parsed.samples)
     files.finish(parsed.model, parsed.samples)
     _report(output, *([Path(parsed.baseline)] if parsed.baseline is not None else []))
+
+
+def _check_baseline(settings: dict[str, Any], baseline: Path) -> None:
+    """Check a baseline before anything is sampled; warn if it was sampled in another way."""
+    from mcore_rl.serving.evaluation import check_baseline
+
+    if changes := check_baseline(settings, baseline):
+        print(f"warning: --baseline {baseline}: was sampled with other settings ({', '.join(changes)})")
 
 
 def _report(output: Path, *baselines: Path) -> None:

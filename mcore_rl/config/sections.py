@@ -59,7 +59,11 @@ class ModelConfig(Section):
 
     path: Directory
     """A Hugging Face model directory with weights in safetensors and a tokenizer. Or NAME or NAME@REVISION of a model
-    on the hub, which is downloaded to the hub's cache."""
+    on the hub, which is downloaded to the hub's cache. Or a checkpoint of this package, of Megatron-LM or of
+    Megatron-Bridge, which is converted once, into the cache of `data.cache_dir`'s default."""
+    config_path: Directory | None = None
+    """If `path` is a checkpoint: directory, or name on the hub, with the model's config.json and tokenizer. It needs no
+    weights. null: the directory from which the checkpoint was trained, which checkpoints of other programs lack."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of weights and activations. Gradients and optimizer state are in fp32. auto: bfloat16 on GPUs, float32
     on the CPU."""

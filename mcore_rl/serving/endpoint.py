@@ -44,6 +44,8 @@ class PublicEndpoint(Endpoint):
         scores_prompts: whether the engine returns log-probabilities of prompts.
     """
 
+    _option_of_limit = ""
+
     def __init__(
         self, engine: RequestEngine, tokenizer: Any, name: str, key: str | None = None, scores_prompts: bool = True
     ) -> None:
@@ -83,7 +85,12 @@ class PublicEndpoint(Endpoint):
         body = await super()._object(request)
         return {**body, "model": body.get("model") or self.name}
 
-    def _ask(self, request: Request, session: Session, body: dict[str, Any], asked: Asked) -> Call:
+    async def _ask_own(self, session: Session, body: dict[str, Any], asked: Asked) -> Call:
+        """Ask the engine, in a session of this request alone.
+
+        A long text is tokenized for seconds. This happens in a thread, so that other requests go on.
+        """
+        prompt = await asyncio.to_thread(asked.prompt, session.tree)
         parts: asyncio.Queue[Sampled] | None = None
         options = replace(asked.options, distribution=distribution_of(body))
         if body.get("stream") and asked.count == 1:
@@ -96,9 +103,7 @@ class PublicEndpoint(Endpoint):
             options = replace(options, on_tokens=tell)
         # Without a seed, a repeated request gets another response.
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        digest = openai_api.digest_of(request.url.path, body)
-        prompt = lambda: asked.prompt(session.tree)  # noqa: E731
-        call = self.sessions.ask(session, digest, False, prompt, asked.count, options, seed)
+        call = self.sessions.ask(session, "", False, lambda: prompt, asked.count, options, seed)
         if parts is not None and call.prompt.form is None:  # tool calls are told when they are complete
             self._parts[call] = parts
         return call
@@ -119,12 +124,9 @@ class PublicEndpoint(Endpoint):
         self.sessions.finish(session)
         self.sessions.forget()
 
-    async def _events(self, call: Call, working: asyncio.Future[list[Turn]], reply: Reply) -> AsyncIterator[str]:
-        parts, events = self._parts.get(call), super()._events(call, working, reply)
-        if parts is not None and isinstance(reply, openai_api.ChatReply | openai_api.CompletionReply):
-            events = reply.live_events(_arriving(parts, working), working)
-        async for event in events:
-            yield event
+    def _parts_of(self, call: Call, working: asyncio.Future[list[Turn]]) -> AsyncIterator[Sampled]:
+        parts = self._parts.get(call)
+        return super()._parts_of(call, working) if parts is None else _arriving(parts, working)
 
     # ------------------------------------------------------------ routes
 
@@ -165,7 +167,7 @@ class PublicEndpoint(Endpoint):
         session = self._session(request)
         try:
             asked = read_request(openai_api.completion_request, body, len(self.sessions.template.tokenizer))
-            call = self._ask(request, session, body, asked)
+            call = await self._ask_own(session, body, asked)
         except BaseException:
             self._left(session)
             raise
@@ -187,7 +189,7 @@ class PublicEndpoint(Endpoint):
                 asked = read_request(openai_api.completion_request, own, vocabulary)
                 asked = replace(asked, options=replace(asked.options, scores_prompt=scores))
                 sessions.append(self._session(request))
-                calls.append(self._ask(request, sessions[-1], own, asked))
+                calls.append(await self._ask_own(sessions[-1], own, asked))
                 first = sum(len(call.asked) for call in calls[:-1])
                 replies.append(openai_api.CompletionReply(calls[-1], sessions[-1].tree, body, first))
             pairs = zip(sessions, calls, strict=True)
@@ -222,7 +224,8 @@ class PublicEndpoint(Endpoint):
         self._check_caller(request)
         body = await self._object(request)
         asked = read_request(anthropic_api.request, {"max_tokens": 1, **body})
-        return JSONResponse({"input_tokens": len(asked.prompt(SessionTree(self.sessions.template)).ids)})
+        prompt = await asyncio.to_thread(asked.prompt, SessionTree(self.sessions.template))
+        return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def reward(self, request: Request) -> Response:
         raise Refused(404, "a served model takes no rewards", "not_found")
@@ -233,7 +236,7 @@ class PublicEndpoint(Endpoint):
         session, body = self._session(request), {}
         try:
             body = await self._object(request)
-            call = self._ask(request, session, body, read_request(read, body))
+            call = await self._ask_own(session, body, read_request(read, body))
         except BaseException:
             self._left(session)
             raise
@@ -242,17 +245,14 @@ class PublicEndpoint(Endpoint):
 
 
 async def _arriving(parts: asyncio.Queue[Sampled], working: asyncio.Future[Any]) -> AsyncIterator[Sampled]:
-    """Yield the newest state of a response whenever it has grown, until it is complete."""
+    """Yield the parts of a response that come before it is complete."""
     while True:
         getting = asyncio.ensure_future(parts.get())
         await asyncio.wait([getting, working], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             getting.cancel()
             return
-        response = getting.result()
-        while not parts.empty():
-            response = parts.get_nowait()
-        yield response
+        yield getting.result()
 
 
 def _prompts_of(prompt: Any) -> list[Any]:

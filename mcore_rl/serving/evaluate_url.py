@@ -25,6 +25,10 @@ from mcore_rl.utils.console import PrintLine
 KEY_VARIABLE = "OPENAI_API_KEY"
 ATTEMPTS = 5
 BUSY = (408, 409, 429, 500, 502, 503, 504)
+NEVER = (401, 403, 404, 405)
+"""Statuses that every request would get: the key, the URL or the model is wrong."""
+RENAMED = "max_completion_tokens"
+"""Name of `max_tokens` for OpenAI's newer models, which refuse the older one."""
 FIRST_PAUSE_SECONDS = 1.0
 """Pause before the second attempt of a request; each further pause is twice as long."""
 REQUEST_SECONDS = 600.0
@@ -140,6 +144,7 @@ class URLEvaluation:
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 files.add(ready)
 
     async def _converse(self, session: aiohttp.ClientSession, judge: JudgeProcesses, prompt: int, number: int) -> Entry:
@@ -177,6 +182,7 @@ class URLEvaluation:
 
         Raises:
             RefusedRequest: the server refuses the request, or every attempt fails.
+            UserError: the server would refuse every request.
         """
         is_text = isinstance(asked.content, str)
         body: dict[str, Any] = {"model": self.model, **self.options, "seed": self.config.seed + number}
@@ -193,8 +199,15 @@ class URLEvaluation:
                     if answer.status == 200:
                         return _read(await answer.json(content_type=None), is_text)
                     why = f"status {answer.status}: {(await answer.text())[:300]}"
-                    if answer.status not in BUSY:
+                    if answer.status in NEVER:
+                        raise UserError(f"{self.url}{path}: {why}")
+                    if answer.status == 400 and RENAMED in why and "max_tokens" in body:
+                        self.options.pop("max_tokens", None)
+                        self.options[RENAMED] = body[RENAMED] = body.pop("max_tokens")
+                    elif answer.status not in BUSY:
                         raise RefusedRequest(f"{self.url}{path}: {why}")
+            except UserError:  # is a ValueError
+                raise
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 why = f"{type(error).__name__}: {error}"
         raise RefusedRequest(f"{self.url}{path}: {why} (attempts: {ATTEMPTS})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from mcore_rl.utils.lock_file import LockFile, LockHeld
 
 RESULT, SAMPLES, PAGE, LOCK = "eval.json", "samples.jsonl", "eval.html", "eval.lock"
 CONFIDENCE = 0.95
+SAMPLING = ("samples", "temperature", "top_k", "top_p", "min_p", "stop_strings", "max_new_tokens", "chat_template")
+"""Settings that two compared evaluations should have in common."""
+
+PASS_AT = re.compile(r"pass@\d+")
 
 Entry = dict[str, Any]
 """A sample as in samples.jsonl: `prompt` and `sample` are its indices; `error` is null if it was judged."""
@@ -84,7 +89,8 @@ def _mean(values: Sequence[float]) -> float:
 def metrics_of(entries: Sequence[Entry], samples: int) -> dict[str, Any]:
     """Return the metrics of all samples, and of the samples of each source.
 
-    pass@k and maj@k are for the powers of two up to `samples`, and for `samples`.
+    pass@k and maj@k are for the powers of two up to `samples`, and for `samples`. If samples could not be judged,
+    `pass@K_prompts` is the number of prompts with at least k judged samples, over which pass@k is the mean.
 
     Args:
         samples: number of samples of each prompt.
@@ -100,6 +106,9 @@ def metrics_of(entries: Sequence[Entry], samples: int) -> dict[str, Any]:
     for source in sorted({name for name in sources.values() if name is not None}):
         own = [entry for entry in ordered if entry["source"] == source]
         found[f"{source}/reward"] = interval_of(_rewards(own).values())
+    if any(entry["error"] is not None for entry in ordered):
+        judged = [len(rewards) for rewards in _rewards(ordered).values()]
+        metrics |= {f"pass@{k}_prompts": sum(count >= k for count in judged) for k in ks}
     told: dict[str, Any] = {name: None if math.isnan(value) else value for name, value in metrics.items()}
     return {**told, **{f"{name}_interval": one.to_json() for name, one in found.items()}}
 
@@ -169,17 +178,38 @@ class EvaluationFiles:
             file.writelines(map(_line, entries))
         self.entries |= {(entry["prompt"], entry["sample"]): entry for entry in entries}
 
-    def finish(self, model: str, samples: int) -> None:
+    def finish(self, model: str, samples: int, dropped: int = 0) -> None:
         """Sort samples.jsonl, and write the metrics and the page.
 
         Args:
             samples: number of samples of each prompt.
+            dropped: number of prompts that were not evaluated because they are too long.
         """
         ordered = [self.entries[key] for key in sorted(self.entries)]
         _write(self.samples, "".join(map(_line, ordered)))
-        result = {"model": model, "settings": self.settings, "metrics": metrics_of(ordered, samples)}
+        metrics = {"dropped_prompts": dropped, **metrics_of(ordered, samples)}
+        result = {"model": model, "settings": self.settings, "metrics": metrics}
         _write_result(self.directory, result, ordered)
         self._lock.release()
+
+
+def check_baseline(settings: Mapping[str, Any], baseline: Path) -> list[str]:
+    """Check that an evaluation with these settings can be compared with a baseline.
+
+    Returns:
+        The names of the settings of sampling that differ.
+
+    Raises:
+        UserError: the baseline is no finished evaluation, or it is of other prompts or judges.
+    """
+    other = read_result(baseline)
+    if other.get("metrics") is None:
+        raise UserError(f"{baseline}: the evaluation was not finished; run it again")
+    changes = _changes(other["settings"], settings)
+    for name, what in {"fingerprint": "prompts", "judge": "judges"}.items():
+        if name in changes:
+            raise UserError(f"--baseline {baseline}: is an evaluation with other {what}")
+    return [name for name in changes if name in SAMPLING]
 
 
 def compare(directory: Path, baseline: Path) -> None:
@@ -189,12 +219,7 @@ def compare(directory: Path, baseline: Path) -> None:
         UserError: one of them is no finished evaluation, or they are of different prompts or judges.
     """
     own, other = read_result(directory), read_result(baseline)
-    if other.get("metrics") is None:
-        raise UserError(f"{baseline}: the evaluation was not finished; run it again")
-    for name in ("fingerprint", "judge"):
-        if own["settings"].get(name) != other["settings"].get(name):
-            what = "prompts" if name == "fingerprint" else "judges"
-            raise UserError(f"--baseline {baseline}: is an evaluation with other {what}")
+    check_baseline(own["settings"], baseline)
     entries = read_entries(directory)
     difference, prompts = paired_difference(entries, read_entries(baseline))
     own["baseline"] = {
@@ -216,13 +241,16 @@ def described(directory: Path) -> Iterator[str]:
     """Yield the lines that tell a person the results of an evaluation."""
     result = read_result(directory)
     metrics, samples = result["metrics"], result["settings"]["samples"]
-    names = ["reward_mean", "reward_positive_fraction", *(name for name in metrics if name.startswith("pass@"))]
+    names = ["reward_mean", "reward_positive_fraction", *(name for name in metrics if PASS_AT.fullmatch(name))]
     names += ["response_length_mean", "truncated_fraction", "failed_fraction"]
     yield f"{result['model']}: {int(metrics['num_samples'])} samples, {samples} of each prompt"
+    if dropped := metrics["dropped_prompts"]:
+        yield f"  {dropped} prompts were too long, and were not evaluated"
     for name in names:
         if name in metrics:
-            interval = f"  {_in_words(metrics['reward_interval'])}" if name == "reward_mean" else ""
-            yield f"  {name:<26}{_rounded(metrics[name])}{interval}"
+            more = f"  {_in_words(metrics['reward_interval'])}" if name == "reward_mean" else ""
+            more = f"  (over {prompts} prompts)" if (prompts := metrics.get(f"{name}_prompts")) is not None else more
+            yield f"  {name:<26}{_rounded(metrics[name])}{more}"
     for name, one in metrics.items():
         if name.endswith("/reward_interval"):
             source = name.removesuffix("/reward_interval")

@@ -12,7 +12,7 @@ from mcore_rl.config import GRPOConfig, build_config, read_yaml
 from mcore_rl.config.load import LENGTH
 from mcore_rl.errors import UserError
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign
 from mcore_rl.utils.model_directory import check_model_directory, is_hub_name, positions_of
 
 Which = Literal["newest", "best", "hf"]
@@ -74,7 +74,7 @@ def find_model(
         merged[section] = {**merged.get(section, {}), **more} if isinstance(more, dict) else more
     config = build_config(GRPOConfig, merged, overrides, named)
     if LENGTH not in config.data.model_fields_set:
-        merged["data"][LENGTH] = _length_of(config.model.path)
+        merged["data"][LENGTH] = _length_of(config.model.config_path or config.model.path)
         config = build_config(GRPOConfig, merged, overrides, named)
     name = path.resolve().name if path.exists() else path.name
     return ModelSource(name, config, checkpoint, takes_best=which == "best")
@@ -100,14 +100,15 @@ def _of_path(path: Path, which: Which | None) -> tuple[dict[str, Any], Path | No
         return {}, None
     if (path / PEFT_FILE).is_file():
         return {"model": {"path": _base_of_adapter(path), "lora": {"path": str(path)}}}, None
+    if is_foreign(path):
+        return {}, None  # it is converted
     if (path / "metadata.json").is_file():
         return _values_of(path / "config.yaml"), path
     run = RunDirectory(path)
     if run.identity is None:
         for store in (CheckpointStore(path), run.checkpoints):
-            if store.iterations():
-                newest = store.candidates()[0][0]
-                return _values_of(newest / "config.yaml"), newest
+            if found := store.candidates()[0]:
+                return ({}, None) if is_foreign(found[0]) else (_values_of(found[0] / "config.yaml"), found[0])
         raise UserError(
             f"{path}: is not a model; name a model directory (with config.json), the output_dir of a run, a checkpoint "
             f"(iter_NNNNNNN) or a PEFT directory (with {PEFT_FILE})"
@@ -138,10 +139,7 @@ def _values_of(file: Path) -> dict[str, Any]:
         UserError: the file is missing.
     """
     if not file.is_file():
-        raise UserError(
-            f"{file.parent}: has no {file.name}, as checkpoints of other programs; convert it first: mcore-rl convert "
-            f"to-hf {file.parent} DIRECTORY --model CONFIG_DIRECTORY"
-        )
+        raise UserError(f"{file}: does not exist; is this a checkpoint?")
     values = read_yaml(file)
     found = {section: values[section] for section in OF_RUN if section in values}
     found["data"] = {key: value for key, value in found.get("data", {}).items() if key in OF_DATA}

@@ -125,9 +125,12 @@ def test_requests_have_distributions_of_their_own(layout, model_path):
         of_prompt = model(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(-1)
     for options, one, other, parts in zip(OWN, together, alone, told, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and len(one.token_ids) == options.max_new_tokens
-        assert all(part.token_ids.tolist() == one.token_ids[: len(part.token_ids)].tolist() for part in parts)
-        assert [len(part.token_ids) for part in parts] == sorted({len(part.token_ids) for part in parts})
+        heard = [token for part in parts for token in part.token_ids.tolist()]
+        assert heard == one.token_ids[: len(heard)].tolist() and len(heard) < len(one.token_ids)
+        assert [x for part in parts for x in part.logprobs.tolist()] == one.logprobs[: len(heard)].tolist()
+        assert [step for part in parts for step in part.likeliest] == (one.likeliest or [])[: len(heard)]
         assert parts or options.max_new_tokens < 14
+        assert all(len(part.token_ids) and not part.ended for part in parts)
         own = options.distribution or Distribution(PARAMS.temperature)
         with torch.no_grad():
             logits = model(torch.tensor([[*PROMPTS[0], *one.token_ids]])).logits[0, len(PROMPTS[0]) - 1 : -1]

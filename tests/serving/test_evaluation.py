@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from mcore_rl.errors import UserError
 from mcore_rl.serving.evaluation import (
     EvaluationFiles,
+    check_baseline,
     compare,
     described,
     fingerprint_of,
@@ -97,6 +99,16 @@ def test_metrics_without_a_judged_sample():
     assert found["reward_interval"] == {"mean": None, "low": None, "high": None}
 
 
+def test_pass_at_k_tells_over_how_many_prompts_it_is():
+    lost = entry(0, 2, None, error="no judge")
+    entries = [entry(0, 0), entry(0, 1, 0.0), lost, *(entry(1, sample, 0.0) for sample in range(3))]
+    found = metrics_of(entries, 3)
+    assert (found["pass@1"], found["pass@1_prompts"]) == (0.25, 2)
+    assert (found["pass@2"], found["pass@2_prompts"]) == (0.5, 2)
+    assert (found["pass@3"], found["pass@3_prompts"]) == (0.0, 1)
+    assert "pass@1_prompts" not in metrics_of(entries[3:], 3)
+
+
 SETTINGS = {"model": "m", "data": "d", "samples": 2, "judge": {"name": "math"}, "fingerprint": "f"}
 
 
@@ -175,11 +187,26 @@ def test_a_baseline_is_compared(tmp_path):
         wrong = finished(tmp_path / what, [[1.0]], **change)
         with pytest.raises(UserError, match=f"is an evaluation with other {what}"):
             compare(own, wrong)
+    assert check_baseline({**SETTINGS, "samples": 3, "temperature": 0.5, "seed": 1}, other) == [
+        "samples",
+        "temperature",
+    ]
     unfinished = EvaluationFiles(tmp_path / "unfinished", SETTINGS)
     with pytest.raises(UserError, match="the evaluation was not finished"):
         compare(own, unfinished.directory)
     with pytest.raises(UserError, match="is not the result of mcore-rl eval"):
         compare(own, tmp_path)
+
+
+def test_prompts_that_were_not_evaluated_are_told(tmp_path):
+    files = EvaluationFiles(tmp_path, SETTINGS)
+    files.add([entry(0, 0), entry(0, 1, None, error="no judge")])
+    files.finish("m", 2, dropped=7)
+    lines = "\n".join(described(tmp_path))
+    assert "7 prompts were too long, and were not evaluated" in lines
+    assert (
+        re.search(r"pass@1 +1  \(over 1 prompts\)", lines) and read_result(tmp_path)["metrics"]["dropped_prompts"] == 7
+    )
 
 
 def test_the_page_escapes_texts(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from agent_cases import HELLO, ScriptedEngine, Served
 
-from mcore_rl.models.generation.interfaces import Distribution, PromptScores
+from mcore_rl.models.generation.interfaces import Distribution, PromptScores, Response
 from mcore_rl.serving.client import is_loopback
 from mcore_rl.serving.endpoint import PublicEndpoint, distribution_of
 
@@ -42,11 +42,11 @@ class Engine(ScriptedEngine):
             return future
 
         def tell():
-            for length in range(1, len(whole.token_ids)):
-                part = self.response(text, options)
-                part.token_ids, part.logprobs = whole.token_ids[:length], whole.logprobs[:length]
-                part.likeliest, part.ended = whole.likeliest[:length], False
-                options.on_tokens(part)
+            for place in range(len(whole.token_ids) - 1):
+                own = slice(place, place + 1)
+                options.on_tokens(
+                    Response(whole.token_ids[own], whole.logprobs[own], False, likeliest=whole.likeliest[own])
+                )
                 time.sleep(0.01)
             if not future.cancelled():
                 future.set_result(whole)
@@ -213,11 +213,103 @@ def test_completions_are_streamed_with_offsets(serve):
         assert [one for choice in choices for one in choice["logprobs"][key]] == whole["logprobs"][key]
 
 
+REPLY = "<think>\nHm, yes.\n</think>\n\nIt is four. 🙂 Fin."
+
+
+@pytest.mark.parametrize(
+    "reply", [REPLY, "Yes. 🙂", "<think>\nHm, yes.\n</think>\n\n"], ids=["both", "text", "thought"]
+)
+def test_messages_are_streamed_as_they_come(reply, serve):
+    served = serve([reply] * 2)
+    body = {**HELLO, "max_tokens": 90}
+    whole = served.post("/v1/messages", body)[2]
+    events = events_of(served.post("/v1/messages", {**body, "stream": True})[2])
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+    blocks = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+            assert event["index"] == len(blocks) - 1
+        if event["type"] == "content_block_delta":
+            kind = event["delta"]["type"].removesuffix("_delta")
+            assert event["index"] == len(blocks) - 1 and kind == blocks[-1]["type"]
+            blocks[-1][kind] += event["delta"][kind]
+    assert blocks == whole["content"]
+    kinds = [event["type"] for event in events]
+    assert kinds.count("content_block_stop") == len(blocks) and kinds.count("content_block_delta") >= 3
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize(
+    "reply", [REPLY, "Yes. 🙂", "<think>\nHm, yes.\n</think>\n\n"], ids=["both", "text", "thought"]
+)
+def test_responses_are_streamed_as_they_come(reply, serve):
+    served = serve([reply] * 2)
+    whole = served.post("/v1/responses", {"input": "Hello?"})[2]
+    events = events_of(served.post("/v1/responses", {"input": "Hello?", "stream": True})[2])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == last["output"] and events[-1]["type"] == "response.completed"
+    texts = {}
+    for event in events:
+        if event["type"].endswith("_text.delta"):
+            texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
+    assert len([event for event in events if event["type"].endswith("_text.delta")]) >= 3
+    for item, other in zip(items, whole["output"], strict=True):
+        assert texts.get(item["id"], "") == item["content"][0]["text"] == other["content"][0]["text"]
+
+
+def test_log_probabilities_of_characters_of_several_tokens(serve):
+    """Tokens' texts are parts of the text, their bytes those of the vocabulary, their offsets those in the text."""
+    text = "ab 🙂é☃ z"
+    served = serve([text] * 3)
+    content = served.post("/v1/chat/completions", {**HELLO, "logprobs": True})[2]["choices"][0]["logprobs"]["content"]
+    *content, end = content
+    assert end["token"] == "<|im_end|>"
+    ids = served.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(content) > len(text), "some characters have several tokens"
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == text
+    assert "".join(token["token"] for token in content) == text
+    body = {"prompt": "say", "logprobs": 1, "max_tokens": 50}
+    told = served.post("/v1/completions", body)[2]["choices"][0]["logprobs"]
+    assert "".join(told["tokens"]) == text + "<|im_end|>"
+    for token, offset, best in zip(told["tokens"], told["text_offset"], told["top_logprobs"], strict=True):
+        assert (text + "<|im_end|>")[offset : offset + len(token)] == token and token in best
+    # A response that ends within a character: the other bytes of the character are not known.
+    (first,) = {place for place, token in enumerate(content) if token["token"] == "🙂"}
+    cut = served.post("/v1/completions", {**body, "max_tokens": first})[2]["choices"][0]
+    assert cut["text"] == "".join(cut["logprobs"]["tokens"]) == "ab \ufffd"
+
+
 def test_tool_calls_are_streamed_whole(serve):
     served = serve([CALL])
     events = events_of(served.post("/v1/chat/completions", {**HELLO, "tools": [TOOL], "stream": True})[2])
     calls = [e["choices"][0]["delta"]["tool_calls"] for e in events if "tool_calls" in e["choices"][0]["delta"]]
     assert len(calls) == 1 and calls[0][0]["function"]["name"] == "add"
+
+
+def test_others_go_on_while_a_long_text_is_tokenized(serve):
+    served = serve(["Hi."])
+    tokenize, began = served.sessions.template.ids, threading.Event()
+
+    def slow(text):
+        began.set()
+        time.sleep(2)
+        return tokenize(text)
+
+    served.sessions.template.ids = slow
+    asked = asyncio.run_coroutine_threadsafe(served.request("POST", "/v1/chat/completions", HELLO), served.loop)
+    assert began.wait(10)
+    start = time.monotonic()
+    assert served.get("/health")[0] == 200 and not asked.done() and time.monotonic() - start < 1.5
+    assert asked.result(20)[0] == 200
+
+
+def test_the_size_of_a_body_is_limited(serve):
+    served = serve([])
+    status, _, body = served.post("/v1/chat/completions", {**HELLO, "user": "x" * 2**24})
+    assert status == 413 and body["error"]["message"] == f"the body is larger than {2**24} bytes"
 
 
 def test_a_client_that_leaves_frees_the_engine(serve):

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -171,8 +173,49 @@ def test_a_url_that_refuses_everything_ends_the_evaluation(root, tmp_path):
             "eval", "any", "--data", root / "prompts.jsonl", "--output", tmp_path / "out", "--judge", "exact_match",
             "--url", f"{served.url}/v1", OPENAI_API_KEY="sk-wrong",
         )  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert "no sample could be judged; the first error: " in done.stderr and "the API key is wrong" in done.stderr
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line]
+    assert error.startswith("error: ") and "status 401: " in error and "the API key is wrong" in error
+
+
+class Strict(BaseHTTPRequestHandler):
+    """An OpenAI-like server that knows `max_tokens` only by its newer name."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        is_old = "max_tokens" in body
+        message = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+        told = {"error": {"message": message}}
+        if not is_old:
+            choice = {"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+            told = {"choices": [choice], "usage": {"completion_tokens": 2}}
+        text = json.dumps(told).encode()
+        self.send_response(400 if is_old else 200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_newer_name_of_an_option_is_used_where_it_is_asked_for(tmp_path):
+    records = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": "yes"} for n in range(5)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Strict) as server:
+        server.bodies = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = command(
+            "eval", "o9", "--data", tmp_path / "chats.jsonl", "--judge", "exact_match", "--output", tmp_path / "out",
+            "--url", f"http://127.0.0.1:{server.server_port}/v1", "--concurrency", 2, "grpo.max_new_tokens=9",
+        )  # fmt: skip
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    old = [body for body in server.bodies if "max_tokens" in body]
+    assert 1 <= len(old) <= 2 and len(server.bodies) == 5 + len(old)
+    assert all(body["max_completion_tokens"] == 9 for body in server.bodies if body not in old)
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["metrics"]["reward_mean"] == 1.0
 
 
 def test_an_evaluation_is_the_same_under_every_layout_and_goes_on(root, tmp_path):

@@ -165,8 +165,8 @@ class RequestOptions:
     num_likeliest: number of the likeliest tokens at each position that are returned with the response.
     distribution: the request's own; None for that of the run.
     scores_prompt: return `Response.prompt_scores`. Only the training processes can.
-    on_tokens: called, by the generating thread, with the response so far whenever it has grown. Engines that return
-        only whole responses do not call it.
+    on_tokens: called, by the generating thread, with the new tokens of the response whenever it has grown; not with the
+        last ones. Engines that return only whole responses do not call it.
     """
 
     max_new_tokens: int | None = None

@@ -93,6 +93,8 @@ class RunningSequence:
     scores_prompt: bool = False
     """Whether the prompt's tokens are scored (`prompt_scores`)."""
     prompt_scores: PromptScores | None = None
+    num_told: int = 0
+    """Number of tokens of which a listener has been told."""
 
     @property
     def identity(self) -> Hashable:
@@ -113,18 +115,33 @@ class RunningSequence:
         of_steps = [step[column] for draws, column in self.places for step in draws.kept]
         return KeptTokens.concatenated(of_steps[: self.response_length])
 
-    def likeliest_tokens(self) -> list[list[tuple[int, float]]]:
-        """Return the likeliest tokens at each position of the response with their log-probabilities; [] if not asked.
+    def steps_from(self, start: int) -> list[tuple[SamplingBatch, int, slice]]:
+        """Return the steps that have sampled the tokens from the number `start` on: batch, column and steps in it."""
+        left, found = self.drawn - start, list[tuple[SamplingBatch, int, slice]]()
+        for draws, column in reversed(self.places):
+            if left <= 0:
+                break
+            first = max(0, len(draws.tokens) - left)
+            left -= len(draws.tokens) - first
+            found.append((draws, column, slice(first, None)))
+        return found[::-1]
+
+    def likeliest_tokens(self, start: int) -> list[list[tuple[int, float]]]:
+        """Return the likeliest tokens at each position from `start` on with their log-probabilities; [] if not asked.
 
         All steps of a sequence that asks for them have tables. Steps of others have some only because of their
         neighbours in the batch.
         """
         if not self.num_likeliest:
             return []
-        of_steps = [step[column, : self.num_likeliest] for draws, column in self.places for step in draws.likeliest]
+        of_steps = [
+            step[column, : self.num_likeliest]
+            for draws, column, steps in self.steps_from(start)
+            for step in draws.likeliest[steps]
+        ]
         return [
             [(int(token), logprob) for token, logprob in step.tolist() if logprob > -math.inf]
-            for step in of_steps[: self.response_length]
+            for step in of_steps[: self.response_length - start]
         ]
 
     @property

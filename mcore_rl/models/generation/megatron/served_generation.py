@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,18 +86,30 @@ class ServedBatch(ContinuousBatch):
 
     def response(self, sequence: RunningSequence) -> Response:
         """Return the response of a sequence that has ended."""
-        parts = [(torch.stack(draws.tokens), torch.stack(draws.logprobs), column) for draws, column in sequence.places]
-        length = sequence.response_length
-        tokens = torch.cat([of_steps[:, column] for of_steps, _, column in parts])[:length].cpu().numpy()
-        logprobs = torch.cat([of_steps[:, column] for _, of_steps, column in parts])[:length].cpu().numpy()
+        tokens, logprobs, likeliest = self._sampled_from(sequence, 0)
         # The last token was not an input of the model.
         choices = {name: F.pad(x, (0, 0, 0, 0, 0, 1), value=-1) for name, x in sequence.choices().items()}
         kept = sequence.kept_tokens() if self.params.keeps_mask else None
-        ended, likeliest = sequence.ended_at is not None, sequence.likeliest_tokens()
-        scores = sequence.prompt_scores
+        ended, scores = sequence.ended_at is not None, sequence.prompt_scores
         return Response(
             tokens, logprobs, ended, choices=choices, kept_tokens=kept, likeliest=likeliest, prompt_scores=scores
         )
+
+    def part(self, sequence: RunningSequence) -> Response:
+        """Return the tokens that a running sequence has sampled since the last call."""
+        tokens, logprobs, likeliest = self._sampled_from(sequence, sequence.num_told)
+        sequence.num_told += len(tokens)
+        return Response(tokens, logprobs, False, likeliest=likeliest)
+
+    def _sampled_from(
+        self, sequence: RunningSequence, start: int
+    ) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, float]]]]:
+        """Return the tokens of a sequence from the number `start` on, their log-probabilities, and the likeliest."""
+        count, steps = sequence.response_length - start, sequence.steps_from(start)
+        tokens = [torch.stack(draws.tokens[own])[:, column] for draws, column, own in steps]
+        logprobs = [torch.stack(draws.logprobs[own])[:, column] for draws, column, own in steps]
+        found = [torch.cat(values)[:count].cpu().numpy() for values in (tokens, logprobs)]
+        return found[0], found[1], sequence.likeliest_tokens(start)
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
         self._over += [s for s in sequences if s.is_over]
@@ -208,7 +221,7 @@ class ServedGeneration(RequestEngine):
                     asked.set_result(response)
             for going in batch.going:
                 if (listener := self._listeners.get(going.row)) is not None:
-                    listener(batch.response(going))
+                    listener(batch.part(going))
             self.generation.decoder.run_idle()
 
     def _commands(self, is_busy: bool, work: Future[Any] | None) -> Iterator[list[int]]:
