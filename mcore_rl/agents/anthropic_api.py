@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any
 
+from mcore_rl.agents import openai_api
 from mcore_rl.agents.live import LiveText
 from mcore_rl.agents.messages import BadRequest, from_anthropic, tools_from_anthropic
 from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill, stops_of
@@ -18,6 +19,8 @@ from mcore_rl.models.generation.interfaces import RequestOptions, Response
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
     410: "invalid_request_error",
     413: "request_too_large",
 }
@@ -35,6 +38,8 @@ def request(body: dict[str, Any]) -> Asked:
         raise BadRequest(
             f"tool_choice: {choice} is not supported, because sampling is not constrained; send auto or none"
         )
+    own = {name: values for name, values in openai_api.WITHOUT_EFFECT.items() if name != "tool_choice"}
+    openai_api.check_options(body, {**own, "stop": ([],), "n": (1,), "output_format": ()})
     tools = None if choice == "none" else tools_from_anthropic(body.get("tools")) or None
     messages = from_anthropic(body.get("system"), body.get("messages"))
     refuse_prefill(messages)
@@ -118,7 +123,7 @@ class Reply:
             return "tool_use", None
         text = self.tree.text_of(turn.response)
         found = [stop for stop in self.call.stops if stop in text]
-        return ("stop_sequence", found[0]) if found else ("end_turn", None)
+        return ("stop_sequence", min(found, key=text.find)) if found else ("end_turn", None)
 
 
 def _event(kind: str, **values: Any) -> str:

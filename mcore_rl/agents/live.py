@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mcore_rl.agents.parsing import END_THINK, THINK, parse, pieces_of
 from mcore_rl.agents.sessions import Call
-from mcore_rl.agents.token_texts import TokenTexts
 from mcore_rl.agents.tree import SessionTree, Turn
+from mcore_rl.data.token_texts import TokenTexts
 from mcore_rl.models.generation.interfaces import Response
 
 Piece = tuple[str, str]
@@ -23,21 +23,16 @@ class LiveText:
 
     def __init__(self, tree: SessionTree, call: Call) -> None:
         self._tree, self._call = tree, call
-        self._texts, self._text, self._sent = TokenTexts(tree.template), "", dict[str, str]()
+        self._texts, self._text, self._sent = TokenTexts(tree.template.tokenizer), "", dict[str, str]()
         self._num_tokens = 0
 
     def pieces(self, part: Response) -> list[Piece]:
         """Return the new pieces after `part`, the next tokens of the response."""
-        prompt, self._num_tokens = self._call.prompt, self._num_tokens + len(part.token_ids)
+        self._num_tokens += len(part.token_ids)
         self._text += "".join(map(self._texts.add, self._tree.ids_without_end(part)))
-        text, marks = self._text, [*self._call.stops, *((THINK, END_THINK) if prompt.messages else ())]
-        held = max((_overlap(text, mark) for mark in marks), default=0)
-        text = text[: len(text) - held]
-        text = text[: min((at for stop in self._call.stops if (at := text.find(stop)) >= 0), default=len(text))]
-        if not prompt.messages:
-            return list(self._new({"content": text}))
-        parsed = parse(text, prompt.in_thought, None)
-        return list(self._new({"reasoning_content": parsed.thought or "", "content": parsed.content}))
+        marks = [*self._call.stops, *((THINK, END_THINK) if self._call.prompt.messages else ())]
+        held = max((_overlap(self._text, mark) for mark in marks), default=0)
+        return list(self._new(self._parsed(self._text[: len(self._text) - held])))
 
     def rest(self, turn: Turn) -> tuple[list[Piece], Response]:
         """Return the pieces and the tokens of the whole response that have not been sent yet."""
@@ -48,10 +43,22 @@ class LiveText:
             logprobs=response.logprobs[start:],
             likeliest=response.likeliest[start:],
         )
-        if not turn.messages:
-            return list(self._new({"content": self._tree.text_of(response, self._call.stops)})), part
-        message = turn.messages[-1]
-        return list(self._new({key: message.get(key) or "" for key in ("reasoning_content", "content")})), part
+        whole = {"content": self._tree.text_of(response, self._call.stops)}
+        if turn.messages:
+            whole = {key: turn.messages[-1].get(key) or "" for key in ("reasoning_content", "content")}
+        if not all(whole[key].startswith(text) for key, text in self._sent.items()):
+            # Bytes that are no characters: the decoder writes them in another way if others follow.
+            ids = self._tree.ids_without_end(part)
+            self._text += "".join(self._texts.add(token, place == len(ids) - 1) for place, token in enumerate(ids))
+            whole = self._parsed(self._text)
+        return list(self._new(whole)), part
+
+    def _parsed(self, text: str) -> dict[str, str]:
+        text = text[: min((at for stop in self._call.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        if not self._call.prompt.messages:
+            return {"content": text}
+        parsed = parse(text, self._call.prompt.in_thought, None)
+        return {"reasoning_content": parsed.thought or "", "content": parsed.content}
 
     async def all_pieces(
         self, parts: AsyncIterator[Response], turns: Awaitable[Sequence[Turn]]

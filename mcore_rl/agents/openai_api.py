@@ -13,8 +13,9 @@ from typing import Any
 from mcore_rl.agents.live import LiveText, Piece
 from mcore_rl.agents.messages import BadRequest, Message, from_openai
 from mcore_rl.agents.sessions import Call
-from mcore_rl.agents.token_texts import TokenTexts
 from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
+from mcore_rl.data.texts import leading_special_tokens
+from mcore_rl.data.token_texts import TokenTexts
 from mcore_rl.models.generation.interfaces import RequestOptions, Response
 
 MODEL = "policy"
@@ -48,6 +49,11 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "tool_choice": ("auto", "none"),
     "function_call": ("auto", "none"),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "truncate_prompt_tokens": (),
 }
 """Options that would change what is sampled, with the values that change nothing. Other values are refused."""
 
@@ -72,7 +78,7 @@ def digest_of(path: str, body: Any) -> str:
 
 def chat_request(body: dict[str, Any]) -> Asked:
     """Check a chat completion request; raise BadRequest if it is invalid or has an unsupported option."""
-    _check_options(body)
+    check_options(body)
     tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRequest("tools: must be a list of tools", "tools")
@@ -90,7 +96,7 @@ def chat_request(body: dict[str, Any]) -> Asked:
 
 def completion_request(body: dict[str, Any], vocabulary: int) -> Asked:
     """Check a completion request; raise BadRequest if it is invalid or has an unsupported option."""
-    _check_options(body)
+    check_options(body)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -109,8 +115,9 @@ def refuse_prefill(messages: Sequence[Message]) -> None:
         raise BadRequest("messages: the last message must not be the assistant's", "messages")
 
 
-def _check_options(body: Mapping[str, Any]) -> None:
-    for name, harmless in WITHOUT_EFFECT.items():
+def check_options(body: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]] = WITHOUT_EFFECT) -> None:
+    """Raise BadRequest for an option that is not supported, unless it has a value of `values`."""
+    for name, harmless in values.items():
         value = body.get(name)
         if value is not None and value not in harmless:
             raise BadRequest(
@@ -186,7 +193,7 @@ class ChatReply:
     def body(self, turns: list[Turn]) -> dict[str, Any]:
         choices = []
         for index, turn in enumerate(turns):
-            texts = TokenTexts(self.tree.template)
+            texts = TokenTexts(self.tree.template.tokenizer)
             logprobs = self._logprobs(texts, turn.response, True) if self.asked.get("logprobs") else None
             message = {**_message(turn.messages[-1]), "refusal": None}
             choice = {"index": index, "message": message, "finish_reason": finish_of(turn), "logprobs": logprobs}
@@ -208,7 +215,7 @@ class ChatReply:
             for number, (key, text) in enumerate(pieces or ([("content", "")] if logprobs else [])):
                 yield chunk(index, {key: text}, logprobs=logprobs if number == 0 else None)
 
-        index, live, texts = 0, LiveText(self.tree, self.call), TokenTexts(self.tree.template)
+        index, live, texts = 0, LiveText(self.tree, self.call), TokenTexts(self.tree.template.tokenizer)
         yield chunk(0, {"role": "assistant", "content": ""})
         async for part in parts:
             for each in chunks(live.pieces(part), part, False):
@@ -216,7 +223,7 @@ class ChatReply:
         whole = await turns
         for index, turn in enumerate(whole):
             if index > 0:
-                live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template)
+                live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template.tokenizer)
                 yield chunk(index, {"role": "assistant", "content": ""})
             for each in chunks(*live.rest(turn), True):
                 yield each
@@ -296,7 +303,7 @@ class CompletionReply:
         return [self._choice(index, turn) for index, turn in enumerate(turns, self.first)]
 
     async def events(self, parts: AsyncIterator[Response], turns: Awaitable[list[Turn]]) -> AsyncIterator[str]:
-        live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template)
+        live, texts = LiveText(self.tree, self.call), TokenTexts(self.tree.template.tokenizer)
 
         def chunk(pieces: Sequence[Piece], part: Response, finish: str | None) -> str:
             text, logprobs = "".join(text for _, text in pieces), None
@@ -329,12 +336,19 @@ class CompletionReply:
                 ids, sampled, finish, text = [], _Tokens([], [], []), "length", ""
             text, sampled = text_of_prompt + text, _Tokens.of_prompt(prompt, turn.response) + sampled
         if self.asked.get("logprobs") is not None:
-            logprobs = self._told(TokenTexts(self.tree.template), sampled, True)
+            added = self._num_added(self.call.prompt.ids) if self.asked.get("echo") else 0
+            logprobs = self._told(TokenTexts(self.tree.template.tokenizer), sampled, True, added)
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return choice | ({"token_ids": ids} if self.asked.get("return_token_ids") else {})
 
-    def _told(self, texts: TokenTexts, tokens: _Tokens, are_last: bool) -> dict[str, Any]:
-        """Return the `logprobs` of tokens, which follow those of `texts`.
+    def _num_added(self, ids: list[int]) -> int:
+        """Return how many tokens the tokenizer has added before the text of a prompt."""
+        template, text = self.tree.template, self.call.prompt.text
+        start = leading_special_tokens(template.tokenizer)
+        return len(start) if text and ids[: len(start)] == start and not text.startswith(template.text(start)) else 0
+
+    def _told(self, texts: TokenTexts, tokens: _Tokens, are_last: bool, added: int = 0) -> dict[str, Any]:
+        """Return the `logprobs` of tokens, which follow those of `texts`. The first `added` tokens have no text.
 
         The likeliest tokens of a position, and the sampled one, are told by their texts. Of tokens with the same text,
         the likeliest is told.
@@ -343,7 +357,8 @@ class CompletionReply:
         for token, logprob, likeliest in zip(tokens.ids, tokens.logprobs, tokens.likeliest, strict=True):
             others = [(texts.of_next(other), value) for other, value in likeliest if other != token]
             offsets.append(texts.length)
-            told.append(texts.add(token, are_last and len(told) == len(tokens.ids) - 1))
+            is_last = are_last and len(told) == len(tokens.ids) - 1
+            told.append("" if len(told) < added else texts.add(token, is_last))
             tops.append(None if logprob is None else _best_by_text([*others, (told[-1], logprob)]))
         return {
             "tokens": told,

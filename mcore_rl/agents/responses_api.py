@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from mcore_rl.agents import openai_api
 from mcore_rl.agents.live import LiveText
 from mcore_rl.agents.messages import BadRequest, from_openai
-from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill
+from mcore_rl.agents.openai_api import MODEL, Asked, check_options, count_of, refuse_prefill
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn
@@ -23,15 +24,17 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "stop": ([],),
+    "n": (1,),
 }
 """Options that would change the response, with the values that change nothing. Other values are refused."""
 
 
 def request(body: dict[str, Any]) -> Asked:
     """Check a request; raise BadRequest if it is invalid or has an unsupported option."""
-    for name, harmless in WITHOUT_EFFECT.items():
-        if body.get(name) is not None and body[name] not in harmless:
-            raise BadRequest(f"{name}={json.dumps(body[name])}: is not supported", name, "unsupported_value")
+    check_options(body, {**openai_api.WITHOUT_EFFECT, **WITHOUT_EFFECT})
     kind = ((body.get("text") or {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
         raise BadRequest(f"text.format: {kind} is not supported, because sampling is not constrained", "text")

@@ -128,6 +128,8 @@ class Endpoint:
         body = await self._body(request)
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
+        if body.get("stream") not in (None, False, True):
+            raise BadRequest("stream: must be true or false", "stream", "invalid_value")
         return body
 
     def _ask(self, request: Request, session: Session, body: dict[str, Any], asked: Asked) -> Call:
@@ -160,7 +162,7 @@ class Endpoint:
             gone.cancel()
             if not is_streamed:
                 working.cancel()
-        response = JSONResponse(reply.body(turns))
+        response = JSONResponse(await self._body_of(reply, turns))
         self.sessions.delivered(call)
         return response
 
@@ -193,6 +195,9 @@ class Endpoint:
     def _parts_of(self, call: Call, working: asyncio.Future[list[Turn]]) -> AsyncIterator[Sampled]:
         """Return the parts of a call's response as they come. Here, it is told when it is complete."""
         return no_parts()
+
+    async def _body_of(self, reply: Reply, turns: list[Turn]) -> dict[str, Any]:
+        return reply.body(turns)
 
     def _left(self, session: Session) -> None:
         """Do what remains after a streamed response."""

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.agents.messages import BadRequest, Message
 from mcore_rl.agents.parsing import END_THINK, THINK, CallForm, call_form_of
 from mcore_rl.data.chat import apply_template, end_token_ids, template_of, unused_character
+from mcore_rl.data.token_texts import text_of_tokens
 
 
 class ChatTemplate:
@@ -40,7 +41,7 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return text_of_tokens(self.tokenizer, list(ids))
 
     def begins_thought(self, text: str) -> bool:
         """Return whether a request's text ends inside of a thought, so that the response continues the thought."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,7 +217,7 @@ class _Answer:
 
 def harmless(text: str) -> str:
     """Return a model's text without characters that control the terminal."""
-    return "".join("␛" if character == "\x1b" else character for character in text)
+    return "".join("␛" if c not in "\n\t" and unicodedata.category(c) == "Cc" else c for c in text)
 
 
 def chat(arguments: Sequence[str], prog: str) -> None:
@@ -239,7 +240,11 @@ def chat(arguments: Sequence[str], prog: str) -> None:
         def open_model(named: str) -> ServedModel:
             if named.startswith(("http://", "https://")):
                 return ServedModel(named, os.environ.get(KEY_VARIABLE))
-            process = ServingProcess([*launch_options, named, *parsed.overrides])
+            from mcore_rl.serving.model_source import overrides_for
+
+            is_alone = named == parsed.model and not parsed.compare
+            overrides = parsed.overrides if is_alone else overrides_for(named, parsed.overrides)
+            process = ServingProcess([*launch_options, named, *overrides])
             started.callback(process.close)
             try:
                 model = process.model()

@@ -20,9 +20,11 @@ from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.chat import image_tokens, reads_images
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.token_cache import default_directory
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.vllm.placement import describe_places, place_servers, planned_nodes, with_host
+from mcore_rl.run.converted_checkpoint import CONVERTED
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.setup import check_models, check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
@@ -74,6 +76,9 @@ def run_dry(
     hub = Path(HF_HUB_CACHE)
     if any(path.is_relative_to(hub) for path in model_directories(config).values()):
         written.append(f"models that were missing to the hub's cache ({hub})")
+    converted = default_directory() / CONVERTED
+    if any(path.is_relative_to(converted) for path in model_directories(config).values()):
+        written.append(f"the model that was missing to {converted}")
     told = f"it wrote {' and '.join(written)}, and nothing else" if written else "nothing was written"
     print(f"this was a dry run: {told}")
 

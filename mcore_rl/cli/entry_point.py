@@ -28,7 +28,7 @@ from mcore_rl.run.converted_checkpoint import CONFIG_KEY, KEY, checkpoint_at, co
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import missing_trackers, preflight
 from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries, rank_zero_printer
-from mcore_rl.utils.model_directory import check_model_directory, download, is_hub_name
+from mcore_rl.utils.model_directory import check_model_directory, check_tokenizer, download, is_hub_name
 from mcore_rl.utils.packages import check_packages, import_torch
 from mcore_rl.utils.torchrun import (
     error_file,
@@ -301,6 +301,7 @@ def _made_from_checkpoint(config: TrainingConfig, with_weights: bool) -> Path | 
     if is_hub_name(directory):
         directory = download(str(directory), CONFIG_KEY, with_weights=False)
     check_model_directory(directory, CONFIG_KEY)
+    check_tokenizer(directory)
     return converted(checkpoint, directory, rank_zero_printer(local_rank() == 0)) if with_weights else directory
 
 

@@ -14,7 +14,7 @@ from mcore_rl.cli.serve import CHECKPOINT_HELP
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.config.load import LENGTH
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.serving.model_source import UNREAD, ModelSource, find_model
+from mcore_rl.serving.model_source import UNREAD, ModelSource, find_model, overrides_for
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import console, quiet_libraries, rank_zero_printer
 
@@ -50,7 +50,7 @@ def evaluate(arguments: Sequence[str], prog: str) -> None:
         _check(parsed)
         quiet_libraries()
         greedy = parsed.samples == 1 if parsed.greedy is None else parsed.greedy
-        output = parsed.output or Path("outputs") / f"eval_{Path(parsed.model).resolve().name}"
+        output = _output_of(parsed)
         if parsed.url is not None:
             _evaluate_url(parsed, output, greedy)
         else:
@@ -65,8 +65,15 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UserError("--url: needs one process; leave out torchrun's options")
     if parsed.url is not None and not parsed.url.startswith(("http://", "https://")):
         raise UserError(f"--url {parsed.url}: must begin with http:// or https://")
+    if parsed.baseline is not None and Path(parsed.baseline).resolve() == _output_of(parsed).resolve():
+        raise UserError(f"--baseline {parsed.baseline}: is the directory of this evaluation's results (--output)")
     if parsed.url is not None and parsed.baseline is not None and not (Path(parsed.baseline) / "eval.json").is_file():
         raise UserError(f"--baseline {parsed.baseline}: with --url, it must be a directory of results (with eval.json)")
+
+
+def _output_of(parsed: argparse.Namespace) -> Path:
+    output: Path = parsed.output or Path("outputs") / f"eval_{Path(parsed.model).resolve().name}"
+    return output
 
 
 def _values(parsed: argparse.Namespace, output: Path) -> dict[str, Any]:
@@ -124,26 +131,26 @@ def _evaluate_models(parsed: argparse.Namespace, output: Path, greedy: bool) -> 
     from mcore_rl.serving.evaluation import EvaluationFiles
 
     say = rank_zero_printer(torchrun.rank() == 0)
-    results = list[Path]()
-    for source in sources:
-        source = replace(source, config=resolve(source.config))
-        evaluation, files = ModelEvaluation(source, say), None
-        if torchrun.rank() == 0:
-            settings = _settings(
-                source.config, parsed, greedy, model=source.name, weights=weights_of(source),
-                dtype=source.config.model.dtype, max_sequence_length=source.config.data.max_sequence_length,
-                fingerprint=evaluation.fingerprint,
-            )  # fmt: skip
-            if is_result:
-                _check_baseline(settings, Path(baseline))
-            files = EvaluationFiles(source.config.output_dir, settings, parsed.overwrite)
-        evaluation.run(files, parsed.samples, greedy)
-        if files is not None:
-            results.append(files.directory)
+    # All is checked before anything is sampled.
+    evaluations = [ModelEvaluation(replace(source, config=resolve(source.config)), say) for source in sources]
+    for evaluation in evaluations:
+        source = evaluation.source
+        settings = _settings(
+            source.config, parsed, greedy, model=source.name, weights=weights_of(source),
+            dtype=source.config.model.dtype, max_sequence_length=source.config.data.max_sequence_length,
+            fingerprint=evaluation.fingerprint,
+        )  # fmt: skip
+        if torchrun.rank() > 0:
+            evaluation.run(None, parsed.samples, greedy)
+            continue
+        if is_result:
+            _check_baseline(settings, Path(baseline))
+        with EvaluationFiles(source.config.output_dir, settings, parsed.overwrite) as files:
+            evaluation.run(files, parsed.samples, greedy)
             files.finish(source.name, parsed.samples, evaluation.dropped)
     if torchrun.rank() == 0:
-        other = results[1:] or ([Path(parsed.baseline)] if is_result else [])
-        _report(output, *other)
+        others = [evaluation.config.output_dir for evaluation in evaluations[1:]]
+        _report(output, *([Path(baseline)] if is_result else others))
 
 
 def _evaluate_url(parsed: argparse.Namespace, output: Path, greedy: bool) -> None:
@@ -174,9 +181,9 @@ def _evaluate_url(parsed: argparse.Namespace, output: Path, greedy: bool) -> Non
     settings = _settings(config, parsed, greedy, model=parsed.model, url=parsed.url, fingerprint=of_prompts)
     if parsed.baseline is not None:
         _check_baseline(settings, Path(parsed.baseline))
-    files = EvaluationFiles(output, settings, parsed.overwrite)
-    evaluation.run(files, parsed.samples)
-    files.finish(parsed.model, parsed.samples)
+    with EvaluationFiles(output, settings, parsed.overwrite) as files:
+        evaluation.run(files, parsed.samples)
+        files.finish(parsed.model, parsed.samples)
     _report(output, *([Path(parsed.baseline)] if parsed.baseline is not None else []))
 
 
@@ -208,9 +215,10 @@ def _source(
     """Return the model that a user names; `same` has values of another model, with which it is compared."""
     values = _values(parsed, output)
     values["checkpoint"] = {"export_hf": False}
-    length = find_model(named, parsed.overrides, values, which).config.data.max_sequence_length
+    overrides = parsed.overrides if parsed.baseline is None else overrides_for(named, parsed.overrides)
+    length = find_model(named, overrides, values, which).config.data.max_sequence_length
     values |= {"grpo": {"max_new_tokens": min(MAX_NEW_TOKENS, length // 2)}, **(same or {})}
-    source = find_model(named, parsed.overrides, values, which)
+    source = find_model(named, overrides, values, which)
     if torchrun.rank() == 0:
         console.print(f"evaluating {source.checkpoint or source.config.model.path}", markup=False)
     return replace(source, config=with_local_models(source.config))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.cli.entry_point import Parser, count, exit_on_error
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error, with_local_models
 from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import GRPOConfig, ParallelConfig, TrainingConfig
 from mcore_rl.config.algorithms import own_layouts
@@ -68,7 +68,7 @@ def layouts(arguments: Sequence[str], prog: str) -> None:
         check_packages()
         if parsed.device == "cuda" and (reason := no_gpu()):
             raise UserError(f"--device cuda: {reason}")
-        config = load_for(parsed.algorithm, parsed.config, parsed.overrides)
+        config = with_local_models(load_for(parsed.algorithm, parsed.config, parsed.overrides))
         check_model_directory(config.model.path)
         for source in config.data.train_sources:
             check_file(source)

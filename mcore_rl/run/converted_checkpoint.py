@@ -14,15 +14,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from mcore_rl import __version__
 from mcore_rl.config import read_yaml
 from mcore_rl.data.token_cache import default_directory
 from mcore_rl.errors import UserError
 from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign
 from mcore_rl.utils.console import PrintLine
 from mcore_rl.utils.lock_file import LockFile, LockHeld
+from mcore_rl.utils.model_directory import missing_files
+from mcore_rl.utils.process_groups import GroupKeeper
 
 KEY, CONFIG_KEY = "model.path", "model.config_path"
+CONVERTED = "converted"
+"""Name of the directory in the cache."""
 POLL_SECONDS = 0.5
 OF_LAUNCH = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_", "TORCHELASTIC")
 """Beginnings of the variables with which torchrun tells a process its place."""
@@ -75,20 +81,25 @@ def converted(checkpoint: Path, config_directory: Path, say: PrintLine) -> Path:
     Raises:
         UserError: the checkpoint cannot be converted.
     """
-    cache = default_directory() / "converted"
+    cache = default_directory() / CONVERTED
     final = cache / _digest_of(checkpoint, config_directory)
-    cache.mkdir(parents=True, exist_ok=True)
     lock, told = LockFile(final.with_name(f"{final.name}.lock")), ""
-    while not final.is_dir():
+    while not _is_whole(final):
         try:
+            cache.mkdir(parents=True, exist_ok=True)
             lock.take()
+        except OSError as error:
+            raise UserError(
+                f"{KEY}: {checkpoint} cannot be converted, because {cache} cannot be written ({error.strerror}); "
+                "set the environment variable MCORE_RL_CACHE to another directory"
+            ) from None
         except LockHeld as held:
             if told != (told := str(held)):
                 say(f"waiting for {held}, which converts {checkpoint} (if it is gone, remove {lock.path})")
             time.sleep(POLL_SECONDS)
             continue
         try:
-            if not final.is_dir():
+            if not _is_whole(final):
                 say(f"converting {checkpoint} to {final} (only once)")
                 _convert(checkpoint, config_directory, final)
         finally:
@@ -96,9 +107,13 @@ def converted(checkpoint: Path, config_directory: Path, say: PrintLine) -> Path:
     return final
 
 
+def _is_whole(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and not missing_files(directory)
+
+
 def _digest_of(checkpoint: Path, config_directory: Path) -> str:
     """Return what identifies the content of a checkpoint and a directory: names, sizes and times of their files."""
-    told = []
+    told: list[Any] = [__version__]
     for directory in (checkpoint.resolve(), config_directory.resolve()):
         stats = [(path.name, path.stat()) for path in sorted(directory.iterdir()) if path.is_file()]
         told.append([str(directory), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)])
@@ -112,11 +127,20 @@ def _convert(checkpoint: Path, config_directory: Path, final: Path) -> None:
     arguments = [str(checkpoint), str(partial), "--model", str(config_directory)]
     command = [sys.executable, "-m", "mcore_rl", "convert", "to-hf", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCH)}
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode:
+    keeper = GroupKeeper()  # the process ends with this one
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    keeper.add(process.pid)
+    try:
+        _, errors = process.communicate()
+        keeper.remove(process.pid)
+    finally:
+        keeper.close()
+    if process.returncode:
         shutil.rmtree(partial, ignore_errors=True)
-        lines = done.stderr.strip().splitlines() or [f"the conversion has ended with status {done.returncode}"]
+        lines = errors.strip().splitlines() or [f"the conversion has ended with status {process.returncode}"]
         raise UserError(f"{KEY}: {lines[-1].removeprefix('error: ')}")
+    shutil.rmtree(final, ignore_errors=True)  # it was not whole
     partial.rename(final)

@@ -93,7 +93,7 @@ class PublicEndpoint(Endpoint):
         prompt = await asyncio.to_thread(asked.prompt, session.tree)
         parts: asyncio.Queue[Sampled] | None = None
         options = replace(asked.options, distribution=distribution_of(body))
-        if body.get("stream") and asked.count == 1:
+        if body.get("stream") and asked.count == 1 and prompt.form is None:  # calls are told when they are complete
             parts = asyncio.Queue[Sampled]()
             arrive, loop = parts.put_nowait, asyncio.get_running_loop()
 
@@ -104,7 +104,7 @@ class PublicEndpoint(Endpoint):
         # Without a seed, a repeated request gets another response.
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         call = self.sessions.ask(session, "", False, lambda: prompt, asked.count, options, seed)
-        if parts is not None and call.prompt.form is None:  # tool calls are told when they are complete
+        if parts is not None:
             self._parts[call] = parts
         return call
 
@@ -116,6 +116,9 @@ class PublicEndpoint(Endpoint):
         finally:
             if not is_streamed:
                 self._left(session)
+
+    async def _body_of(self, reply: Reply, turns: list[Turn]) -> dict[str, Any]:
+        return await asyncio.to_thread(reply.body, turns)  # texts of many tokens take long
 
     def _left(self, session: Session) -> None:
         """Forget a session, and stop what it still generates."""
@@ -206,8 +209,10 @@ class PublicEndpoint(Endpoint):
             gone.cancel()
             for session in sessions:
                 self._left(session)
-        choices = [choice for reply, own in zip(replies, turns, strict=True) for choice in reply.choices(own)]
-        usage = [openai_api.usage_of(own) for own in turns]
+        choices = list[dict[str, Any]]()
+        for reply, of_one in zip(replies, turns, strict=True):
+            choices += await asyncio.to_thread(reply.choices, of_one)
+        usage = [openai_api.usage_of(of_one) for of_one in turns]
         total = {name: sum(one[name] for one in usage) for name in usage[0]}
         return JSONResponse({**replies[0].head, "choices": choices, "usage": total})
 
@@ -248,10 +253,13 @@ async def _arriving(parts: asyncio.Queue[Sampled], working: asyncio.Future[Any])
     """Yield the parts of a response that come before it is complete."""
     while True:
         getting = asyncio.ensure_future(parts.get())
-        await asyncio.wait([getting, working], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            getting.cancel()
-            return
+        try:
+            await asyncio.wait([getting, working], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return
+        finally:
+            if not getting.done():
+                getting.cancel()
         yield getting.result()
 
 

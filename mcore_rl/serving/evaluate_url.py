@@ -23,10 +23,10 @@ from mcore_rl.serving.evaluation import Entry, EvaluationFiles, fingerprint_of
 from mcore_rl.utils.console import PrintLine
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-ATTEMPTS = 5
+ATTEMPTS, ATTEMPTS_TO_CONNECT = 5, 3
 BUSY = (408, 409, 429, 500, 502, 503, 504)
 NEVER = (401, 403, 404, 405)
-"""Statuses that every request would get: the key, the URL or the model is wrong."""
+"""Statuses that every request gets if the key, the URL or the model is wrong."""
 RENAMED = "max_completion_tokens"
 """Name of `max_tokens` for OpenAI's newer models, which refuse the older one."""
 FIRST_PAUSE_SECONDS = 1.0
@@ -95,6 +95,7 @@ class URLEvaluation:
     ) -> None:
         self.config, self.url, self.model, self.say = config, url.rstrip("/"), model, say
         self.options, self.concurrency = dict(options), concurrency
+        self._is_heard = self._is_allowed = False  # whether any request was answered, and successfully
         self.prompts = read_prompts(config)
         if config.environment.name in ("agent", "reward_model"):
             raise UserError(f"environment.name={config.environment.name}: cannot judge the model of a URL")
@@ -196,10 +197,13 @@ class URLEvaluation:
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
                 async with session.post(self.url + path, json=body) as answer:
+                    self._is_heard = True
                     if answer.status == 200:
-                        return _read(await answer.json(content_type=None), is_text)
+                        told = _read(await answer.json(content_type=None), is_text)
+                        self._is_allowed = True
+                        return told
                     why = f"status {answer.status}: {(await answer.text())[:300]}"
-                    if answer.status in NEVER:
+                    if answer.status in NEVER and not self._is_allowed:
                         raise UserError(f"{self.url}{path}: {why}")
                     if answer.status == 400 and RENAMED in why and "max_tokens" in body:
                         self.options.pop("max_tokens", None)
@@ -208,6 +212,10 @@ class URLEvaluation:
                         raise RefusedRequest(f"{self.url}{path}: {why}")
             except UserError:  # is a ValueError
                 raise
+            except aiohttp.ClientConnectorError as error:
+                why = str(error)
+                if not self._is_heard and attempt + 1 == ATTEMPTS_TO_CONNECT:
+                    raise UserError(f"--url {self.url}: nobody answers there ({why})") from None
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 why = f"{type(error).__name__}: {error}"
         raise RefusedRequest(f"{self.url}{path}: {why} (attempts: {ATTEMPTS})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -11,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Self
 
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.collector import StatisticsBySource
 from mcore_rl.rollouts.samples import RolloutSummary
+from mcore_rl.run.directory import JUDGE_LOG
 from mcore_rl.serving.evaluation_page import evaluation_page
 from mcore_rl.utils.lock_file import LockFile, LockHeld
 
@@ -145,12 +147,15 @@ class EvaluationFiles:
         self.samples = directory / SAMPLES
         self.entries = dict[tuple[int, int], Entry]()
         """The judged samples, by prompt and number."""
-        directory.mkdir(parents=True, exist_ok=True)
+        self._is_new = not (directory / RESULT).exists()
         self._lock = LockFile(directory / LOCK)
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             self._lock.take()
         except LockHeld as held:
             raise UserError(f"{directory}: another evaluation writes there ({held})") from None
+        except OSError as error:
+            raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
         try:
             self._open(overwrite)
         except BaseException:
@@ -172,6 +177,19 @@ class EvaluationFiles:
         _write(self.samples, "".join(_line(entry) for entry in self.entries.values()))
         _write(result, json.dumps({"settings": self.settings, "metrics": None}, indent=1) + "\n")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Release the directory. After an error before the first sample, remove the files of a new evaluation."""
+        if kind is not None and self._is_new and not self.entries:
+            for name in (RESULT, SAMPLES, JUDGE_LOG):
+                (self.directory / name).unlink(missing_ok=True)
+        self._lock.release()
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()  # if nothing else is there
+
     def add(self, entries: Sequence[Entry]) -> None:
         """Append samples to samples.jsonl."""
         with open(self.samples, "a") as file:
@@ -190,7 +208,6 @@ class EvaluationFiles:
         metrics = {"dropped_prompts": dropped, **metrics_of(ordered, samples)}
         result = {"model": model, "settings": self.settings, "metrics": metrics}
         _write_result(self.directory, result, ordered)
-        self._lock.release()
 
 
 def check_baseline(settings: Mapping[str, Any], baseline: Path) -> list[str]:
@@ -315,6 +332,10 @@ def _read(path: Path) -> dict[tuple[int, int], Entry]:
             entry = json.loads(line)
         except ValueError:  # the evaluation was killed while it wrote
             continue
+        if not isinstance(entry, dict) or not {"prompt", "sample", "error"} <= entry.keys():
+            raise UserError(
+                f"{path}: has lines that mcore-rl eval has not written; choose another directory (--output)"
+            )
         found[entry["prompt"], entry["sample"]] = entry
     return found
 

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from mcore_rl.config import GRPOConfig, build_config, read_yaml
 from mcore_rl.config.load import LENGTH
+from mcore_rl.config.sections import ModelConfig
 from mcore_rl.errors import UserError
+from mcore_rl.run.converted_checkpoint import CONFIG_KEY, checkpoint_at
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign
-from mcore_rl.utils.model_directory import check_model_directory, is_hub_name, positions_of
+from mcore_rl.utils.model_directory import check_model_directory, download, is_hub_name, positions_of
 
 Which = Literal["newest", "best", "hf"]
 UNREAD = "not read"
@@ -72,18 +74,28 @@ def find_model(
         values = {**(values or {}), "environment": own_judge}
     for section, more in [*found.items(), *(values or {}).items()]:
         merged[section] = {**merged.get(section, {}), **more} if isinstance(more, dict) else more
+    is_set = LENGTH in merged["data"] or any(change.startswith(f"data.{LENGTH}=") for change in overrides)
+    merged["data"].setdefault(LENGTH, LONGEST)
     config = build_config(GRPOConfig, merged, overrides, named)
-    if LENGTH not in config.data.model_fields_set:
-        merged["data"][LENGTH] = _length_of(config.model.config_path or config.model.path)
+    if not is_set and (length := _length_of(config.model)) < LONGEST:
+        merged["data"][LENGTH] = length
         config = build_config(GRPOConfig, merged, overrides, named)
     name = path.resolve().name if path.exists() else path.name
     return ModelSource(name, config, checkpoint, takes_best=which == "best")
 
 
-def _length_of(path: Path) -> int:
+def overrides_for(named: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides for one of two compared models: `model.config_path` is only for a checkpoint of others."""
+    own = not is_foreign(checkpoint_at(Path(named)) or Path())
+    return [change for change in overrides if not (own and change.startswith(f"{CONFIG_KEY}="))]
+
+
+def _length_of(model: ModelConfig) -> int:
     """Return the default of the maximum number of tokens of prompt and response: the model's positions, if not many."""
+    path = model.config_path or model.path
     try:
-        return int(min(positions_of(check_model_directory(path)), LONGEST))
+        directory = download(str(path), "model.path", with_weights=False) if is_hub_name(path) else path
+        return int(min(positions_of(check_model_directory(directory)), LONGEST))
     except (UserError, OSError, TypeError, AttributeError):  # a later check explains
         return LONGEST
 

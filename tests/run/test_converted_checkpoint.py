@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -91,27 +93,48 @@ def test_what_a_killed_conversion_left_is_replaced(cache, monkeypatch):
 
     calls = []
 
-    def convert(command, **_):
-        destination = Path(command[command.index("to-hf") + 2])
-        assert not destination.exists()
-        calls.append(command)
-        destination.mkdir()
-        return subprocess.CompletedProcess(command, 0)
+    def convert(checkpoint, config_directory, final):
+        calls.append(final)
+        original(checkpoint, config_directory, final)
 
-    monkeypatch.setattr(module.subprocess, "run", convert)
+    original = module._convert
+    monkeypatch.setattr(module, "_convert", convert)
     path = resolved(cache).model.path
     assert resolved(cache).model == resolved(cache).model and len(calls) == 1
-    path.rename(path.with_name(f"{path.name}.partial"))
+    (path / "model.safetensors").unlink()
+    shutil.copytree(path, path.with_name(f"{path.name}.partial"))
     assert resolved(cache).model.path == path and len(calls) == 2
+    assert (path / "model.safetensors").is_file() and list(cache.iterdir()) == [path]
     os.utime(cache.parents[1] / "config" / "config.json", (1, 1))
     assert resolved(cache).model.path != path and len(calls) == 3
 
 
-def test_what_cannot_be_converted_is_refused(cache, tmp_path):
+@pytest.mark.long
+def test_a_conversion_ends_with_its_command(cache, tmp_path):
+    files = [THEIRS, f"model.config_path={tmp_path / 'config'}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mcore_rl", "serve", *map(str, files)], stdout=subprocess.PIPE, text=True
+    ) as served:
+        assert any("converting " in line for line in served.stdout)
+        deadline = time.monotonic() + 30
+        while not (family := [p for p in psutil.Process(served.pid).children() if "to-hf" in p.cmdline()]):
+            assert time.monotonic() < deadline
+        served.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def test_what_cannot_be_converted_is_refused(cache, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"was written by Megatron-LM or Megatron-Bridge; set model.config_path"):
         with_local_models(config_of(THEIRS))
     with pytest.raises(UserError, match=r"^model.config_path: .* does not exist"):
         with_local_models(config_of(THEIRS, config_path=str(tmp_path / "none")))
+    for path in (tmp_path / "file", Path("/proc/none")):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("MCORE_RL_CACHE", str(path))
+        with pytest.raises(UserError, match=r"cannot be converted, because .* cannot be written .* MCORE_RL_CACHE"):
+            resolved(cache)
+    monkeypatch.setenv("MCORE_RL_CACHE", str(cache.parent))
     with pytest.raises(UserError, match=r"model.config_path: is only for checkpoints"):
         with_local_models(config_of(tmp_path / "config", config_path=str(tmp_path / "config")))
     values = json.loads((tmp_path / "config" / "config.json").read_text())

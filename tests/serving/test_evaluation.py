@@ -127,10 +127,10 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path):
     with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"prompt": 7, "sam')  # killed while it wrote
     files._lock.release()
-    again = EvaluationFiles(tmp_path, SETTINGS)
-    assert set(again.entries) == {(1, 0), (0, 0)}, "what was not judged is judged again"
-    again.add([entry(0, 1, 0.5), entry(1, 1, 0.75)])
-    again.finish("m", 2)
+    with EvaluationFiles(tmp_path, SETTINGS) as again:
+        assert set(again.entries) == {(1, 0), (0, 0)}, "what was not judged is judged again"
+        again.add([entry(0, 1, 0.5), entry(1, 1, 0.75)])
+        again.finish("m", 2)
     assert [(e["prompt"], e["sample"], e["reward"]) for e in read_entries(tmp_path)] == [
         (0, 0, 1.0), (0, 1, 0.5), (1, 0, 0.25), (1, 1, 0.75),
     ]  # fmt: skip
@@ -207,6 +207,28 @@ def test_prompts_that_were_not_evaluated_are_told(tmp_path):
     assert (
         re.search(r"pass@1 +1  \(over 1 prompts\)", lines) and read_result(tmp_path)["metrics"]["dropped_prompts"] == 7
     )
+
+
+@pytest.mark.parametrize("had", [False, True], ids=["new", "goes on"])
+def test_what_fails_before_the_first_sample_leaves_nothing(had, tmp_path):
+    if had:
+        finished(tmp_path / "out", [[1.0, 0.0]])
+    with pytest.raises(UserError, match="wrong key"), EvaluationFiles(tmp_path / "out", SETTINGS) as files:
+        (files.directory / "judge.log").write_text("")
+        raise UserError("wrong key")
+    assert (tmp_path / "out").exists() is had
+    if had:
+        assert len(read_entries(tmp_path / "out")) == 2 and not (tmp_path / "out" / "eval.lock").exists()
+
+
+def test_directories_that_cannot_be_used_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: cannot be written"):
+        EvaluationFiles(tmp_path / "file", SETTINGS)
+    finished(tmp_path / "out", [[1.0]])
+    (tmp_path / "out" / "samples.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(UserError, match="has lines that mcore-rl eval has not written"):
+        EvaluationFiles(tmp_path / "out", SETTINGS)
 
 
 def test_the_page_escapes_texts(tmp_path):

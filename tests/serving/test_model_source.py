@@ -1,6 +1,7 @@
 """Tests of what users name as a model: directories of models, runs, checkpoints and adapters."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,7 +9,9 @@ from small_models import make_model
 
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
-from mcore_rl.serving.model_source import LONGEST, find_model
+from mcore_rl.serving.model_source import LONGEST, find_model, overrides_for
+
+THEIRS = Path(__file__).parents[1] / "megatron" / "checkpoint" / "megatron_lm"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,37 @@ def test_a_model_directory(model, tmp_path):
     assert find_model(str(model), ["data.max_sequence_length=33"]).config.data.max_sequence_length == 33
 
 
-def test_a_name_on_the_hub_is_kept():
+@pytest.mark.parametrize(("positions", "length"), [(8192, 8192), (2050, 2050), (10**6, LONGEST)])
+def test_the_context_is_the_models(positions, length, model, tmp_path):
+    """Also if options need more than the default of `data.max_sequence_length`."""
+    values = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "max_position_embeddings": positions}))
+    config = find_model(str(tmp_path), ["grpo.max_new_tokens=1500"]).config
+    assert (config.data.max_sequence_length, config.rollouts.max_new_tokens) == (length, 1500)
+    asked = find_model(str(tmp_path), [], {"grpo": {"max_new_tokens": min(2048, length // 2)}}).config
+    assert asked.data.max_sequence_length == length
+
+
+def test_the_context_of_a_model_on_the_hub_is_read_there(model, monkeypatch):
+    monkeypatch.setattr("mcore_rl.serving.model_source.download", lambda name, key, with_weights: model)
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    assert find_model("some/name", []).config.data.max_sequence_length == positions
+    config = find_model(str(THEIRS), ["model.config_path=some/name"]).config
+    assert config.data.max_sequence_length == positions
+
+
+def test_a_configuration_directory_is_only_for_checkpoints_of_others(model):
+    changes = ["model.config_path=x", "seed=3"]
+    assert overrides_for(str(model), changes) == overrides_for("some/name", changes) == ["seed=3"]
+    assert overrides_for(str(THEIRS), changes) == overrides_for(str(THEIRS / "iter_0000002"), changes) == changes
+    source = find_model(str(THEIRS), [f"model.config_path={THEIRS / 'config'}"])
+    assert (source.config.model.path, source.checkpoint) == (THEIRS, None)
+    positions = json.loads((THEIRS / "config" / "config.json").read_text())["max_position_embeddings"]
+    assert source.config.data.max_sequence_length == positions
+
+
+def test_a_name_on_the_hub_is_kept(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     source = find_model("Qwen/Qwen3-0.6B", [])
     assert (source.name, str(source.config.model.path)) == ("Qwen3-0.6B", "Qwen/Qwen3-0.6B")
 
@@ -102,7 +135,7 @@ def test_a_choice_among_weights_needs_a_run(model):
         find_model(str(model), [], which="best")
 
 
-def test_a_checkpoint_of_another_program_is_to_be_converted(tmp_path):
+def test_a_checkpoint_without_its_files_is_refused(tmp_path):
     (tmp_path / "metadata.json").write_text("{}")
-    with pytest.raises(UserError, match=r"convert it first: mcore-rl convert to-hf \S+ DIRECTORY --model"):
+    with pytest.raises(UserError, match=r"config.yaml: does not exist; is this a checkpoint\?"):
         find_model(str(tmp_path), [])

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from agent_cases import HELLO, ScriptedEngine, Served
+from tokenizers.processors import TemplateProcessing
 
 from mcore_rl.models.generation.interfaces import Distribution, PromptScores, Response
 from mcore_rl.serving.client import is_loopback
@@ -156,7 +157,8 @@ def test_a_request_has_its_own_distribution(serve):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1}, {"temperature": "hot"}, {"temperature": True}, {"temperature": float("nan")},
+    [{"stream": "false"}, {"stream": 2},
+     {"temperature": -1}, {"temperature": "hot"}, {"temperature": True}, {"temperature": float("nan")},
      {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"top_k": 1.5}, {"top_k": 10**30}, {"min_p": 2},
      {"stop": ["x"] * 65}, {"stop": "x" * 1025}],
     ids=str,
@@ -339,6 +341,23 @@ def test_echo_scores_the_prompt(serve):
     assert none["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_text_begins_with_the_start_token(serve):
+    """As prompts of records and in transformers; the start token is no part of the text."""
+    served = serve(["!"] * 2)
+    start = served.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    served.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    for prompt in ("ab c", "<|im_start|>ab c"):
+        body = {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+        choice = served.post("/v1/completions", body)[2]["choices"][0]
+        assert list(served.engine.prompts[-1]) == served.tokenizer("ab c")["input_ids"]
+        told = choice["logprobs"]
+        assert choice["text"] == "".join(told["tokens"]) == f"{prompt}!" and len(told["tokens"]) == 1 + len(
+            served.engine.prompts[-1]
+        )
+
+
 def test_several_prompts_are_several_choices(serve):
     served = serve(["x", "y", "z", "w"])
     ids = served.tokenizer("abc", add_special_tokens=False)["input_ids"]
@@ -400,9 +419,33 @@ def test_responses_and_their_items(serve):
     assert "Be short." in text and '"name": "add"' in text and "<tool_response>\n4" in text
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "option",
+    [{"repetition_penalty": 1.1}, {"frequency_penalty": 1}, {"logit_bias": {"5": 1}}, {"guided_choice": ["a"]},
+     {"ignore_eos": True}, {"use_beam_search": True}, {"add_generation_prompt": False}],
+    ids=str,
+)  # fmt: skip
+def test_options_that_would_change_a_response_are_refused(path, option, serve):
+    body = {**HELLO, "input": "Hello?", "max_tokens": 5, **option}
+    status, _, answer = serve([]).post(path, body)
+    (name,) = option
+    assert status == 400 and f"{name}=" in answer["error"]["message"]
+
+
+def test_the_first_stop_string_is_named(serve):
+    body = {**HELLO, "max_tokens": 9, "stop_sequences": ["ee", "th"]}
+    answer = serve(["xthree"]).post("/v1/messages", body)[2]
+    assert (answer["content"][0]["text"], answer["stop_sequence"]) == ("x", "th")
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"n": 3}, "n=3: is not supported"),
+        ({"stop": "x"}, "stop="),
+        ({"truncation": "auto"}, "truncation="),
+        ({"include": ["message.output_text.logprobs"]}, "include="),
         ({"input": []}, "input: must be a text or a list"),
         ({"input": [{"type": "image"}]}, "items of type 'image'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only texts"),

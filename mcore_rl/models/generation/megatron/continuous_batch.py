@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.token_texts import TokenTexts
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.interfaces import (
     PromptScores,
@@ -80,8 +81,10 @@ class RunningSequence:
     """Recorded choices for the prompt's tokens by name, [tokens, layers, size]."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
     """The sampling batches that contain the response's tokens, in order, each with the sequence's column in it."""
-    tail: list[int] = field(default_factory=list)
-    """The last tokens of the response, as many as are needed to detect a stop string."""
+    tail: str = ""
+    """The end of the response's text, as much as is needed to detect a stop string."""
+    texts: TokenTexts | None = None
+    """Divides the response's text among its tokens; None if no stop strings are looked for."""
     stop_strings: StopStrings | None = None
     """Stop strings of this sequence; None for those of the batch."""
     num_likeliest: int = 0
@@ -170,13 +173,15 @@ class StopStrings:
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
         self.texts, self.tokenizer = texts, tokenizer
-        # A token has at least one byte, so this many last tokens contain any stop string that was just completed.
-        self.window = max((len(text.encode()) for text in texts), default=0) + 1
+        self._longest = max(map(len, texts), default=0)
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Append `token` to the last tokens of the sequence `s`; return whether a stop string now ends it."""
-        s.tail = [*s.tail, token][-self.window :]
-        text = self.tokenizer.decode(s.tail)
+        """Append the text of `token` to the end of the sequence's text; return whether a stop string now ends it."""
+        if s.texts is None:
+            s.texts = TokenTexts(self.tokenizer)
+        new = s.texts.add(token)
+        text = s.tail + new
+        s.tail = text[-self._longest :] if self._longest else ""
         return any(stop in text for stop in self.texts)
 
 

@@ -257,7 +257,8 @@ class RegionReader:
                     for piece in of_file:
                         self._read_piece(file, piece)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error) as error:
-                raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
+                reason = str(error) or type(error).__name__
+                raise UserError(f"{self.iteration / name}: cannot be read: {reason}") from None
 
     def tensor(self, key: str, offsets: Shape, sizes: Shape, whole: Shape | None = None) -> Tensor:
         """Return the region `offsets` … `offsets + sizes` of the tensor `key`, in its stored precision.
