@@ -345,7 +345,8 @@ class CheckpointConfig(Section):
     on_failure: Literal["stop", "continue"] = "stop"
     """Stop or continue training when a checkpoint cannot be written."""
     asynchronous: bool = True
-    """Continue training while a checkpoint is being written."""
+    """Continue training while a checkpoint is being written. For this, the host keeps memory for a copy of weights and
+    optimizer state during the whole run. false: only while it writes."""
     timeout_seconds: PositiveInt = 1800
     """Time limit for writing a checkpoint; a longer write fails."""
     allow_partial: bool = False

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_rl import platform
 from mcore_rl.distributed.collectives import (
     all_gather,
     all_gather_forward_reduce_scatter_backward,
@@ -582,7 +583,10 @@ class Tiles:
 
     def product(self, rows: slice, columns: slice | Tensor) -> Tensor:
         """Return these rows and columns of hidden × weightᵀ, not divided by the temperature."""
-        x = self.multiply(self.hidden(rows), self.weight(columns).T)
+        return self.capped(self.multiply(self.hidden(rows), self.weight(columns).T))
+
+    def capped(self, x: Tensor) -> Tensor:
+        """Bound products by the soft cap, in place; return them."""
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slope(self, products: Tensor) -> Tensor | None:
@@ -594,6 +598,8 @@ class Tiles:
 
     def all_columns(self, rows: slice) -> Tensor:
         """Return the given rows of hidden × weightᵀ, all columns. A weight of another dtype is converted in tiles."""
+        if self.factor_dtype == self._weight.dtype == self.dtype:
+            return self.capped(platform.linear(self.hidden(rows), self.weight(slice(0, self.columns))))
         if self.factor_dtype == self._weight.dtype:
             return self.product(rows, slice(0, self.columns))
         return torch.cat([self.product(rows, columns) for columns in list(self.column_tiles()) or [slice(0)]], dim=1)

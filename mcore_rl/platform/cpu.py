@@ -5,6 +5,7 @@ Megatron-Core calls functions of `torch.cuda` even on the CPU and on a simulated
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -177,8 +179,42 @@ def install_stand_ins(device: torch.device) -> None:
     distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)
 
 
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 192, 256)
+"""Numbers of rows for which oneDNN computes products. Others are padded, because it keeps code for each number."""
+
+
+@functools.cache
+def _product_of_onednn() -> Callable[..., Tensor] | None:
+    """Return oneDNN's linear layer, as torch's compiler calls it; None if this torch has none."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    found: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return found
+
+
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x, weight, bias)`; fp32 products of few rows are oneDNN's.
+
+    torch's own products of few rows take longer: 2.5 times as long for one to three rows, 1.5 times for 32
+    (docs/benchmarks.md).
+    """
+    rows, product = x.reshape(-1, x.shape[-1]), _product_of_onednn()
+    if product is None or not 0 < len(rows) <= FEW_ROWS[-1] or {x.dtype, weight.dtype} != {torch.float32}:
+        return F.linear(x, weight, bias)
+    padding = FEW_ROWS[bisect.bisect_left(FEW_ROWS, len(rows))] - len(rows)
+    padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+    return product(padded, weight, bias, "none", [], "")[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
 KEPT_BYTES = {-3: 2**24, -1: 2**28}
 """Bytes for two parameters of glibc's `mallopt`, by number: M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD is -1."""
+
+
+def return_freed_memory() -> None:
+    """Let glibc return all freed memory to Linux, also what lies between blocks in use. Not without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -46,20 +46,21 @@ PROMPT_LIMIT = 1024
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the median length of its prompts and the limit of its responses in tokens."""
+    """A model, the median length of its prompts, the limit of its responses and our size of packs, in tokens."""
 
     model: str
     median_prompt: int
     response_limit: int
+    tokens_per_pack: int
 
 
 CASES = {
-    "SmolLM2-135M, prompts of about 64 tokens": Case("smollm", 64, 64),
-    "Llama 7M, prompts of about 64 tokens": Case("model", 64, 256),
-    "Llama 7M, prompts of about 512 tokens": Case("model", 512, 256),
+    "SmolLM2-135M, prompts of about 64 tokens": Case("smollm", 64, 64, 1536),
+    "Llama 7M, prompts of about 64 tokens": Case("model", 64, 256, 4096),
+    "Llama 7M, prompts of about 512 tokens": Case("model", 512, 256, 4096),
 }
 BOUNDS = {
-    ("SmolLM2-135M, prompts of about 64 tokens", 1): 2.0,
+    ("SmolLM2-135M, prompts of about 64 tokens", 1): 2.5,
     ("Llama 7M, prompts of about 64 tokens", 1): 2.0,
     ("Llama 7M, prompts of about 64 tokens", 2): 3.0,
     ("Llama 7M, prompts of about 512 tokens", 1): 2.0,
@@ -67,7 +68,7 @@ BOUNDS = {
 }
 FLOORS = {("SmolLM2-135M, prompts of about 64 tokens", 1): 1.5}
 """Lowest ratios that are accepted where a bound is missed."""
-MOST_MEMORY, FLOORS_OF_MEMORY = 0.75, {"SmolLM2-135M, prompts of about 64 tokens": 1.25}
+MOST_MEMORY = 0.75
 REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 for text in completions]\n"
 
 
@@ -93,7 +94,7 @@ def main() -> int:
         for trl in [speeds[case, 0]]
     ]
     heavier = [
-        Row(case, *sizes, sizes[0] / sizes[1], None, MOST_MEMORY, floor=FLOORS_OF_MEMORY.get(case))
+        Row(case, *sizes, sizes[0] / sizes[1], None, MOST_MEMORY)
         for case in CASES
         for sizes in [(memory[case, 1], memory[case, 0])]
     ]
@@ -139,7 +140,12 @@ def run_ours(processes: int, directory: Path, case: Case, steps: int) -> tuple[l
         *(f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"),
         f"grpo.max_new_tokens={case.response_limit}",
         f"data.max_sequence_length={PROMPT_LIMIT + case.response_limit}",
-        *("batch.tokens_per_pack=4096", "batch.share_prefixes=true", "loss.reference_policy_kl_penalty=0"),
+        *(
+            f"batch.tokens_per_pack={case.tokens_per_pack}",
+            "checkpoint.asynchronous=false",
+            "batch.share_prefixes=true",
+            "loss.reference_policy_kl_penalty=0",
+        ),
         *("environment.name=trl", "environment.function=rewards:reward", "environment.num_workers=1"),
         *(f"trainer.max_steps={steps + WARM_UP}", "trainer.max_epochs=null"),
         *("checkpoint.resume=none", "checkpoint.overwrite=true", "checkpoint.export_hf=false"),

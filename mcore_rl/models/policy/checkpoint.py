@@ -142,6 +142,8 @@ class PolicyCheckpoint:
             self.pending = None
             raise
         final, self.pending = self.pending.final, None
+        if not self.policy.config.checkpoint.asynchronous:  # training does not go on beside the writing
+            self._staging.release()
         return final
 
     def finish_alone(self, seconds: float) -> Path | None:

@@ -249,3 +249,29 @@ def test_memory_of_first_save_is_allocated_before(layout, model_of, tmp_path):
     config = layout.apply(make_config(model_of("llama")))
     for before, after in run_processes(reserved_before_first_save, config, tmp_path, world_size=layout.world_size):
         assert before == after and before[0] > 0
+
+
+def saved_twice(config, directory):
+    """Return the sizes of the block after each of two synchronous saves, and the checkpoints."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, 10, rows_per_unit=2)
+    sizes = []
+    for step in (1, 2):
+        policy.train(make_data(), build_loss(config))
+        policy.save_checkpoint(directory, step, {"step": step})
+        staging = policy.checkpoint._staging
+        sizes.append((len(staging._block), os.fstat(staging.descriptor).st_size))
+    damages = [policy.checkpoint.verify(path) for path in sorted(directory.glob("iter_*"))]
+    policy.shutdown()
+    return sizes, damages
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "asynchronous"])
+def test_without_asynchronous_saves_the_memory_is_given_back(asynchronous, model_of, tmp_path):
+    config = make_config(model_of("llama"))
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"asynchronous": asynchronous})}
+    )
+    ((sizes, damages),) = run_processes(saved_twice, config, tmp_path, world_size=1)
+    assert damages == [[], []] and all((block > 0) == (file > 0) == asynchronous for block, file in sizes)

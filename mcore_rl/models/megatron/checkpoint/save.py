@@ -48,6 +48,7 @@ from mcore_rl.models.megatron.checkpoint.state import METADATA, TrainingState
 from mcore_rl.models.megatron.internals import shards_by_key
 from mcore_rl.models.megatron.parallel_state import process_groups, random_states
 from mcore_rl.platform import bytes_for, offsets_of, views_of
+from mcore_rl.platform.cpu import return_freed_memory
 from mcore_rl.utils import shard_process
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 from mcore_rl.utils.files import naming_full_disk
@@ -116,11 +117,20 @@ class HostStaging:
             self._work.append(self._beside.submit(self._allocate, size))
 
     def _allocate(self, size: int) -> None:
+        return_freed_memory()  # of activations, for example: makes room
         self._file.truncate(size)
         block = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         known = len(self._block)
         ctypes.memset(block.data_ptr() + known, 0, size - known)  # without the interpreter's lock, unlike MAP_POPULATE
         self._block = block
+
+    def release(self) -> None:
+        """Give the block of shared memory back. No save may be pending."""
+        if self._is_locked:
+            platform.release_page_lock(self._block)
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._size, self._end, self._is_locked = 0, 0, False
+        self._file.truncate(0)
 
     def clear(self) -> None:
         """Mark the whole block of shared memory as free, for the next save."""

@@ -86,8 +86,8 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         if self.sequence_parallel and not self.explicit_expert_comm:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         if self.skip_bias_add:
-            return F.linear(input_, self.weight), self.bias
-        return F.linear(input_, self.weight, self.bias), None
+            return platform.linear(input_, self.weight), self.bias
+        return platform.linear(input_, self.weight, self.bias), None
 
 
 def recomputed(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
@@ -159,7 +159,7 @@ class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
         if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_)
             return output
-        partial = F.linear(input_, self.weight)
+        partial = platform.linear(input_, self.weight)
         if self.explicit_expert_comm:  # the token exchange sums experts' outputs
             return partial, self.bias
         if self.sequence_parallel:
