@@ -66,7 +66,10 @@ BOUNDS = {
     ("Llama 7M, prompts of about 512 tokens", 1): 2.0,
     ("Llama 7M, prompts of about 512 tokens", 2): 3.0,
 }
-FLOORS = {("SmolLM2-135M, prompts of about 64 tokens", 1): 1.5}
+FLOORS = {
+    ("SmolLM2-135M, prompts of about 64 tokens", 1): 2.0,
+    ("Llama 7M, prompts of about 64 tokens", 2): 2.7,
+}
 """Lowest ratios that are accepted where a bound is missed."""
 MOST_MEMORY = 0.75
 REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 for text in completions]\n"

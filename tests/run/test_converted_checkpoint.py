@@ -69,6 +69,7 @@ def test_a_checkpoint_of_megatron_lm_is_trained_evaluated_and_served(cache, tmp_
     assert first == second
 
 
+@pytest.mark.long
 def test_several_processes_convert_once(cache, tmp_path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_converted_checkpoint as t; from pathlib import Path;"
@@ -88,6 +89,7 @@ def test_several_processes_convert_once(cache, tmp_path):
     assert (tmp_path / "config" / "config.json").is_file()
 
 
+@pytest.mark.long
 def test_what_a_killed_conversion_left_is_replaced(cache, monkeypatch):
     from mcore_rl.run import converted_checkpoint as module
 
