@@ -7,8 +7,6 @@ from collections import deque
 from functools import cache
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 INCOMPLETE = "\ufffd"
 """Character in place of the bytes of an incomplete character."""
 LONGEST_CHARACTER = 4
@@ -94,4 +92,6 @@ class TokenTexts:
 @cache
 def _bytes_by_character() -> dict[str, int]:
     """Return the bytes that the characters of byte-level vocabularies stand for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes seconds, and few programs need it
+
     return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -20,6 +20,7 @@ from mcore_rl import __version__
 from mcore_rl.config import read_yaml
 from mcore_rl.data.token_cache import default_directory
 from mcore_rl.errors import UserError
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.checkpoint_store import CheckpointStore, is_foreign
 from mcore_rl.utils.console import PrintLine
 from mcore_rl.utils.lock_file import LockFile, LockHeld
@@ -76,7 +77,8 @@ def config_directory_of(checkpoint: Path, config_path: Path | None) -> Path:
 def converted(checkpoint: Path, config_directory: Path, say: PrintLine) -> Path:
     """Return a model directory with a checkpoint's weights; make it if the cache does not have it.
 
-    All processes may call this at the same time: one converts, and the others that see the same cache wait for it.
+    All processes may call this at the same time: the first of a node converts, and the others wait for it, also those
+    of other nodes and commands that see the same cache.
 
     Raises:
         UserError: the checkpoint cannot be converted.
@@ -85,6 +87,9 @@ def converted(checkpoint: Path, config_directory: Path, say: PrintLine) -> Path:
     final = cache / _digest_of(checkpoint, config_directory)
     lock, told = LockFile(final.with_name(f"{final.name}.lock")), ""
     while not _is_whole(final):
+        if torchrun.local_rank() > 0:  # torchrun ends it if the first rank fails
+            time.sleep(POLL_SECONDS)
+            continue
         try:
             cache.mkdir(parents=True, exist_ok=True)
             lock.take()

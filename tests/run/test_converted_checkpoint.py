@@ -52,7 +52,7 @@ def test_a_checkpoint_of_megatron_lm_is_trained_evaluated_and_served(cache, tmp_
         files = ["--model", model, "--data", tmp_path / "data.jsonl", "--output", tmp_path / name]
         options = ["trainer.max_steps=2", "batch.global_batch_size=2", "data.max_sequence_length=48", *more]
         done = subprocess.run(
-            [sys.executable, "-m", "mcore_rl", "train", "sft", "--nproc-per-node", "2", *map(str, [*files, *options])],
+            [sys.executable, "-m", "mcore_rl", "train", "sft", *map(str, [*files, *options])],
             capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
