@@ -47,7 +47,7 @@ class LiveText:
         if turn.messages:
             whole = {key: turn.messages[-1].get(key) or "" for key in ("reasoning_content", "content")}
         if not all(whole[key].startswith(text) for key, text in self._sent.items()):
-            # Bytes that are no characters: the decoder writes them in another way if others follow.
+            # The decoder may decode invalid bytes in another way once further bytes follow.
             ids = self._tree.ids_without_end(part)
             self._text += "".join(self._texts.add(token, place == len(ids) - 1) for place, token in enumerate(ids))
             whole = self._parsed(self._text)
@@ -86,6 +86,6 @@ def _overlap(text: str, mark: str) -> int:
 
 
 async def no_parts() -> AsyncIterator[Response]:
-    """Yield nothing: the parts of a response that is told only when it is complete."""
+    """Yield no parts, for a response that is sent only when it is complete."""
     return
     yield

@@ -243,7 +243,7 @@ class ChatReply:
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "system_fingerprint": None}
 
     def _logprobs(self, texts: TokenTexts, part: Response, is_last: bool) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens of `part`, which follow those of `texts`."""
+        """Return the log-probabilities of the tokens of `part`, which come after the tokens in `texts`."""
 
         def told(token: int, text: str, logprob: float) -> dict[str, Any]:
             return {"token": text, "logprob": logprob, "bytes": texts.bytes_of(token, text)}
@@ -348,10 +348,13 @@ class CompletionReply:
         return len(start) if text and ids[: len(start)] == start and not text.startswith(template.text(start)) else 0
 
     def _told(self, texts: TokenTexts, tokens: _Tokens, are_last: bool, added: int = 0) -> dict[str, Any]:
-        """Return the `logprobs` of tokens, which follow those of `texts`. The first `added` tokens have no text.
+        """Return the `logprobs` of tokens, which come after the tokens already added to `texts`.
 
-        The likeliest tokens of a position, and the sampled one, are told by their texts. Of tokens with the same text,
-        the likeliest is told.
+        The likeliest tokens of each position, and the sampled token, are listed by their texts. If several have the
+        same text, only the likeliest of them is listed.
+
+        Args:
+            added: number of tokens at the beginning that are not part of the text.
         """
         told, tops, offsets = list[str](), list[dict[str, float] | None](), list[int]()
         for token, logprob, likeliest in zip(tokens.ids, tokens.logprobs, tokens.likeliest, strict=True):

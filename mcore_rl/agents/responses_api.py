@@ -211,7 +211,7 @@ def _part(key: str, text: str) -> dict[str, Any]:
 
 
 class _Stream:
-    """The events of a stream: those of one text after another, then those of calls.
+    """Makes the events of a stream: first those of the texts, one text after another, then those of function calls.
 
     key: key of the text that is open; "" if none is.
     count: number of items that have begun.

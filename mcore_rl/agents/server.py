@@ -65,7 +65,7 @@ class Endpoint:
     """
 
     _option_of_limit = " (environment.agent.max_body_bytes)"
-    """What messages say about where `max_body_bytes` is set."""
+    """The key of the configuration that sets `max_body_bytes`, as error messages name it."""
 
     def __init__(self, sessions: Sessions, max_body_bytes: int = 2**24) -> None:
         self.sessions, self.max_body_bytes = sessions, max_body_bytes
@@ -193,7 +193,7 @@ class Endpoint:
         return StreamingResponse(told(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     def _parts_of(self, call: Call, working: asyncio.Future[list[Turn]]) -> AsyncIterator[Sampled]:
-        """Return the parts of a call's response as they come. Here, it is told when it is complete."""
+        """Return the parts of a call's response as they are sampled. This class sends only complete responses."""
         return no_parts()
 
     async def _body_of(self, reply: Reply, turns: list[Turn]) -> dict[str, Any]:

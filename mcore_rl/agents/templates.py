@@ -41,7 +41,7 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
-        return text_of_tokens(self.tokenizer, list(ids))
+        return text_of_tokens(self.tokenizer, ids)
 
     def begins_thought(self, text: str) -> bool:
         """Return whether a request's text ends inside of a thought, so that the response continues the thought."""

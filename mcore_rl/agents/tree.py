@@ -23,7 +23,7 @@ import numpy as np
 from mcore_rl.agents.messages import Message, ids_of_calls, key_of, make_call, thought_of
 from mcore_rl.agents.parsing import CallForm, Parsed, parse
 from mcore_rl.agents.templates import ChatTemplate
-from mcore_rl.data.texts import leading_special_tokens
+from mcore_rl.data.texts import prompt_text_tokens
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.rollouts.samples import Numbers, TokenRow
@@ -142,9 +142,8 @@ class SessionTree:
             if turn.prompt.text and not turn.messages and prompt.startswith(whole) and len(whole) >= length:
                 best, length = turn, len(whole)
         if best is None:
-            start = leading_special_tokens(self.template.tokenizer)
-            ids = self.template.ids(prompt)
-            return self._of_ids(ids if ids[: len(start)] == start else [*start, *ids], prompt, [], None)
+            ids = prompt_text_tokens(self.template.tokenizer, prompt).input_ids
+            return self._of_ids(list(ids), prompt, [], None)
         new = self.template.ids(prompt[length:])
         return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
 

@@ -290,7 +290,7 @@ def _made_from_checkpoint(config: TrainingConfig, with_weights: bool) -> Path | 
     """Return the model directory for the checkpoint that `model.path` names; None if it names none.
 
     Raises:
-        UserError: it cannot be made; or `model.config_path` is set, but `model.path` is no checkpoint.
+        UserError: the checkpoint cannot be converted; or `model.config_path` is set without a checkpoint.
     """
     model = config.model
     if (checkpoint := checkpoint_at(model.path)) is None:

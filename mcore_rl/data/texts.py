@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.token_store import TokenSequence
+from mcore_rl.data.token_texts import text_of_tokens
 
 ANCHORS = ("\n", ".", "a", "1")
 """Texts that are put before a text to tokenize it as a continuation."""
@@ -62,14 +63,14 @@ def _continuation(tokenizer: Any, before: str, context: list[int], text: str) ->
     whole = _ids(tokenizer, before + text)
     if whole[: len(context)] == context:
         return whole[len(context) :], ()
-    wanted, alone = _text(tokenizer, whole), _ids(tokenizer, text)
+    wanted, alone = text_of_tokens(tokenizer, whole), _ids(tokenizer, text)
     candidates = [alone]
     for anchor in ANCHORS:
         start, both = _ids(tokenizer, anchor), _ids(tokenizer, anchor + text)
         if both[: len(start)] == start:
             candidates.append(both[len(start) :])
     for ids in candidates:
-        if _text(tokenizer, [*context, *ids]) == wanted:
+        if text_of_tokens(tokenizer, [*context, *ids]) == wanted:
             return ids, ("apart",)
     return alone, ("inexact",)
 
@@ -78,7 +79,7 @@ def _length_with_end(tokenizer: Any, ids: Sequence[int]) -> int:
     """Return the number of `ids` through the end token that only white space follows; 0 if there is no such token."""
     length = len(ids)
     while length and ids[length - 1] not in end_token_ids(tokenizer):
-        if _text(tokenizer, ids[length - 1 : length]).strip():
+        if text_of_tokens(tokenizer, ids[length - 1 : length]).strip():
             return 0
         length -= 1
     return length
@@ -95,7 +96,3 @@ def leading_special_tokens(tokenizer: Any) -> list[int]:
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _text(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,8 +20,9 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A byte in the vocabulary of SentencePiece."""
 
 
-def text_of_tokens(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def text_of_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of tokens, special tokens included."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class TokenTexts:

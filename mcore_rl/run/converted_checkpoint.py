@@ -31,8 +31,6 @@ KEY, CONFIG_KEY = "model.path", "model.config_path"
 CONVERTED = "converted"
 """Name of the directory in the cache."""
 POLL_SECONDS = 0.5
-OF_LAUNCH = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_", "TORCHELASTIC")
-"""Beginnings of the variables with which torchrun tells a process its place."""
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -131,7 +129,7 @@ def _convert(checkpoint: Path, config_directory: Path, final: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     arguments = [str(checkpoint), str(partial), "--model", str(config_directory)]
     command = [sys.executable, "-m", "mcore_rl", "convert", "to-hf", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCH)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun.VARIABLES)}
     keeper = GroupKeeper()  # the process ends with this one
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -7,6 +7,9 @@ import os
 import socket
 from pathlib import Path
 
+VARIABLES = ("TORCHELASTIC", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
+"""Beginnings of the names of the environment variables with which torchrun tells a process its place."""
+
 
 def is_launched() -> bool:
     """Return whether a launcher (torchrun, a Ray actor, a test) has started this process as one of several ranks."""

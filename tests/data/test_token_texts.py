@@ -66,7 +66,7 @@ def test_tokens_without_a_text_change_nothing(kind):
 
 
 def test_bytes_that_are_no_characters(kind):
-    """With byte-level tokenizers, any bytes have the text that they have together; others write a run of bytes anew."""
+    """With byte-level tokenizers, the texts of any bytes add up to the text of all bytes."""
     generator, tokenizer = random.Random(0), KINDS[kind]
     for _ in range(60):
         parts = [generator.choice([b"\x80" * 20, b"\xf0\x9f", b"\xe2\x98\x83", b"a", b" b", b"\xff"]) for _ in range(9)]

@@ -49,18 +49,18 @@ def test_a_checkpoint_of_megatron_lm_is_trained_evaluated_and_served(cache, tmp_
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     from_theirs = [THEIRS / "iter_0000002", f"model.config_path={tmp_path / 'config'}"]
     for name, model, *more in (("theirs", *from_theirs), ("hf", tmp_path / "hf")):
-        files = ["--model", model, "--data", tmp_path / "data.jsonl", "--output", tmp_path / name]
+        files = ["--model", model, "--data", tmp_path / "data.jsonl", "--output", tmp_path / f"from_{name}"]
         options = ["trainer.max_steps=2", "batch.global_batch_size=2", "data.max_sequence_length=48", *more]
         done = subprocess.run(
-            [sys.executable, "-m", "mcore_rl", "train", "sft", *map(str, [*files, *options])],
+            [sys.executable, "-m", "mcore_rl", "train", "sft", "--nproc-per-node", "2", *map(str, [*files, *options])],
             capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("converting ") == (name == "theirs")
-    trained = {name: load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("theirs", "hf")}
+    trained = {name: load_file(tmp_path / f"from_{name}" / "hf" / "model.safetensors") for name in ("theirs", "hf")}
     assert all(torch.equal(trained["theirs"][key], tensor) for key, tensor in trained["hf"].items())
     (directory,) = (path for path in cache.iterdir() if path.is_dir())
-    assert yaml.safe_load((tmp_path / "theirs" / "config.yaml").read_text())["model"]["path"] == str(directory)
+    assert yaml.safe_load((tmp_path / "from_theirs" / "config.yaml").read_text())["model"]["path"] == str(directory)
     evaluated = ["--data", tmp_path / "data.jsonl", "--judge", "exact_match", "grpo.max_new_tokens=4"]
     for name, model, *more in (("of_theirs", *from_theirs), ("of_hf", tmp_path / "hf")):
         done = run("eval", model, *evaluated, "--output", tmp_path / name, *more)

@@ -342,7 +342,7 @@ def test_echo_scores_the_prompt(serve):
 
 
 def test_a_text_begins_with_the_start_token(serve):
-    """As prompts of records and in transformers; the start token is no part of the text."""
+    """The tokens are those of transformers. The start token is not part of the returned text."""
     served = serve(["!"] * 2)
     start = served.tokenizer.convert_tokens_to_ids("<|im_start|>")
     served.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -21,6 +21,7 @@ from mcore_rl.models.generation.vllm.key import VARIABLE
 from mcore_rl.models.generation.vllm.placement import ServerPlace
 from mcore_rl.models.generation.vllm.signing import NAME_VARIABLE, server_name
 from mcore_rl.models.refit.transfer import listen
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.model_directory import missing_files, vision_model_config
 from mcore_rl.utils.process_groups import GRACE_SECONDS, GroupKeeper, end_groups
@@ -34,7 +35,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 # Variables of torchrun and of a virtual environment that the servers must not inherit.
-STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
+STRANGE = (*torchrun.VARIABLES, "PYTHONPATH", "VIRTUAL_ENV")
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
