@@ -10,8 +10,6 @@ CACHE = tempfile.TemporaryDirectory()  # of tokenized data: for this run of the 
 os.environ["MCORE_RL_CACHE"] = CACHE.name
 os.environ["VLLM_API_KEY"] = "the-key-of-this-run"  # servers and runs of tests have different directories
 
-from pathlib import Path
-
 from mcore_rl.testing.gpus import hide_gpus
 
 hide_gpus()
@@ -19,6 +17,7 @@ hide_gpus()
 # Before anything of the package is imported: shapes in signatures are checked while the tests run.
 import shape_checks  # noqa: F401  # isort: skip
 
+import fork_server
 import hypothesis
 import pytest
 
@@ -44,21 +43,19 @@ def pytest_configure(config):
         hypothesis.settings.load_profile("thorough" if selects_long else "repeatable")
     # With --numprocesses this process only distributes tests: the workers import PyTorch and Megatron.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        fork_server.serve_workers()
         return
     from mcore_rl.utils.console import quiet_libraries
 
     quiet_libraries()
     gc.disable()  # collecting would visit everything that is imported, again and again
-    # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
-        from mcore_rl.testing.processes import serve_processes
-
-        serve_processes(also_preload=["preload_in_server"])
+    fork_server.serve()
     import torch
+    from forked_writer import fork_writers
 
     from mcore_rl.platform import initialize_platform
 
+    fork_writers()
     initialize_platform()
     torch.set_num_threads(1)  # of two workers on two cores, threads would wait for each other
 

@@ -205,6 +205,8 @@ NEED_NO_DEVICE = (
 )
 
 
+@pytest.mark.long
+@pytest.mark.every_case
 @pytest.mark.parametrize("more", [(), pytest.param(("models.policy.ray_policy",), marks=pytest.mark.long, id="ray")])
 def test_a_device_is_chosen_by_a_call_before_megatron_is_imported(more):
     """Modules that do not need Megatron are imported without it; others name the function to call first, after which

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -68,15 +67,6 @@ class Start:
 
 
 CPU = Start()
-
-
-def serve_processes(also_preload: Sequence[str] = ()) -> None:
-    """Start the fork server now, with the modules `also_preload` imported too.
-
-    Without this call, the first `run_processes` starts the server.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
-    forkserver.ensure_running()
 
 
 def run_processes(

@@ -231,6 +231,17 @@ class Report:
     error: str | None = None
 
 
+def launch(trainer: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a writing process, to which `trainer` belongs."""
+    code = "from mcore_rl.utils.shard_process import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(os.getpid()), str(trainer.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[trainer.fileno()],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
 class ShardProcess:
     """The trainer's handle of its writing process. If the process has ended, the next job starts a new one."""
 
@@ -259,15 +270,9 @@ class ShardProcess:
         self.kill()
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
-        code = "from mcore_rl.utils.shard_process import main; main()"
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the process ignores them
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(os.getpid()), str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )
+            self._process = launch(other)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
             other.close()
@@ -356,21 +361,27 @@ def shared_file() -> Any:
 def main() -> None:
     """Run the writing process: execute the jobs that the trainer submits, until the trainer ends."""
     parent, descriptor = map(int, sys.argv[1:3])
-    _live_and_die_with(parent)
+    ignore_stop_signals()
+    signal_at_end_of(parent)
+    with socket.socket(fileno=descriptor) as trainer:
+        serve(trainer)
+
+
+def serve(trainer: socket.socket) -> None:
+    """Execute the jobs that come through the socket `trainer`, until the trainer closes its end."""
     import torch
     import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
     os.nice(5)  # gives the trainer priority
-    with socket.socket(fileno=descriptor) as trainer:
-        trainer.send(READY)
-        while True:
-            _, files, *_ = socket.recv_fds(trainer, MESSAGE_BYTES, 2)
-            if not files:  # the trainer has closed its end
-                return
-            job, block = files
-            error = _outcome(job, block, lambda: trainer.send(WRITTEN))
-            trainer.send(json.dumps({"error": error}).encode())
+    trainer.send(READY)
+    while True:
+        _, files, *_ = socket.recv_fds(trainer, MESSAGE_BYTES, 2)
+        if not files:  # the trainer has closed its end
+            return
+        job, block = files
+        error = _outcome(job, block, lambda: trainer.send(WRITTEN))
+        trainer.send(json.dumps({"error": error}).encode())
 
 
 def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | None:
@@ -391,9 +402,8 @@ def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | N
     return None
 
 
-def _live_and_die_with(parent: int) -> None:
-    """Ignore stop signals, because the parent handles them, and end when the parent ends."""
+def ignore_stop_signals() -> None:
+    """Ignore the signals that the trainer handles, which a terminal or a launcher also sends to this process."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    signal_at_end_of(parent)

@@ -35,6 +35,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp2", *(pytest.param(x, marks=pytest.mark.long) for x in ("dp2", "pp2", "cp2"))])
 @pytest.mark.every_case
 def test_layouts_sample_the_same_sessions(layout, files, whole):
@@ -65,6 +66,7 @@ def test_failed_programs_are_failed_samples(files):
     assert "broken program" in (files / "failing" / "agent.log").read_text() or "broken" not in errors
 
 
+@pytest.mark.long
 def test_commands_give_rewards_and_judges_judge_sessions(files):
     port = free_port()
     command = f"[python3,{files / 'command.py'},http://127.0.0.2:{port}/,{files / 'one_session'}]"

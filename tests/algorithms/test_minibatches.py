@@ -74,6 +74,7 @@ def whole(files):
     return train(files, "grpo", "whole", "--record", files / "recording.jsonl")
 
 
+@pytest.mark.long
 def test_metrics_contain_mean_and_value_of_each_update(whole):
     for line in metrics_of(whole):
         updates = [line[f"loss/update_{n}"] for n in range(1, 7)]

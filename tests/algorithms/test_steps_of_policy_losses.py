@@ -171,6 +171,7 @@ def score_norms_of_policy(config, data):
     return scored["logprobs"], scored["score_norms"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", and_long([LAYOUTS[1]], [LAYOUTS[2]]), ids=str)
 def test_norms_of_scores_equal_those_of_the_whole_distribution(layout, files, data):
     model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)

@@ -390,6 +390,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ environment.*, checkpoint.*, logging.*
 
 
+@pytest.mark.long
 def test_num_workers_judge_at_the_same_time(tmp_path, monkeypatch):
     (tmp_path / "slowly.py").write_text(
         "import os, time\ndef judge(message_log, record):\n    time.sleep(0.5)\n    return float(os.getpid())\n"

@@ -196,6 +196,7 @@ def test_failed_rendezvous_is_one_line(options, message, config):
     assert done.stderr.startswith(f"error: {message.format(**ports)}") and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.long
 def test_doctor_reports_no_missing_package():
     done = call("doctor")
     assert done.returncode == 0 and not done.stderr
@@ -243,6 +244,7 @@ def test_help_prints_usage_of_all_commands_and_of_programs():
     assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
 
 
+@pytest.mark.long
 def test_command_ends_without_traceback_when_its_reader_ends():
     for arguments in ("train dpo --help", "train dpo --help dpo", "schema grpo"):
         command = f"{sys.executable} -m mcore_rl {arguments} | head -n 1"
@@ -302,6 +304,7 @@ def test_a_dry_run_prints_layouts_and_wrong_data_before_it_imports_pytorch(confi
         assert refused.returncode == 2 and told in refused.stderr, refused.stderr
 
 
+@pytest.mark.long
 def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path):
     """Also for messages, although the directory has no chat template. A run needs the other files."""
     (tmp_path / "plan").mkdir()
@@ -321,6 +324,7 @@ def test_dry_run_plans_for_a_model_directory_with_only_a_config(config, tmp_path
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", ["2x4", "8"])
 def test_dry_run_places_servers_for_nodes_of_so_many_processes(processes, config, tmp_path):
     (tmp_path / "plan").mkdir()
@@ -362,6 +366,7 @@ def test_dry_run_checks_the_model_in_the_precision_of_a_gpu(config, tmp_path):
     assert "in bfloat16 the model's width of an expert (36) must be a multiple of 8" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
 def test_dry_run_estimates_fp8_without_transformer_engine(config, tmp_path):
     """A run needs its layers; the plan for a GPU does not."""

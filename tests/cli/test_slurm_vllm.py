@@ -56,6 +56,8 @@ def job(tmp_path, *words, **variables):
     return subprocess.Popen(command, env=environment, start_new_session=True, cwd=ROOT, stderr=subprocess.PIPE), started
 
 
+@pytest.mark.long
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("fails", "nodes"), [("yes", 1), ("", 1), ("", 2)], ids=["the trainer fails", "time is up", "two nodes serve"]
 )
@@ -92,6 +94,7 @@ def test_servers_and_trainer_are_started_and_end_together(fails, nodes, tmp_path
     assert words[-1] == f"generation.vllm.urls=[{urls}]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_job_whose_servers_are_refused_ends_at_once(node, tmp_path):
     """The trainer would wait generation.vllm.start_seconds for them."""

@@ -93,6 +93,7 @@ LAYOUTS = and_long(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "family", "layout"), LAYOUTS, ids=str)
 def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
     config = layout.apply(config_of(model_of(family), tmp_path, algorithm))

@@ -204,6 +204,8 @@ def test_shared_prompts_under_more_layouts(layout, case, unshared, model_of):
     check(layout, case, unshared, model_of)
 
 
+@pytest.mark.long
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "layout",
     and_long(

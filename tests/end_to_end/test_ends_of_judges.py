@@ -104,6 +104,7 @@ def test_a_judge_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path)
         environment.close()
 
 
+@pytest.mark.long
 def test_a_slow_batch_of_healthy_samples_is_judged_once(tmp_path):
     config = EnvironmentConfig(
         name="function", function="ending_judges:slow", num_workers=1, time_limit_seconds=1, batch_size=4
@@ -210,6 +211,7 @@ def test_secrets_of_headers_are_in_no_file_of_a_run(tmp_path, monkeypatch):
     assert [path for path in files if re.search(b"s3cret|r0tated", path.read_bytes())] == []
 
 
+@pytest.mark.long
 def test_a_taken_master_port_is_called_that(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

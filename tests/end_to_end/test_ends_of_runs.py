@@ -167,6 +167,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_save_on_hung_file_system_fails_after_time_limit(processes, files, monkeypatch):
     (files / "hanging.py").write_text(HANGING)
@@ -212,12 +213,12 @@ JUDGE = """
 from pathlib import Path
 
 def judge(message_log, record):
-    calls = Path(__file__).with_name("calls")
-    with calls.open("a") as file:
-        file.write("x")
-    if calls.stat().st_size > 8:
+    with Path(__file__).with_name("calls").open("ab", buffering=0) as file:
+        file.write(b"x")
+        number = file.tell()  # of this call; others may have begun
+    if number > 8:
         raise RuntimeError("the judge is down")
-    return float(calls.stat().st_size)  # never the same in a group
+    return float(number)  # never the same in a group
 """
 
 
@@ -244,12 +245,12 @@ FADING_JUDGE = """
 from pathlib import Path
 
 def judge(message_log, record):
-    calls = Path(__file__).with_name("calls_of_fading")
-    with calls.open("a") as file:
-        file.write("x")
-    if calls.stat().st_size > 9 and calls.stat().st_size % 4:
+    with Path(__file__).with_name("calls_of_fading").open("ab", buffering=0) as file:
+        file.write(b"x")
+        number = file.tell()  # of this call; others may have begun
+    if number > 9 and number % 4:
         raise RuntimeError("the judge is overloaded")
-    return float(calls.stat().st_size)  # never the same in a group
+    return float(number)  # never the same in a group
 """
 
 

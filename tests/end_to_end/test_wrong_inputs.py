@@ -585,6 +585,7 @@ TORCHRUN = [
 """The last is noticed on the first rank alone, while the others go on to form a process group."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "overrides", "message"),
     and_long(TORCHRUN[:1], TORCHRUN[1:]),

@@ -104,6 +104,7 @@ def test_probe_calls_judge_on_first_records(monkeypatch):
         probe(config, prompts_of(*[{"scale": 1, "answer": "hang"}] * 2))
 
 
+@pytest.mark.long
 def test_probe_ends_at_first_success_or_time_limit(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=100)

@@ -33,7 +33,7 @@ from mcore_rl.models.generation.sampling import (
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-QUICK = ("llama", "gpt_oss", "qwen3_next")
+QUICK = ("llama", "gpt_oss")
 
 
 def most_apart(family):

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import pytest
 import torch
 from generation_cases import PARAMS, config_of, make_prompts
 from generation_cases import model_path as model_path
@@ -63,6 +64,7 @@ def generate_with_lines(config):
     return quiet.data, told.data, said
 
 
+@pytest.mark.long
 def test_training_processes_print_the_first_replicas_progress_and_sample_the_same(model_path):
     layout = ParallelLayout(dp=2)
     results = run_processes(generate_with_lines, config_of(model_path("qwen2"), layout), world_size=2)

@@ -112,7 +112,7 @@ def serve_own(config, together):
 
 
 @pytest.mark.parametrize(
-    "layout", and_long([ParallelLayout(), ParallelLayout(tp=2, pp=2)], [ParallelLayout(pp=2)]), ids=str
+    "layout", and_long([ParallelLayout()], [ParallelLayout(tp=2, pp=2)], [ParallelLayout(pp=2)]), ids=str
 )
 def test_requests_have_distributions_of_their_own(layout, model_path):
     """A response does not depend on the other requests. Scores of a prompt are transformers'."""

@@ -200,6 +200,7 @@ def test_a_closed_pool_cancels_its_requests():
             pool.submit(GROUPS[0][0], PARAMS).result(60)
 
 
+@pytest.mark.long
 def test_no_future_stays_pending_wherever_a_pool_is_closed():
     """A closed pool also cancels requests that it is about to send."""
     for first in range(1, 30):
@@ -339,6 +340,7 @@ def marked(mark):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", and_long([signal.SIGKILL], [signal.SIGTERM, signal.SIGINT]))
 def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
     mark = str(tmp_path)

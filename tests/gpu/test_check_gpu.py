@@ -46,6 +46,7 @@ def test_what_ended_well_is_not_run_again(tmp_path, capsys):
     assert (tmp_path / "runs").read_text() == "xxx"
 
 
+@pytest.mark.long
 def test_a_part_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(check_gpu, "SECONDS", 3)
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
@@ -81,6 +82,7 @@ def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
     assert "\n| bad | status 5 | " in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.long
 def test_a_check_that_is_ended_ends_its_part(tmp_path):
     """SIGTERM arrives, as from `timeout` or a batch system."""
     checking = subprocess.Popen(

@@ -27,6 +27,7 @@ print(sum(faults() for _ in range(5)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_freed_memory_is_used_again():
     """The test runs in a process of its own, because other tests leave gaps in this process's memory."""
@@ -78,6 +79,7 @@ def test_products_of_few_rows(has_bias, dtype):
     assert torch.allclose(cpu.linear_of_few_rows(sliced, weight.to(dtype)).double(), expected, atol=limit, rtol=0)
 
 
+@pytest.mark.long
 def test_megatron_is_imported_without_triton():
     program = """
 import sys

@@ -22,6 +22,7 @@ def result_of(config):
     return backend, compute_layout_result(config, make_data(), STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     and_long(

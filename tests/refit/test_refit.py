@@ -120,6 +120,8 @@ def two_steps(config):
     return metrics
 
 
+@pytest.mark.long
+@pytest.mark.every_case
 @pytest.mark.parametrize("layout", and_long([ParallelLayout()], [ParallelLayout(tp=2, pp=2)]), ids=str)
 def test_refit_by_shared_memory_and_offloading(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))

@@ -304,6 +304,7 @@ def test_a_page_is_small(tmp_path):
     assert len(write_report([grpo(tmp_path / "a")], tmp_path / "a.html").read_bytes()) < 1.5e6
 
 
+@pytest.mark.long
 def test_the_command(tmp_path):
     run = dpo(tmp_path / "run")
     done = call(run)

@@ -235,6 +235,7 @@ def test_a_validation_set_is_answered_in_parts():
     assert not any("@" in name for name in whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", and_long([2], [1]))
 def test_several_responses_to_each_validation_prompt(processes):
     """On two replicas each prompt's responses may be on both; every rank has the metrics."""

@@ -126,6 +126,7 @@ def test_a_conversion_ends_with_its_command(cache, tmp_path):
     assert alive == []
 
 
+@pytest.mark.long
 def test_what_cannot_be_converted_is_refused(cache, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"was written by Megatron-LM or Megatron-Bridge; set model.config_path"):
         with_local_models(config_of(THEIRS))

@@ -76,6 +76,7 @@ def test_search_tries_expert_parallel_layouts(mixture, monkeypatch):
     assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
 
 
+@pytest.mark.long
 def test_simulations_of_ranks_tell_their_progress():
     told = []
     assert _each(1, operator.neg, [(1,), (2,), (3,)], told.append) == [-1, -2, -3]

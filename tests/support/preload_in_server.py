@@ -13,6 +13,10 @@ from mcore_rl.platform import initialize_platform
 
 initialize_platform()
 
+import fork_server
+import torch.distributed.checkpoint  # noqa: F401
+from forked_writer import fork_writers
+
 import mcore_rl.algorithms.distill
 import mcore_rl.algorithms.dpo
 import mcore_rl.algorithms.grpo
@@ -22,3 +26,6 @@ import mcore_rl.algorithms.rm
 import mcore_rl.algorithms.sft
 import mcore_rl.cli.main
 import mcore_rl.cli.train  # noqa: F401
+
+fork_server.share()
+fork_writers()

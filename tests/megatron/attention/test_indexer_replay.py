@@ -53,6 +53,7 @@ REPLAYS = and_long(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layout", "recompute"), REPLAYS, ids=str)
 def test_replayed_keys(family, layout, recompute, model_of):
     """Log-probabilities, every gradient and three steps with keys that no indexer has chosen."""

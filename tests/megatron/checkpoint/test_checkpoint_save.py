@@ -259,6 +259,7 @@ def test_resume_after_sigterm_ends_bit_equal(files, whole_run):
     assert_bit_equal(out, whole_run)
 
 
+@pytest.mark.long
 def test_second_signal_ends_process_at_once(files):
     code = (
         "import ctypes, os, signal, time\n"

@@ -16,6 +16,7 @@ from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.megatron.checkpoint.save import HostStaging
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
+from mcore_rl.utils import shard_process
 from mcore_rl.utils.shard_process import ShardProcess
 
 
@@ -135,10 +136,12 @@ def test_save_after_one_that_could_not_begin_on_a_rank_succeeds(model_of, tmp_pa
 
 def process_that_writes(config, directory):
     """Return the pid of the writer process, and the modules that it has imported after a save."""
+    import forked_writer
     from modules_job import ModulesJob
 
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
+    shard_process.launch = forked_writer.LAUNCH
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     policy.save_checkpoint(directory, 1, {})
     process = policy.checkpoint._staging.process

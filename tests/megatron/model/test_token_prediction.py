@@ -137,6 +137,7 @@ LAYOUTS = and_long(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layout", "changes"), LAYOUTS, ids=str)
 def test_loss_and_every_gradient_equal_plain_pytorch(family, layout, changes, tmp_path):
     """The layer's loss and its gradients; the model's gradients and weights are those without it, but for the order in

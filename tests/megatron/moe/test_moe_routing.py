@@ -277,6 +277,7 @@ def forced(model_of):
     return get
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layout", "recompute"), REPLAYS, ids=str)
 def test_replayed_experts(family, layout, recompute, forced, model_of):
     """Log-probabilities, every gradient (the routers' too) and three steps with experts that were chosen elsewhere."""

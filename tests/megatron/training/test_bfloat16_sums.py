@@ -81,6 +81,7 @@ def of_training(config, data):
     return result, {buffer.dtype for buffer in buffers}, sum(buffer.nbytes for buffer in buffers)
 
 
+@pytest.mark.long
 def test_gradients_in_bfloat16_take_half_the_memory(model_of):
     """Each gradient is about as far from that with sums in fp32 as bfloat16 rounds (2⁻⁹), or a few times of it."""
     found = {}

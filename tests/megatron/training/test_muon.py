@@ -173,7 +173,7 @@ def test_momentum_is_resumed_under_another_layout(model_of, tmp_path):
 # ------------------------------------------------------------------ moments in bfloat16
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2, dp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout()], [ParallelLayout(tp=2, dp=2, sp=True)]), ids=str)
 def test_moments_in_bfloat16_stay_near_those_in_float32(layout, model_of):
     """The distance of the weights is below 2 % of the way that the steps go."""
     results = []
