@@ -225,7 +225,8 @@ test-te: install
 	touch $@
 
 test-triton: .venv-triton/installed
-	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
+	PYTHONPATH=.venv-triton $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" \
+		tests/distributed/test_triton_logprobs.py tests/megatron/attention/test_gathered_attention.py
 
 # Official clients of OpenAI and Anthropic, LangChain, verifiers, lm-eval and inspect-ai, in environments of their own.
 .venv-agents/installed: pyproject.toml Makefile

@@ -311,8 +311,9 @@ class InventedPixels:
 def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
     """Return a replacement of `selected_attention` that computes nothing, but allocates and saves the same tensors.
 
-    It counts the operations that are computed: those of all earlier keys, chosen or not.
+    It counts the operations of a GPU: those of all earlier keys, or of the chosen keys if only these are read.
     """
+    from mcore_rl.models.megatron.kernels.gathered_attention import pays
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -345,8 +346,11 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
         sinks: Tensor | None,
         block_size: int,
     ) -> Tensor:
-        width = math.prod(query.shape[1:])
-        count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)
+        width, keys = math.prod(query.shape[1:]), chosen.shape[-1] * block_size
+        if pays(visible, query.shape[1], key.shape[1], keys, block_size, torch.device("cuda")):
+            count = 4 * len(query) * keys * width
+        else:
+            count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)
         out: Tensor = Attention.apply(query, key, value, chosen, sinks, count)
         return out
 

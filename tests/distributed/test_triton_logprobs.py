@@ -4,13 +4,13 @@ the torch operations; and of their compilation for an H100, which needs no GPU."
 import functools
 import importlib.util
 import re
-import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
 from float32 import EPSILON, FORWARD, assert_close32
 from gpu_process import run_on
+from triton_cases import compile_for_h100
 
 from mcore_rl.distributed import logprobs as module
 from mcore_rl.distributed.divergences import HiddenAndHead, linear_divergences
@@ -267,27 +267,6 @@ POINTERS = {"local": "*i64", "out": "*bf16"}
 SCALARS = {"columns": "i32", "first_column": "i32", "K": "i32", "inverse_temperature": "fp32"}
 
 
-def compile_for_h100(kernel, warps, constants):
-    """Return what ptxas says about the kernel's sm_90a code."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else SCALARS.get(name) or POINTERS.get(name, "*fp32") for name in names
-    }
-    # As at a launch: addresses of tensors, and a number of columns, are multiples of 16.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or n == "columns"}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
-    )
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"]
-    return subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, timeout=120)
-
-
 @needs_triton
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("name", ["add_kernel", "gradient_kernel"])
@@ -295,7 +274,7 @@ def test_kernels_compile_for_an_h100_without_spills(name, with_entropy):
     from mcore_rl.distributed import triton_logprobs
 
     constants = {"LOWEST": module.LOWEST_LOGPROB, "ENTROPY": with_entropy, "BLOCK": triton_logprobs.BLOCK}
-    done = compile_for_h100(getattr(triton_logprobs, name), triton_logprobs.WARPS, constants)
+    done = compile_for_h100(getattr(triton_logprobs, name), triton_logprobs.WARPS, constants, POINTERS, SCALARS)
     assert done.returncode == 0, done.stderr
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
     print(name, with_entropy, registers, "registers")

@@ -12,6 +12,7 @@ MODULES = [
     "mcore_rl.compat.nemo_rl.model_utils",
     *(f"mcore_rl.models.megatron.attention.{name}" for name in ("attention", "latent", "sparse", "block_sparse")),
     "mcore_rl.models.megatron.kernels.selected_attention",
+    "mcore_rl.models.megatron.kernels.gathered_attention",
     *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
     "mcore_rl.algorithms.advantages",
 ]

@@ -12,6 +12,7 @@ from mcore_rl.config import LoRAConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention.block_sparse import BlockIndexer
 from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.kernels import gathered_attention as gathered
 from mcore_rl.models.megatron.kernels import selected_attention as selected
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 from mcore_rl.models.megatron.kernels.selected_attention import selected_attention
@@ -53,11 +54,18 @@ def plain_attention(query, key, value, distance, chosen):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
-@pytest.mark.parametrize("limit", [2**22, 90])
+@pytest.mark.parametrize(
+    ("limit", "way"),
+    [(2**22, "all keys"), (90, "all keys"), (90, "by queries"), (90, "by blocks"), (2**22, "by blocks")],
+)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_choice_and_attention_equal_plain_softmax(cp, limit, monkeypatch):
+def test_choice_and_attention_equal_plain_softmax(cp, limit, way, monkeypatch):
     """All packs of test_attention, also with shared prefixes: choices, outputs, and the gradients of all ranks."""
     monkeypatch.setitem(selected.SCORES_OF_A_BLOCK, "cpu", limit)
+    monkeypatch.setattr(selected, "pays", lambda *_: way != "all keys")
+    monkeypatch.setattr(gathered, "WORTH_A_PRODUCT", SIZE if way == "by blocks" else 2 * SIZE)
+    monkeypatch.setattr(gathered, "SCORES_AT_A_TIME", limit)
+    gathered.kernels.cache_clear()
     generator = torch.Generator().manual_seed(3)
     for name, layout in layouts(cp).items():
         if layout.total > 120:

@@ -24,6 +24,7 @@ from mcore_rl.models.megatron.attention import sparse as sparse_attention
 from mcore_rl.models.megatron.attention.pooled import MeanIndexer, MeanPooling
 from mcore_rl.models.megatron.attention.sparse import GatedPooling, Indexer, choose, highest, index_scores
 from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.kernels import gathered_attention as gathered
 from mcore_rl.models.megatron.kernels import selected_attention as selected
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 from mcore_rl.models.megatron.kernels.selected_attention import selected_attention
@@ -131,11 +132,16 @@ def plain_attention(query, key, value, *sinks, chosen):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
-@pytest.mark.parametrize(("limit", "has_sinks"), [(2**22, False), (90, True)])
+@pytest.mark.parametrize(
+    ("limit", "gathers", "has_sinks"), [(2**22, False, False), (90, False, True), (90, True, False), (90, True, True)]
+)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_choice_and_attention_equal_plain_softmax(cp, limit, has_sinks, monkeypatch):
+def test_choice_and_attention_equal_plain_softmax(cp, limit, gathers, has_sinks, monkeypatch):
     """All packs of test_attention, also with shared prefixes: choices, outputs, and the gradients of all ranks."""
     monkeypatch.setitem(selected.SCORES_OF_A_BLOCK, "cpu", limit)
+    monkeypatch.setitem(selected.MASK_OF_A_BLOCK, "cpu", limit)
+    monkeypatch.setattr(selected, "pays", lambda *_: gathers)
+    monkeypatch.setitem(gathered.GATHERED_ELEMENTS, "cpu", 6 * TOPK * HEADS * DIM)  # three queries at a time
     for name, layout in layouts(cp).items():
         if layout.total > 120:
             continue

@@ -344,29 +344,51 @@ class KeyValueLayerCache(BlockLayerCache):
 
     def attend_in_step(self, step: DecodingStep, query: Tensor, *chosen: Tensor) -> Tensor:
         """Return the attention of each sequence's last token over the stored keys and values, [n, heads · d]."""
-        if chosen and self.mixer.block_size == 1:
-            outs = [self._attend_to_chosen(part, query, chosen[0][part.rows]) for part in step.parts]
-        else:
-            masks = (self._mask(step, part, *chosen) for part in step.parts)
-            outs = [self._attend(query[p.rows], self._rows(p), mask) for p, mask in zip(step.parts, masks, strict=True)]
+        outs = [
+            self._attend_in_part(step, part, query[part.rows], *(x[part.rows] for x in chosen)) for part in step.parts
+        ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _mask(self, step: DecodingStep, part: RunningPart, *chosen: Tensor) -> Tensor:
-        """Return which keys the sequences in `part` see, [n, keys]; [n, groups, keys] if blocks of keys are chosen."""
+    def _attend_in_part(self, step: DecodingStep, part: RunningPart, query: Tensor, *chosen: Tensor) -> Tensor:
         if not chosen:
-            return step.seen[self.mixer.window][part.rows, : part.longest]
-        return block_mask(chosen[0][part.rows], part.longest, step.lengths[part.rows], self.mixer.block_size)
+            return self._attend(query, self._rows(part), step.seen[self.mixer.window][part.rows, : part.longest])
+        size = self.mixer.block_size
+        if size == 1:
+            return self._attend_to_chosen(part, query, chosen[0])
+        if chosen[0].shape[-1] * size >= part.longest:
+            mask = block_mask(chosen[0], part.longest, step.lengths[part.rows], size)
+            return self._attend(query, self._rows(part), mask)
+        return self._attend_to_blocks(part, query, chosen[0], step.lengths[part.rows, None, None])
 
     def _attend_to_chosen(self, part: RunningPart, query: Tensor, chosen: Tensor) -> Tensor:
         """Return the attention of the sequences in `part` over their chosen keys; only these are read.
 
         Args:
-            query: queries [n, heads, d] of all n sequences.
+            query: [sequences of the part, heads, d].
             chosen: positions of the keys, [sequences of the part, topk]; −1 for none.
         """
-        positions = chosen.clamp(min=0).long()
-        places = part.table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
-        return self._attend(query[part.rows], self.storage.flatten(0, 1)[places], chosen >= 0)
+        return self._attend(query, self.storage.flatten(0, 1)[self._places(part, chosen)], chosen >= 0)
+
+    def _attend_to_blocks(self, part: RunningPart, query: Tensor, chosen: Tensor, lengths: Tensor) -> Tensor:
+        """Return the attention of the sequences in `part` over their groups' chosen blocks; only these are read.
+
+        Args:
+            chosen: numbers of blocks, [sequences of the part, groups, topk]; −1 for none.
+            lengths: number of keys of each sequence, [sequences of the part, 1, 1].
+        """
+        inner = torch.arange(self.mixer.block_size, dtype=chosen.dtype, device=chosen.device)
+        positions = (chosen[..., None] * self.mixer.block_size + inner).flatten(2)
+        seen = (positions >= 0) & (positions < lengths)
+        places = self._places(part, torch.where(seen, positions, 0).flatten(1)).view_as(positions)
+        groups = torch.arange(self.groups, device=chosen.device)[:, None]
+        rows = self.storage.flatten(0, 1)[places, :, groups]  # [n, groups, keys, 2, d]
+        return self._attend(query, rows.permute(0, 2, 3, 1, 4), seen)
+
+    @staticmethod
+    def _places(part: RunningPart, positions: Tensor) -> Tensor:
+        """Return where the keys at these positions, [sequences of the part, n], are stored."""
+        positions = positions.clamp(min=0).long()
+        return part.table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def _attend(self, query: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
         """Return the attention of n sequences, [n, heads · d].

@@ -479,7 +479,7 @@ def compressed_attention(
         part = None if chosen is None else chosen[None]
         return attend(query[None], states[None], ends, part, first, mixer, weights)[0]
 
-    return attention_in_blocks(of_block, query, (states,), weights, visible, chosen).flatten(1)
+    return attention_in_blocks(of_block, query, (states,), weights, visible, chosen, query.shape[1]).flatten(1)
 
 
 def attend(

@@ -241,6 +241,7 @@ class AttentionPattern:
         self._masks: dict[tuple[Any, ...], Tensor] = {}
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
         self._key_rows: Tensor | None = None
+        self._key_ranges: Tensor | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pattern's tensors for the kernel, on the host. Kernels with `reads_in_place` do not need them.
@@ -294,6 +295,17 @@ class AttentionPattern:
             there = None if self._on_device is None else self.index
             self._key_rows = platform.sent(self.on_host()[2], device) if there is None else there
         return self._key_rows
+
+    def key_ranges(self, device: torch.device) -> Tensor:
+        """Return two numbers for each query, int32 [2, queries]: its first key, in `key_rows`, and how many it sees."""
+        if self._key_ranges is None:
+            first, ends, keys = [], [], 0
+            for count, seen in zip(self.query_lengths, self.key_lengths, strict=True):
+                first.append(torch.full((count,), keys, dtype=torch.int32))
+                ends.append(torch.arange(seen - count + 1, seen + 1, dtype=torch.int32))
+                keys += seen
+            self._key_ranges = platform.sent(torch.stack((torch.cat(first), torch.cat(ends))), device)
+        return self._key_ranges
 
     def tiles(self, window: int | None) -> tuple[Tile, ...]:
         """Return the tiles for layers whose window is `window`."""

@@ -10,10 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
+from mcore_rl.models.megatron.kernels.gathered_attention import Choice, gathered_attention, pays
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 
 SCORES_OF_A_BLOCK = {"cpu": 2**22, "cuda": 2**28}
 """Largest number of scores (heads × queries × keys) that exist at a time, by device type."""
+MASK_OF_A_BLOCK = {"cpu": 2**24, "cuda": 2**28}
+"""Largest number of pairs of a query and a key in a mask that all heads share, by device type. Each block adds to the
+gradients of all its keys, so that small blocks cost more than the attention itself."""
 
 
 class QueryBlock(NamedTuple):
@@ -30,10 +34,15 @@ class QueryBlock(NamedTuple):
 
 
 def blocks_of(
-    visible: AttentionPattern, heads: int, first: int, end: int, device: torch.device
+    visible: AttentionPattern, heads: int | None, first: int, end: int, device: torch.device
 ) -> Iterator[QueryBlock]:
-    """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores."""
-    order, limit = visible.key_rows(device), SCORES_OF_A_BLOCK[device.type] // heads
+    """Divide the queries `first` … `end` − 1 of a rank into blocks with at most `SCORES_OF_A_BLOCK` scores.
+
+    Args:
+        heads: number of scores of a query and a key; None for blocks of which only a mask exists (`MASK_OF_A_BLOCK`).
+    """
+    limit = MASK_OF_A_BLOCK[device.type] if heads is None else SCORES_OF_A_BLOCK[device.type] // heads
+    order = visible.key_rows(device)
     query = key = 0
     for queries, keys in zip(visible.query_lengths, visible.key_lengths, strict=True):
         before, size = keys - queries - query, max(1, limit // max(keys, 1))
@@ -56,21 +65,31 @@ def selected_attention(
 ) -> Float[Tensor, "queries heads dim"]:
     """Compute attention over the chosen keys and, if there are any, the heads' sinks.
 
-    All pairs of a query and an earlier key are computed, in blocks, and keys that are not chosen are masked. With keys
-    and values expanded to all heads, this is faster than reading `topk` keys for each query, unless rows are many times
-    longer than `topk`.
+    If rows are many times longer than the number of chosen keys, only these are read. Otherwise it is faster to compute
+    all pairs of a query and an earlier key, in blocks, and to mask the keys that are not chosen. Deterministic runs do
+    so too, because the kernel for GPUs adds the gradients of a key in any order.
 
     Args:
         key, value: of all context-parallel ranks, in rank order. They may have fewer heads, for groups of query heads.
         chosen: positions; with a `block_size` above 1 numbers of blocks of keys, [queries, groups, topk].
     """
+    heads, groups = query.shape[1], key.shape[1]
+    gathers = pays(visible, heads, groups, chosen.shape[-1] * block_size, block_size, query.device)
+    if gathers and not (query.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        sets = chosen if chosen.ndim == 3 else chosen[:, None]
+        first, ends = visible.key_ranges(query.device)
+        choice = Choice(sets, first, ends, visible.key_rows(query.device), block_size)
+        return gathered_attention(query, key, value, choice, scale, sinks)
 
     def attend(
         chosen: Tensor, seen: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         return _attend(query, key, value, _mask_of(chosen, len(key), seen, block_size), scale, sinks)
 
-    return attention_in_blocks(attend, query, (key, value), () if sinks is None else (sinks,), visible, chosen)
+    # The kernels keep no scores: what exists for a block is its mask, which all heads share if keys are chosen singly.
+    scores = None if block_size == 1 else heads
+    weights = () if sinks is None else (sinks,)
+    return attention_in_blocks(attend, query, (key, value), weights, visible, chosen, scores)
 
 
 def attention_in_blocks(
@@ -80,6 +99,7 @@ def attention_in_blocks(
     weights: tuple[Tensor, ...],
     visible: AttentionPattern,
     chosen: Int32[Tensor, "queries *groups_and_topk"] | None,
+    scores: int | None,
 ) -> Float[Tensor, "queries heads dim"]:
     """Compute attention of a rank's queries in blocks.
 
@@ -91,8 +111,9 @@ def attention_in_blocks(
         keys: tensors with one row for each key of all context-parallel ranks, in rank order.
         weights: tensors that all blocks use as they are.
         chosen: what each query sees; None if `attend` needs no choice.
+        scores: number of elements that `attend` allocates for a query and a key; None if it allocates only a mask.
     """
-    out: Tensor = _AttentionInBlocks.apply(attend, visible, chosen, len(keys), query, *keys, *weights)
+    out: Tensor = _AttentionInBlocks.apply(attend, visible, chosen, scores, len(keys), query, *keys, *weights)
     return out
 
 
@@ -103,14 +124,15 @@ class _AttentionInBlocks(torch.autograd.Function):
         attend: Callable[..., Tensor],
         visible: AttentionPattern,
         chosen: Tensor | None,
+        scores: int | None,
         keys: int,
         query: Tensor,
         *others: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(chosen, query, *others)
-        ctx.attend, ctx.visible, ctx.keys = attend, visible, keys
+        ctx.attend, ctx.visible, ctx.scores, ctx.keys = attend, visible, scores, keys
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for own, rows, seen in blocks_of(visible, query.shape[1], 0, len(query), query.device):
+        for own, rows, seen in blocks_of(visible, scores, 0, len(query), query.device):
             parts = query[own], *(x[rows] for x in others[:keys]), *others[keys:]
             out[own] = attend(None if chosen is None else chosen[own], seen, *parts)
         return out
@@ -122,7 +144,7 @@ class _AttentionInBlocks(torch.autograd.Function):
         # Several blocks add to the gradients of keys and weights, so the sums are in at least fp32.
         wide = torch.promote_types(others[0].dtype, torch.float32)
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in others]
-        for own, rows, seen in blocks_of(ctx.visible, query.shape[1], 0, len(query), query.device):
+        for own, rows, seen in blocks_of(ctx.visible, ctx.scores, 0, len(query), query.device):
             parts = query[own], *(x[rows] for x in others[: ctx.keys]), *others[ctx.keys :]
             leaves = [x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
@@ -136,7 +158,15 @@ class _AttentionInBlocks(torch.autograd.Function):
                     total[rows] += part
                 else:
                     total.index_add_(0, rows, part.to(wide))
-        return None, None, None, None, of_query, *(total.to(x.dtype) for total, x in zip(sums, others, strict=True))
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            of_query,
+            *(total.to(x.dtype) for total, x in zip(sums, others, strict=True)),
+        )
 
 
 def _mask_of(chosen: Tensor, keys: int, seen: int, block_size: int) -> Tensor:
