@@ -268,8 +268,8 @@ layouts: outputs/demo/model/config.json
 	$(BIN)/mcore-rl layouts configs/dpo_cpu.yaml batch.global_batch_size=16 \
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
-BENCHMARKS := packing data prefix images answers serving context_parallel logprobs delta_rule checkpoints generation async refit dpo \
-	grpo
+BENCHMARKS := packing data prefix images answers serving context_parallel logprobs delta_rule sparse_attention checkpoints \
+	generation async refit dpo grpo
 
 # All of them, also after one that misses a bound. Not here: bench_bf16.py and bench_simulator.py, which take longer and
 # measure no speed of this machine.

@@ -33,7 +33,7 @@ SHAPES = {
     "keys, 64 heads a group": (64, 1, 128, 1, 0.35),
     "keys, 32 heads a group": (32, 1, 128, 1, 0.45),
     "keys, 16 heads a group": (16, 1, 128, 1, 0.65),
-    "keys, each head its own (latent attention)": (8, 8, 192, 1, 2.0),
+    "keys, each head its own (latent attention)": (8, 8, 192, 1, 2.5),
 }
 
 

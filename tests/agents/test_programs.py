@@ -147,6 +147,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [["some_programs:starts_tool"], ["sh", "-c", "sleep 300 & echo $! > $0/pid; wait"]])
 def test_programs_end_with_a_killed_trainer(program, make_programs, tmp_path):
     """Programs and what they have started end, although the trainer cannot end them any more."""

@@ -86,6 +86,7 @@ def test_metrics_contain_mean_and_value_of_each_update(whole):
     assert rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
 
+@pytest.mark.long
 def test_metrics_of_several_passes_over_the_whole_batch(files):
     """Also without minibatches, all updates of a step count, those of the critic too."""
     out = train(files, "ppo", "passes", "ppo.train_global_batch_size=null", "trainer.max_steps=1")

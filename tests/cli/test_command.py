@@ -276,6 +276,7 @@ def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
     assert refused.returncode == 2 and "must divide the number of processes (3)" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_dry_run_prints_layouts_and_wrong_data_before_it_imports_pytorch(config, tmp_path):
     """PyTorch takes seconds to import. Here its import ends the process with another status."""
     (tmp_path / "torch").mkdir()

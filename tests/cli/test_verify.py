@@ -234,7 +234,7 @@ def test_check_told_to_end_leaves_no_processes(number, tmp_path):
     assert json.loads((tmp_path / "out" / "verify.json").read_text())["parts"] == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_check_leaves_no_processes(tmp_path):
     process = start("--nproc-per-node", 2, "--output", tmp_path / "out", "--only", "grpo")
     deadline = time.monotonic() + SECONDS

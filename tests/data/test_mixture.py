@@ -42,6 +42,7 @@ def test_quotas_are_the_nearest_whole_numbers_that_fill_a_period(weights):
         assert abs(quota - Fraction(weight) * PERIOD / total) < 1 + Fraction(1, 10**6)  # sums of floats are rounded
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=3)
 @given(
     st.lists(st.tuples(st.integers(1, 12_000), st.floats(0.05, 5)), min_size=2, max_size=4), st.integers(0, 2**31 - 1)

@@ -198,6 +198,7 @@ def test_run_ends_although_file_system_hangs(files, monkeypatch):
     ]
 
 
+@pytest.mark.long
 def test_failed_save_is_reported_with_its_own_step(files, monkeypatch):
     """The process that writes dies while later steps are trained."""
     (files / "hanging.py").write_text(HANGING)

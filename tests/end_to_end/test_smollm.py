@@ -135,6 +135,7 @@ def test_dpo_does_not_depend_on_layout(layout, root, dpo):
     check_weights(*map(weights_of, (out / "hf", dpo[1] / "hf", root / "model")), layout)
 
 
+@pytest.mark.exhaustive
 def test_dpo_equals_trls(root, dpo):
     """TRL also trains the line break that the template writes after the end token; here it is not trained."""
     import trl

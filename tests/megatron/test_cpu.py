@@ -52,6 +52,7 @@ print(before - resident(), float(kept.sum()))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_freed_memory_is_returned():
     """Also what lies below a block in use."""

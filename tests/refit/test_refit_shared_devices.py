@@ -160,6 +160,7 @@ assert refused == ["the memory of buckets is closed"] * 2
 """
 
 
+@pytest.mark.long
 def test_memory_that_a_thread_fills_stays_valid_after_it_is_closed():
     """Its name is gone at once, and no new block is created."""
     filler = subprocess.run([sys.executable, "-c", FILLER], capture_output=True, text=True, timeout=120)

@@ -143,7 +143,7 @@ def test_a_hundred_thousand_steps(tmp_path):
     assert np.nanmin(shown) == np.nanmin(values)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_long_run_in_seconds_and_megabytes(tmp_path):
     lines = ({"step": n, **{f"m{k}": n * 0.1 + k for k in range(40)}, "step_seconds": 0.1} for n in range(100_000))
     write_run(tmp_path / "a", lines, (sample(n, "x" * 9000) for n in range(0, 100_000, 10)))

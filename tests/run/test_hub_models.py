@@ -201,7 +201,7 @@ def test_train_pushes_exported_model_to_hub(cache, tmp_path):
     assert "| `optimizer.lr` |" in text and "| `loss` |" in text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_failed_push_keeps_exported_model(cache, tmp_path):
     model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
     with hub_of(refuses="/api/models/someone/trained/commit/main") as (_hub, endpoint):

@@ -156,6 +156,7 @@ def process_that_writes(config, directory):
     return first, (directory / "modules").read_text().split()
 
 
+@pytest.mark.long
 def test_the_process_that_writes_is_not_a_fork_of_its_trainer(model_of, tmp_path, monkeypatch):
     """It has no Megatron, and it does not outlive the trainer."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"), prepend=os.pathsep)

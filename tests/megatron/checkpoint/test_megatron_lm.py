@@ -138,6 +138,7 @@ def test_megatron_lm_loads_ours_with_equal_logits_and_weights(small, tmp_path, n
     assert_same(whole([weights for weights, _ in elsewhere]), whole([parts]))
 
 
+@pytest.mark.long
 def test_megatron_lm_loads_converted_weights_with_either_spec(small, tmp_path):
     """The norm before the experts has another name in each spec."""
     path = small("qwen3_moe")
