@@ -32,6 +32,8 @@ WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", 
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Name of the report that `mcore-rl report` writes, and the mark that identifies such a report. A file of that name
 without the mark is never replaced."""
+MODEL_CONFIG = "config.json"
+"""File of a directory that holds a model. No run may write there: ranks would take its files for those of the model."""
 OWN = (*WRITTEN, *APPENDED, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
@@ -83,7 +85,8 @@ class RunDirectory:
             raise UserError(f"output_dir: {existing} is not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output_dir: {self.path} cannot be written ({existing} is not writable)")
-        foreign = [] if self.identity else [name for name in (*WRITTEN, MARKER) if _exists(self.path / name)]
+        names = () if self.identity else (*WRITTEN, MARKER, MODEL_CONFIG)
+        foreign = [name for name in names if _exists(self.path / name)]
         if self.lock.is_foreign():
             foreign.append(LOCK)
         if foreign:

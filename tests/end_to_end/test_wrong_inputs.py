@@ -362,6 +362,7 @@ OTHERS = [
     ("sft", ["output_dir={root}/a_file/run"], "output_dir: {root}/a_file is not a directory"),
     ("sft", ["output_dir=/proc/nothing/run"], "output_dir: /proc/nothing/run cannot be written"),
     ("sft", ["output_dir={root}/mine"], "output_dir: {root}/mine holds hf, which no run wrote"),
+    ("sft", ["output_dir={root}/model"], "output_dir: {root}/model holds config.json, which no run wrote; choose another"),
     ("sft", ["output_dir={root}/logs"], "output_dir: {root}/logs holds metrics.jsonl, which no run wrote"),
     ("sft", ["output_dir={root}/a_run"], "all checkpoints in {root}/a_run/checkpoints are damaged or incomplete"),
     ("sft", ["output_dir={root}/an_ended_run", "checkpoint.resume=none"], "an_ended_run holds a run, which would be mixed"),
