@@ -318,23 +318,32 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, sinks: Tensor | None, count: int
+            ctx: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            chosen: Tensor,
+            sinks: Tensor | None,
+            count: int,
+            gathers: bool,
         ) -> Tensor:
-            ctx.save_for_backward(query, key, value, chosen, sinks)
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            results = (out, query.new_empty(query.shape[:2], dtype=torch.float32)) if gathers else ()
+            ctx.save_for_backward(query, key, value, chosen, sinks, *results)
             ctx.count = count
             flops.total += count
-            return torch.empty_like(query, memory_format=torch.contiguous_format)
+            return out
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            query, key, value, _, sinks = ctx.saved_tensors
+            query, key, value, _, sinks, *_ = ctx.saved_tensors
             flops.total += ctx.count * 7 // 2  # the two products of the forward pass, then five, one of them recomputed
             of_query, *sums = (
                 torch.empty_like(query),
                 *(x.new_empty(x.shape, dtype=torch.float32) for x in (key, value)),
             )
             of_sinks = None if sinks is None else torch.empty_like(sinks)
-            return of_query, *(x.to(query.dtype) for x in sums), None, of_sinks, None
+            return of_query, *(x.to(query.dtype) for x in sums), None, of_sinks, None, None
 
     def attend(
         query: Tensor,
@@ -347,11 +356,12 @@ def selected_stand_in(flops: AttentionFlops) -> Callable[..., Tensor]:
         block_size: int,
     ) -> Tensor:
         width, keys = math.prod(query.shape[1:]), chosen.shape[-1] * block_size
-        if pays(visible, query.shape[1], key.shape[1], keys, block_size, torch.device("cuda")):
+        gathers = pays(visible, query.shape[1], key.shape[1], keys, block_size, torch.device("cuda"))
+        if gathers:
             count = 4 * len(query) * keys * width
         else:
             count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, None, width)
-        out: Tensor = Attention.apply(query, key, value, chosen, sinks, count)
+        out: Tensor = Attention.apply(query, key, value, chosen, sinks, count, gathers)
         return out
 
     return attend

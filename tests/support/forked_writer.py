@@ -58,9 +58,10 @@ class ForkedWriter:
 
 
 def _serve(parent, trainer):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     shard_process.ignore_stop_signals()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    with trainer, contextlib.suppress(ConnectionResetError):  # the trainer may end before it has read a message
+    with trainer, contextlib.suppress(ConnectionError):  # the trainer may end before it has read a message
         shard_process.serve(trainer)
 
 

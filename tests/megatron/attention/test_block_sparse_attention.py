@@ -65,7 +65,6 @@ def test_choice_and_attention_equal_plain_softmax(cp, limit, way, monkeypatch):
     monkeypatch.setattr(selected, "pays", lambda *_: way != "all keys")
     monkeypatch.setattr(gathered, "WORTH_A_PRODUCT", SIZE if way == "by blocks" else 2 * SIZE)
     monkeypatch.setattr(gathered, "SCORES_AT_A_TIME", limit)
-    gathered.kernels.cache_clear()
     generator = torch.Generator().manual_seed(3)
     for name, layout in layouts(cp).items():
         if layout.total > 120:

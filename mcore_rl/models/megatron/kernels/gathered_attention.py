@@ -6,8 +6,6 @@ products of a query are then those of a small matrix, [heads of the group, dim] 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,14 +13,18 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern, gradient_of_sinks
+from mcore_rl import platform
+from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 
 GATHERED_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 """Largest number of elements of keys and values that are gathered at a time by torch, by device type, unless one query
-has more. On a CPU they stay in its cache."""
+has more. On a CPU those of a few heads stay in its cache."""
 COST_OF_A_GATHERED_KEY = {"cpu": 50, "cuda": 16}
-"""How many times as long as the products of a head and a key it takes to gather the key, by device type. Measured on a
-CPU (docs/benchmarks.md); on a GPU an estimate."""
+"""How many times as long as the products of a head and a key it takes to gather the key, by device type. On a CPU it
+follows from the ratios that bench_sparse_attention.py measures; on a GPU it is an estimate."""
+LEAST_HEADS = {"cpu": 1, "cuda": 16}
+"""Number of heads of a group below which products take as long as for so many, by device type."""
+QUERIES_OF_A_PART = 1024
 
 
 WORTH_A_PRODUCT = 16
@@ -35,7 +37,8 @@ SCORES_AT_A_TIME = 2**24
 class Choice(NamedTuple):
     """The keys that queries see, as the kernels read them.
 
-    chosen: numbers of blocks of keys in the query's row, [queries, 1 or groups, topk]; −1 for none.
+    chosen: numbers of blocks of keys in the query's row, [queries, 1 or groups, topk], contiguous; −1 for none. A query
+        must not have a number twice: its keys would count twice.
     first: where the query's row begins in `order`, [queries].
     ends: number of keys that the query sees, from the first of its row on, [queries].
     order: row numbers of the keys; None if they are 0, 1, ….
@@ -73,8 +76,12 @@ def pays(visible: AttentionPattern, heads: int, groups: int, keys: int, size: in
         size: number of keys in a block.
     """
     pairs = sum(q * (k - (q - 1) / 2) for q, k in zip(visible.query_lengths, visible.key_lengths, strict=True))
+    if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return False  # the kernel adds the gradients of a key in any order
+    repeats = heads // groups
+    cost = max(1, LEAST_HEADS[device.type] / repeats)
     by_blocks = device.type == "cpu" and size >= WORTH_A_PRODUCT
-    cost = 1 + (0.8 if by_blocks else COST_OF_A_GATHERED_KEY[device.type] * groups / heads)
+    cost += 0.8 if by_blocks else COST_OF_A_GATHERED_KEY[device.type] / repeats
     return pairs > cost * keys * sum(visible.query_lengths)
 
 
@@ -93,7 +100,7 @@ def gathered_attention(
     Args:
         key, value: of all context-parallel ranks, in rank order.
     """
-    out: Tensor = _GatheredAttention.apply(query, key.contiguous(), value.contiguous(), sinks, choice, scale)
+    out: Tensor = _GatheredAttention.apply(query, key, value, sinks, choice, scale)
     return out
 
 
@@ -102,27 +109,26 @@ class _GatheredAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, choice: Choice, scale: float
     ) -> Tensor:
-        query = query.contiguous()
-        out, logsumexp = kernels(query.device.type, choice.size, query.dtype).forward(
-            query, key, value, sinks, choice, scale
-        )
+        # What is kept are the views that the layer may remake for its backward pass, not copies of them.
+        tensors = query.contiguous(), key.contiguous(), value.contiguous()
+        out, logsumexp = kernels(query, choice.size).forward(*tensors, sinks, choice, scale)
         ctx.save_for_backward(query, key, value, sinks, out, logsumexp, *choice[:4])
         ctx.size, ctx.scale = choice.size, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, logsumexp, *tensors = ctx.saved_tensors
-        chosen, first, ends, order = tensors
+        query, key, value, sinks, out, logsumexp, *of_choice = ctx.saved_tensors
+        chosen, first, ends, order = of_choice
         choice, grad = Choice(chosen, first, ends, order, ctx.size), grad.contiguous()
-        mean = (grad.to(logsumexp.dtype) * out).sum(-1)  # of the products of a gradient and the values
-        gradients = kernels(query.device.type, choice.size, query.dtype).backward(
-            query, key, value, choice, ctx.scale, grad, logsumexp, mean
-        )
+        # Products of the gradients and the outputs, in parts: the wide copies of all of them would be large.
+        parts = zip(grad.split(QUERIES_OF_A_PART), out.split(QUERIES_OF_A_PART), strict=True)
+        mean = torch.cat([(g.to(logsumexp.dtype) * o).sum(-1) for g, o in parts])
+        tensors = query.contiguous(), key.contiguous(), value.contiguous()
+        gradients = kernels(query, choice.size).backward(*tensors, choice, ctx.scale, grad, logsumexp, mean)
         of_sinks = None
         if sinks is not None:
-            share = (sinks.to(logsumexp) - logsumexp).exp_()
-            of_sinks = gradient_of_sinks(share, grad, out, sinks)
+            of_sinks = -((sinks.to(logsumexp) - logsumexp).exp_() * mean).sum(0).to(sinks.dtype)
         return *(g.to(query.dtype) for g in gradients), of_sinks, None, None
 
 
@@ -138,12 +144,11 @@ class Kernels(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-@functools.cache
-def kernels(device_type: str, block_size: int, dtype: torch.dtype) -> Kernels:
+def kernels(query: Tensor, block_size: int) -> Kernels:
     """Return Triton kernels on a GPU if Triton is installed; otherwise torch operations."""
-    if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if platform.compiles(query) and query.dtype != torch.float64:
         return triton_kernels()
-    if device_type == "cpu" and block_size >= WORTH_A_PRODUCT:
+    if query.device.type == "cpu" and block_size >= WORTH_A_PRODUCT:
         return Kernels(forward_by_blocks, backward_by_blocks)
     return Kernels(forward_by_queries, backward_by_queries)
 
@@ -194,6 +199,7 @@ def forward_by_queries(
         lse = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse).view(groups, -1, 1).repeat(len(lse) // groups, 1, 1))
+        lse.masked_fill_(lse == -torch.inf, 0.0)  # of a query that sees nothing, whose output is 0
         out[part.queries] = torch.bmm(scores.sub_(lse).exp_(), part.value).view_as(out[part.queries])
         logsumexp[part.queries] = lse.view(-1, query.shape[1])
     return out, logsumexp

@@ -74,9 +74,8 @@ def selected_attention(
         chosen: positions; with a `block_size` above 1 numbers of blocks of keys, [queries, groups, topk].
     """
     heads, groups = query.shape[1], key.shape[1]
-    gathers = pays(visible, heads, groups, chosen.shape[-1] * block_size, block_size, query.device)
-    if gathers and not (query.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        sets = chosen if chosen.ndim == 3 else chosen[:, None]
+    if pays(visible, heads, groups, chosen.shape[-1] * block_size, block_size, query.device):
+        sets = (chosen if chosen.ndim == 3 else chosen[:, None]).contiguous()
         first, ends = visible.key_ranges(query.device)
         choice = Choice(sets, first, ends, visible.key_rows(query.device), block_size)
         return gathered_attention(query, key, value, choice, scale, sinks)

@@ -21,7 +21,7 @@ from torch import Tensor
 KEYS, WARPS = 32, 4
 """Number of keys that a program reads at a time, and number of its warps."""
 LEAST = 16
-"""Smallest size of a matrix in Triton's products."""
+"""Smallest size of a matrix in Triton's products, and number of heads of a program: more do not fit into registers."""
 
 
 @triton.jit
@@ -49,9 +49,11 @@ def forward_kernel(
     used = head < REPEATS
     head = group * REPEATS + head
     in1, in2 = tl.arange(0, D1), D1 + tl.arange(0, D2)
+    heads1, heads2 = used[:, None] & (in1 < D)[None], used[:, None] & (in2 < D)[None]
     of_head = (t * heads + head)[:, None] * D
-    q1 = tl.load(query + of_head + in1[None], mask=used[:, None], other=0.0)
-    q2 = tl.load(query + of_head + in2[None], mask=used[:, None] & (in2 < D)[None], other=0.0)
+    q1 = tl.load(query + of_head + in1[None], mask=heads1, other=0.0)
+    if D > D1:
+        q2 = tl.load(query + of_head + in2[None], mask=heads2, other=0.0)
     if SINKS:
         peak = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32)
         total = tl.full((H,), 1.0, tl.float32)
@@ -64,28 +66,30 @@ def forward_kernel(
     for start in range(0, count, N):
         row, seen = rows_of(of_query, order, begin, end, start, count, SIZE, ORDERED, N)
         of_key = ((row * groups + group) * D)[:, None]
-        mask2 = seen[:, None] & (in2 < D)[None]
-        k1 = tl.load(key + of_key + in1[None], mask=seen[:, None], other=0.0)
-        k2 = tl.load(key + of_key + in2[None], mask=mask2, other=0.0)
+        mask1, mask2 = seen[:, None] & (in1 < D)[None], seen[:, None] & (in2 < D)[None]
+        k1 = tl.load(key + of_key + in1[None], mask=mask1, other=0.0)
         s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        s += tl.dot(q2, tl.trans(k2), input_precision=PRECISION)
+        if D > D1:
+            k2 = tl.load(key + of_key + in2[None], mask=mask2, other=0.0)
+            s += tl.dot(q2, tl.trans(k2), input_precision=PRECISION)
         s = tl.where(seen[None], s * scale, float("-inf"))
         higher = tl.maximum(peak, tl.max(s, axis=1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         before, p = tl.exp(peak - finite), tl.exp(s - finite[:, None])
         total = total * before + tl.sum(p, axis=1)
         p = p.to(value.dtype.element_ty)
-        v1 = tl.load(value + of_key + in1[None], mask=seen[:, None], other=0.0)
+        v1 = tl.load(value + of_key + in1[None], mask=mask1, other=0.0)
         sum1 = sum1 * before[:, None] + tl.dot(p, v1, input_precision=PRECISION)
-        v2 = tl.load(value + of_key + in2[None], mask=mask2, other=0.0)
-        sum2 = sum2 * before[:, None] + tl.dot(p, v2, input_precision=PRECISION)
+        if D > D1:
+            v2 = tl.load(value + of_key + in2[None], mask=mask2, other=0.0)
+            sum2 = sum2 * before[:, None] + tl.dot(p, v2, input_precision=PRECISION)
         peak = higher
-    tl.store(out + of_head + in1[None], (sum1 / total[:, None]).to(out.dtype.element_ty), mask=used[:, None])
-    tl.store(
-        out + of_head + in2[None], (sum2 / total[:, None]).to(out.dtype.element_ty),
-        mask=used[:, None] & (in2 < D)[None],
-    )  # fmt: skip
-    tl.store(lses + t * heads + head, peak + tl.log(total), mask=used)
+    empty = total == 0.0  # the query sees nothing: its output is 0
+    total = tl.where(empty, 1.0, total)
+    tl.store(out + of_head + in1[None], (sum1 / total[:, None]).to(out.dtype.element_ty), mask=heads1)
+    if D > D1:
+        tl.store(out + of_head + in2[None], (sum2 / total[:, None]).to(out.dtype.element_ty), mask=heads2)
+    tl.store(lses + t * heads + head, tl.where(empty, 0.0, peak + tl.log(total)), mask=used)
 
 
 @triton.jit
@@ -101,12 +105,14 @@ def backward_kernel(
     used = head < REPEATS
     head = group * REPEATS + head
     in1, in2 = tl.arange(0, D1), D1 + tl.arange(0, D2)
+    heads1, heads2 = used[:, None] & (in1 < D)[None], used[:, None] & (in2 < D)[None]
     of_head = (t * heads + head)[:, None] * D
-    rest = used[:, None] & (in2 < D)[None]
-    q1 = tl.load(query + of_head + in1[None], mask=used[:, None], other=0.0)
-    q2 = tl.load(query + of_head + in2[None], mask=rest, other=0.0)
-    g1 = tl.load(grad + of_head + in1[None], mask=used[:, None], other=0.0)
-    g2 = tl.load(grad + of_head + in2[None], mask=rest, other=0.0)
+    q1 = tl.load(query + of_head + in1[None], mask=heads1, other=0.0)
+    if D > D1:
+        q2 = tl.load(query + of_head + in2[None], mask=heads2, other=0.0)
+    g1 = tl.load(grad + of_head + in1[None], mask=heads1, other=0.0)
+    if D > D1:
+        g2 = tl.load(grad + of_head + in2[None], mask=heads2, other=0.0)
     lse = tl.load(lses + t * heads + head, mask=used, other=0.0)
     mean = tl.load(means + t * heads + head, mask=used, other=0.0)
     sum1, sum2 = tl.zeros((H, D1), tl.float32), tl.zeros((H, D2), tl.float32)
@@ -115,42 +121,47 @@ def backward_kernel(
     for start in range(0, count, N):
         row, seen = rows_of(of_query, order, begin, end, start, count, SIZE, ORDERED, N)
         of_key = ((row * groups + group) * D)[:, None]
-        mask1, mask2 = seen[:, None], seen[:, None] & (in2 < D)[None]
+        mask1, mask2 = seen[:, None] & (in1 < D)[None], seen[:, None] & (in2 < D)[None]
         k1 = tl.load(key + of_key + in1[None], mask=mask1, other=0.0)
-        k2 = tl.load(key + of_key + in2[None], mask=mask2, other=0.0)
-        s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        s += tl.dot(q2, tl.trans(k2), input_precision=PRECISION)
-        p = tl.exp(tl.where(seen[None] & used[:, None], s * scale, float("-inf")) - lse[:, None])
         v1 = tl.load(value + of_key + in1[None], mask=mask1, other=0.0)
-        v2 = tl.load(value + of_key + in2[None], mask=mask2, other=0.0)
+        s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         dp = tl.dot(g1, tl.trans(v1), input_precision=PRECISION)
-        dp += tl.dot(g2, tl.trans(v2), input_precision=PRECISION)
+        if D > D1:
+            k2 = tl.load(key + of_key + in2[None], mask=mask2, other=0.0)
+            v2 = tl.load(value + of_key + in2[None], mask=mask2, other=0.0)
+            s += tl.dot(q2, tl.trans(k2), input_precision=PRECISION)
+            dp += tl.dot(g2, tl.trans(v2), input_precision=PRECISION)
+        p = tl.exp(tl.where(seen[None] & used[:, None], s * scale, float("-inf")) - lse[:, None])
         ds = (p * (dp - mean[:, None]) * scale).to(query.dtype.element_ty)
         p = p.to(query.dtype.element_ty)
+        of_value, of_score = tl.trans(p), tl.trans(ds)
         sum1 += tl.dot(ds, k1, input_precision=PRECISION)
-        sum2 += tl.dot(ds, k2, input_precision=PRECISION)
-        transposed = tl.trans(p)
-        tl.atomic_add(of_values + of_key + in1[None], tl.dot(transposed, g1, input_precision=PRECISION), mask=mask1)
-        tl.atomic_add(of_values + of_key + in2[None], tl.dot(transposed, g2, input_precision=PRECISION), mask=mask2)
-        transposed = tl.trans(ds)
-        tl.atomic_add(of_keys + of_key + in1[None], tl.dot(transposed, q1, input_precision=PRECISION), mask=mask1)
-        tl.atomic_add(of_keys + of_key + in2[None], tl.dot(transposed, q2, input_precision=PRECISION), mask=mask2)
-    tl.store(of_queries + of_head + in1[None], sum1.to(of_queries.dtype.element_ty), mask=used[:, None])
-    tl.store(of_queries + of_head + in2[None], sum2.to(of_queries.dtype.element_ty), mask=rest)
+        part = tl.dot(of_value, g1, input_precision=PRECISION)
+        tl.atomic_add(of_values + of_key + in1[None], part, mask=mask1, sem="relaxed")
+        part = tl.dot(of_score, q1, input_precision=PRECISION)
+        tl.atomic_add(of_keys + of_key + in1[None], part, mask=mask1, sem="relaxed")
+        if D > D1:
+            sum2 += tl.dot(ds, k2, input_precision=PRECISION)
+            part = tl.dot(of_value, g2, input_precision=PRECISION)
+            tl.atomic_add(of_values + of_key + in2[None], part, mask=mask2, sem="relaxed")
+            part = tl.dot(of_score, q2, input_precision=PRECISION)
+            tl.atomic_add(of_keys + of_key + in2[None], part, mask=mask2, sem="relaxed")
+    tl.store(of_queries + of_head + in1[None], sum1.to(of_queries.dtype.element_ty), mask=heads1)
+    if D > D1:
+        tl.store(of_queries + of_head + in2[None], sum2.to(of_queries.dtype.element_ty), mask=heads2)
 
 
 def _constants(query: Tensor, key: Tensor, choice: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the grid of programs, and the constants of both kernels."""
     (queries, heads, dim), groups = query.shape, key.shape[1]
     repeats, first = heads // groups, max(LEAST, 1 << (dim.bit_length() - 1))
-    block = min(64, max(LEAST, triton.next_power_of_2(repeats)))
     constants = {
         "REPEATS": repeats, "SIZE": choice.size, "ORDERED": choice.order is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "D": dim, "D1": first, "D2": max(LEAST, triton.next_power_of_2(max(dim - first, 1))), "H": block, "N": KEYS,
+        "D": dim, "D1": first, "D2": max(LEAST, triton.next_power_of_2(max(dim - first, 1))), "H": LEAST, "N": KEYS,
         "num_warps": WARPS,
     }  # fmt: skip
-    return (queries, groups, triton.cdiv(repeats, block)), constants
+    return (queries, groups, triton.cdiv(repeats, LEAST)), constants
 
 
 def forward(
