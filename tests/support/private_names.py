@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import textwrap
@@ -36,6 +37,8 @@ def private_names_of_megatron(has_transformer_engine):
     found = set()
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if module.name.endswith(".te_layers") and not has_transformer_engine:
+            continue
+        if ".triton_" in module.name and importlib.util.find_spec("triton") is None:
             continue
         for cls in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(cls) and cls.__module__ == module.name:
