@@ -41,7 +41,7 @@ def pytest_configure(config):
     if not config.getoption("hypothesis_profile", None):
         selects_long = config.getoption("markexpr").split(" ")[0] in ("long", "exhaustive")
         hypothesis.settings.load_profile("thorough" if selects_long else "repeatable")
-    # With --numprocesses this process only distributes tests: the workers import PyTorch and Megatron.
+    # With --numprocesses this process only distributes tests; its workers import PyTorch and Megatron.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         fork_server.serve_workers()
         return

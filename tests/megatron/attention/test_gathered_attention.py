@@ -1,6 +1,5 @@
 """Tests of attention that reads only chosen keys: both ways on the CPU, and Triton's kernels by its interpreter."""
 
-import functools
 import importlib.util
 import re
 
@@ -102,6 +101,18 @@ def test_both_ways_equal_float64(case, monkeypatch):
             assert_close32(got.double(), right, FORWARD)
 
 
+@pytest.mark.parametrize("size", [1, 17])
+def test_keys_and_values_are_kept_as_the_views_that_they_were(size):
+    """A layer recognizes them by their memory, and under context parallelism gathers them again instead."""
+    query, key, _, _, _, choice = make_inputs(11, 4, 2, 24, 3, size, True, True, False)
+    gathered = torch.cat((key, key + 1), -1).requires_grad_()
+    views, saved = gathered.split(24, -1), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        gathered_attention(query, *views, choice, SCALE)
+    kept = [x for x in saved if x.shape == key.shape]
+    assert [x.untyped_storage().data_ptr() for x in kept] == [gathered.untyped_storage().data_ptr()] * 2
+
+
 def interpreted_results(case, dtype):
     from mcore_rl.models.megatron.kernels import triton_gathered_attention
 
@@ -117,7 +128,7 @@ def interpreted_results(case, dtype):
 def test_kernels_equal_float64(case, dtype, monkeypatch):
     """Half precision rounds probabilities before their products. The interpreter has no products in bfloat16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (by_kernels, by_torch), wanted = functools.partial(run_on, "cpu")(interpreted_results, case, dtype)
+    (by_kernels, by_torch), wanted = run_on("cpu", interpreted_results, case, dtype)
     for got, plain, right in zip(by_kernels, by_torch, wanted, strict=True):
         if dtype == torch.float32:
             assert_close32(got.double(), right, FORWARD)

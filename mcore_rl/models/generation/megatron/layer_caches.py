@@ -20,6 +20,7 @@ from mcore_rl.models.megatron.attention.attention import KeyValueMixer
 from mcore_rl.models.megatron.attention.compressed import PackedCompressedAttention, attend, compressed_attention
 from mcore_rl.models.megatron.attention.sparse import IndexerBase
 from mcore_rl.models.megatron.kernels.delta_rule import causal_conv, convolve_last, exact, plan_of
+from mcore_rl.models.megatron.kernels.gathered_attention import places_in_row
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern, packed_attention, with_sink_key
 from mcore_rl.models.megatron.kernels.selected_attention import block_mask, selected_attention
 from mcore_rl.models.megatron.layers.ngram_embedding import EarlierTokens, earlier_rows, earlier_values
@@ -376,9 +377,7 @@ class KeyValueLayerCache(BlockLayerCache):
             chosen: numbers of blocks, [sequences of the part, groups, topk]; −1 for none.
             lengths: number of keys of each sequence, [sequences of the part, 1, 1].
         """
-        inner = torch.arange(self.mixer.block_size, dtype=chosen.dtype, device=chosen.device)
-        positions = (chosen[..., None] * self.mixer.block_size + inner).flatten(2)
-        seen = (positions >= 0) & (positions < lengths)
+        positions, seen = places_in_row(chosen, self.mixer.block_size, lengths)
         places = self._places(part, torch.where(seen, positions, 0).flatten(1)).view_as(positions)
         groups = torch.arange(self.groups, device=chosen.device)[:, None]
         rows = self.storage.flatten(0, 1)[places, :, groups]  # [n, groups, keys, 2, d]

@@ -17,21 +17,20 @@ from mcore_rl import platform
 from mcore_rl.models.megatron.kernels.packed_attention import AttentionPattern
 
 GATHERED_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Largest number of elements of keys and values that are gathered at a time by torch, by device type, unless one query
-has more. On a CPU those of a few heads stay in its cache."""
+"""Largest number of elements of keys and values that torch gathers at a time, by device type. The keys of one query are
+always gathered together."""
 COST_OF_A_GATHERED_KEY = {"cpu": 50, "cuda": 16}
-"""How many times as long as the products of a head and a key it takes to gather the key, by device type. On a CPU it
-follows from the ratios that bench_sparse_attention.py measures; on a GPU it is an estimate."""
+"""Time to gather a key, divided by the time of its products with one query head, by device type. For a CPU, it follows
+from the ratios that bench_sparse_attention.py measures; for a GPU, it is an estimate."""
 LEAST_HEADS = {"cpu": 1, "cuda": 16}
-"""Number of heads of a group below which products take as long as for so many, by device type."""
+"""Smallest number of query heads that a product computes, by device type. Fewer heads take as long."""
 QUERIES_OF_A_PART = 1024
-
-
+"""Number of queries whose gradients and outputs are converted to fp32 at a time."""
 WORTH_A_PRODUCT = 16
 """Smallest number of keys in a block for which a CPU computes the products of the block with all queries that chose it.
-Measured as above: such products need no gathered keys, and their matrices are large."""
+Such products need no gathered keys, and their matrices are large."""
 SCORES_AT_A_TIME = 2**24
-"""Largest number of scores of blocks that exist at a time, unless one query has more."""
+"""Largest number of scores of blocks that exist at a time. The scores of one query always exist together."""
 
 
 class Choice(NamedTuple):
@@ -58,15 +57,21 @@ class Choice(NamedTuple):
 
     def rows(self, queries: slice) -> tuple[Tensor, Tensor]:
         """Return the row numbers of the keys of `queries`, int64 [queries, sets, count], and which of them are seen."""
-        chosen, ends = self.chosen[queries], self.ends[queries, None, None]
-        if self.size == 1:
-            places = chosen
-        else:
-            inner = torch.arange(self.size, dtype=torch.int32, device=chosen.device)
-            places = torch.where(chosen[..., None] < 0, -1, chosen[..., None] * self.size + inner).flatten(2)
-        seen = (places >= 0) & (places < ends)
+        places, seen = places_in_row(self.chosen[queries], self.size, self.ends[queries, None, None])
         rows = (torch.where(seen, places, 0) + self.first[queries, None, None]).long()
         return rows if self.order is None else self.order[rows], seen
+
+
+def places_in_row(chosen: Tensor, size: int, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of chosen keys in their row, [… topk · size], and which of them a query sees.
+
+    Args:
+        chosen: numbers of blocks of `size` keys, [… topk]; −1 for none. The places of −1 are negative.
+        ends: number of keys of the row that the query sees, of a shape that fits the result's.
+    """
+    inner = torch.arange(size, dtype=chosen.dtype, device=chosen.device)
+    places = (chosen[..., None] * size + inner).flatten(-2)
+    return places, (places >= 0) & (places < ends)
 
 
 def pays(visible: AttentionPattern, heads: int, groups: int, keys: int, size: int, device: torch.device) -> bool:
@@ -75,9 +80,9 @@ def pays(visible: AttentionPattern, heads: int, groups: int, keys: int, size: in
     Args:
         size: number of keys in a block.
     """
-    pairs = sum(q * (k - (q - 1) / 2) for q, k in zip(visible.query_lengths, visible.key_lengths, strict=True))
     if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
         return False  # the kernel adds the gradients of a key in any order
+    pairs = sum(q * (k - (q - 1) / 2) for q, k in zip(visible.query_lengths, visible.key_lengths, strict=True))
     repeats = heads // groups
     cost = max(1, LEAST_HEADS[device.type] / repeats)
     by_blocks = device.type == "cpu" and size >= WORTH_A_PRODUCT
@@ -109,7 +114,7 @@ class _GatheredAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, choice: Choice, scale: float
     ) -> Tensor:
-        # What is kept are the views that the layer may remake for its backward pass, not copies of them.
+        # The tensors are kept as they came: a layer recognizes the views that its backward pass makes again.
         tensors = query.contiguous(), key.contiguous(), value.contiguous()
         out, logsumexp = kernels(query, choice.size).forward(*tensors, sinks, choice, scale)
         ctx.save_for_backward(query, key, value, sinks, out, logsumexp, *choice[:4])
@@ -160,7 +165,12 @@ def triton_kernels() -> Kernels:
 
 
 class _Part(NamedTuple):
-    """Some queries with their keys: `rows` [n] are rows of keys [· groups, dim], all others begin with [q · groups]."""
+    """Some queries, with their gathered keys and values.
+
+    queries: their numbers. rows: which rows of the flattened keys, [keys · groups, dim], were gathered.
+    query: [queries · groups, heads of a group, dim]. key, value: [queries · groups, gathered, dim].
+    seen: which gathered keys the queries see, [queries · groups, 1, gathered].
+    """
 
     queries: slice
     rows: Tensor

@@ -108,10 +108,9 @@ def backward_kernel(
     heads1, heads2 = used[:, None] & (in1 < D)[None], used[:, None] & (in2 < D)[None]
     of_head = (t * heads + head)[:, None] * D
     q1 = tl.load(query + of_head + in1[None], mask=heads1, other=0.0)
-    if D > D1:
-        q2 = tl.load(query + of_head + in2[None], mask=heads2, other=0.0)
     g1 = tl.load(grad + of_head + in1[None], mask=heads1, other=0.0)
     if D > D1:
+        q2 = tl.load(query + of_head + in2[None], mask=heads2, other=0.0)
         g2 = tl.load(grad + of_head + in2[None], mask=heads2, other=0.0)
     lse = tl.load(lses + t * heads + head, mask=used, other=0.0)
     mean = tl.load(means + t * heads + head, mask=used, other=0.0)
