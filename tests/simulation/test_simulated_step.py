@@ -104,7 +104,11 @@ def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
             ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 32}, ParallelLayout(tp=2, cp=2, sp=True)),
             ("mimo_v2_flash", {"head_dim": 48, "v_head_dim": 32}, ParallelLayout(pp=2)),
             ("mistral4", {}, ParallelLayout(tp=2, cp=2, sp=True)),
-            ("minimax_m3", {"dense_intermediate_size": 640, "index_head_dim": 16}, ParallelLayout(tp=2, cp=2, sp=True)),
+            (
+                "minimax_m3",
+                {"intermediate_size": 64, "dense_intermediate_size": 640, "index_head_dim": 16},
+                ParallelLayout(tp=2, cp=2, sp=True),
+            ),
             ("gemma4", {"global_head_dim": 32}, ParallelLayout(pp=2)),
             ("gemma4_e", {"hidden_size_per_layer_input": 32}, ParallelLayout(tp=2, cp=2, sp=True)),
         ],
@@ -112,7 +116,7 @@ def test_simulated_rank_with_delta_nets_equals_real_rank(layout, tmp_path):
     ids=str,
 )
 def test_simulated_rank_of_other_families_equals_real_rank(family, sizes, layout, tmp_path):
-    path = make_model(family, tmp_path / "model", hidden_size=256, intermediate_size=640, **sizes)
+    path = make_model(family, tmp_path / "model", **{"hidden_size": 256, "intermediate_size": 640, **sizes})
     compare(config_of(path), layout, SEQUENCES)
 
 

@@ -8,12 +8,13 @@ under torchrun, so the results are equal. With `generation.backend=vllm`, each a
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, TrainingConfig
@@ -22,6 +23,7 @@ from mcore_rl.errors import TimeLimitError, UserError, WorkerError
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, LogprobOutputSpec, ReferenceLogprobOutputSpec
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import quiet_libraries, rank_zero_printer
 
 try:
@@ -306,12 +308,17 @@ class _Worker:
         # Ray shows each actor only its own GPU, which therefore has index 0.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
 
-    def address(self) -> tuple[tuple[str, str, int], None]:
-        """Return this node's Ray id, and the address at which the ranks can meet: its IP address and a free port."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            port = listener.getsockname()[1]
-        return (ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port), None
+    def address(self) -> tuple[tuple[str, str, int | None], None]:
+        """Return this node's Ray id and IP address and, on the first rank, the port at which the ranks can meet.
+
+        The first rank starts to listen at once. Otherwise another program could take the port before the ranks have
+        imported Megatron.
+        """
+        host, port = ray.util.get_node_ip_address(), None
+        if torchrun.rank() == 0:
+            self.store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = self.store.port
+        return (ray.get_runtime_context().get_node_id(), host, port), None
 
     def call(self, method: str, result_wanted: bool, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         try:
@@ -345,6 +352,7 @@ class _Worker:
 
         group_rank = list(dict.fromkeys(nodes)).index(ray.get_runtime_context().get_node_id())
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), GROUP_RANK=str(group_rank))
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)  # all ranks connect to the store of `address`
         config = platform.resolve(config)
         self.generation: VLLMGeneration | None = None
         if not isinstance(config, RLConfig):
