@@ -149,6 +149,20 @@ demo-agent: outputs/sft_agent/hf/config.json | .venv/installed-clients
 	@echo
 	@$(call results,grpo_agent)
 
+outputs/numbers/model/config.json: scripts/make_number_data.py | install
+	rm -rf outputs/numbers
+	$(BIN)/python scripts/make_number_data.py outputs/numbers
+
+outputs/sft_agent_images/hf/config.json: outputs/numbers/model/config.json
+	rm -rf outputs/sft_agent_images
+	@$(call train,sft,sft_agent_images)
+
+demo-agent-images: outputs/sft_agent_images/hf/config.json | .venv/installed-clients
+	rm -rf outputs/grpo_agent_images
+	export PYTHONPATH=examples; $(call train,grpo,grpo_agent_images)
+	@echo
+	@$(call results,grpo_agent_images)
+
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 3
 # Versions and results are recorded below outputs/suites; scripts/make_version_table.py makes a table of them.

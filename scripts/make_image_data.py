@@ -8,18 +8,16 @@ file are not in the other files.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
-from mcore_rl.testing.demo_data import make_directory, write_jsonl
+from mcore_rl.testing.demo_data import IMAGE_TOKENS, make_directory, make_qwen3_vl, write_jsonl
 from mcore_rl.utils.console import quiet_libraries
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
-PICTURES, HELD_OUT, SIDE, PATCH = 480, 80, 32, 4
+PICTURES, HELD_OUT, SIDE = 480, 80, 32
 SPECIAL = ["<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>"]
-OF_IMAGES = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QUESTION = "which colour ?"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -66,11 +64,10 @@ def picture(colour, generator):
 
 
 def make_model(directory):
-    import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    tokens = [*SPECIAL, *OF_IMAGES, *QUESTION.split(), *COLOURS]
+    tokens = [*SPECIAL, *IMAGE_TOKENS, *QUESTION.split(), *COLOURS]
     ids = {token: i for i, token in enumerate(tokens)}
     words = Tokenizer(models.WordLevel(ids, unk_token="<|unk|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -78,49 +75,10 @@ def make_model(directory):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
         **special,
-        additional_special_tokens=[*SPECIAL[3:], *OF_IMAGES],
+        additional_special_tokens=[*SPECIAL[3:], *IMAGE_TOKENS],
         chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.save_pretrained(directory)
-    text = {
-        "vocab_size": len(tokens),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-        "pad_token_id": ids["<|pad|>"],
-        "eos_token_id": ids["<|end|>"],
-        "bos_token_id": None,
-    }
-    tower = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": PATCH,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    named = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    of_images = {name: ids[token] for name, token in zip(named, OF_IMAGES, strict=True)}
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING["qwen3_vl"](text_config=text, vision_config=tower, **of_images, tie_word_embeddings=False)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": PATCH,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    make_qwen3_vl(tokenizer, directory, SIDE)
 
 
 if __name__ == "__main__":

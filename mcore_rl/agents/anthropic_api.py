@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.agents import openai_api
 from mcore_rl.agents.live import LiveText
-from mcore_rl.agents.messages import BadRequest, from_anthropic, tools_from_anthropic
+from mcore_rl.agents.messages import BadRequest, from_anthropic, images_in, tools_from_anthropic
 from mcore_rl.agents.openai_api import MODEL, Asked, count_of, refuse_prefill, stops_of
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
@@ -46,7 +46,7 @@ def request(body: dict[str, Any]) -> Asked:
     if (longest := count_of(body, "max_tokens")) is None:
         raise BadRequest("max_tokens: is missing")
     options = RequestOptions(longest, stops_of(body.get("stop_sequences"), "stop_sequences"))
-    return Asked(lambda tree: tree.prompt(messages, tools), 1, options)
+    return Asked(lambda tree: tree.prompt(messages, tools), 1, options, images=images_in(messages))
 
 
 def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.live import LiveText, Piece
-from mcore_rl.agents.messages import BadRequest, Message, from_openai
+from mcore_rl.agents.messages import BadRequest, Message, from_openai, images_in
 from mcore_rl.agents.sessions import Call
 from mcore_rl.agents.tree import SessionTree, Turn, TurnPrompt
 from mcore_rl.data.texts import leading_special_tokens
@@ -64,12 +64,14 @@ class Asked:
 
     prompt: function that returns the prompt in a session's tree.
     count: number of responses.
+    images: the image parts of the messages. `prompt` may be called once their sources are files (`SessionImages.take`).
     """
 
     prompt: Callable[[SessionTree], TurnPrompt]
     count: int
     options: RequestOptions
     seed: Any = None
+    images: Sequence[Message] = ()
 
 
 def digest_of(path: str, body: Any) -> str:
@@ -91,7 +93,8 @@ def chat_request(body: dict[str, Any]) -> Asked:
     if count and not body.get("logprobs"):
         raise BadRequest("top_logprobs: requires logprobs=true", "top_logprobs", "invalid_value")
     options = RequestOptions(longest, stops_of(body.get("stop"), "stop"), count)
-    return Asked(lambda tree: tree.prompt(messages, tools), _choices(body), options, body.get("seed"))
+    images = images_in(messages)
+    return Asked(lambda tree: tree.prompt(messages, tools), _choices(body), options, body.get("seed"), images)
 
 
 def completion_request(body: dict[str, Any], vocabulary: int) -> Asked:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rl.agents import openai_api
 from mcore_rl.agents.live import LiveText
-from mcore_rl.agents.messages import BadRequest, from_openai
+from mcore_rl.agents.messages import BadRequest, from_openai, images_in
 from mcore_rl.agents.openai_api import MODEL, Asked, check_options, count_of, refuse_prefill
 from mcore_rl.agents.parsing import pieces_of
 from mcore_rl.agents.sessions import Call
@@ -42,7 +42,7 @@ def request(body: dict[str, Any]) -> Asked:
     refuse_prefill(messages)
     tools = None if body.get("tool_choice") == "none" else _tools_of(body.get("tools")) or None
     options = RequestOptions(count_of(body, "max_output_tokens"))
-    return Asked(lambda tree: tree.prompt(messages, tools), 1, options, body.get("seed"))
+    return Asked(lambda tree: tree.prompt(messages, tools), 1, options, body.get("seed"), images_in(messages))
 
 
 def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for item in asked:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            message = {"role": item.get("role"), "content": _text_of(item.get("content"))}
+            message = {"role": item.get("role"), "content": item.get("content")}
             if item.get("role") == "assistant" and thought:
                 message["reasoning_content"] = thought
             messages.append(message)
@@ -74,9 +74,7 @@ def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 spoken = {"role": "assistant", "content": "", "tool_calls": [call]}
                 messages.append(spoken | ({"reasoning_content": thought} if thought else {}))
         elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else _text_of(output)
-            messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
+            messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
         else:
             raise BadRequest(f"input: items of type {kind!r} are not supported", "input")
         thought = ""

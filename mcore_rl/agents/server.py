@@ -132,7 +132,8 @@ class Endpoint:
             raise BadRequest("stream: must be true or false", "stream", "invalid_value")
         return body
 
-    def _ask(self, request: Request, session: Session, body: dict[str, Any], asked: Asked) -> Call:
+    async def _ask(self, request: Request, session: Session, body: dict[str, Any], asked: Asked) -> Call:
+        await session.take_images(asked.images)
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = openai_api.digest_of(request.url.path, body)
         return self.sessions.ask(
@@ -211,32 +212,33 @@ class Endpoint:
     async def chat(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
         asked, tree = read_request(openai_api.chat_request, body), session.tree
-        call = self._ask(request, session, body, asked)
+        call = await self._ask(request, session, body, asked)
         reply = openai_api.ChatReply(call, tree, body)
         return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def completions(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
         asked = read_request(openai_api.completion_request, body, len(self.sessions.template.tokenizer))
-        call = self._ask(request, session, body, asked)
+        call = await self._ask(request, session, body, asked)
         reply = openai_api.CompletionReply(call, session.tree, body)
         return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def messages(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        call = self._ask(request, session, body, read_request(anthropic_api.request, body))
+        call = await self._ask(request, session, body, read_request(anthropic_api.request, body))
         reply = anthropic_api.Reply(call, session.tree, body)
         return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def responses(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
-        call = self._ask(request, session, body, read_request(responses_api.request, body))
+        call = await self._ask(request, session, body, read_request(responses_api.request, body))
         reply = responses_api.ResponseReply(call, session.tree, body)
         return await self._answered(request, session, call, reply, bool(body.get("stream")))
 
     async def count_tokens(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
         asked = read_request(anthropic_api.request, {"max_tokens": 1, **body})
+        await session.take_images(asked.images)
         return JSONResponse({"input_tokens": len(asked.prompt(session.tree).ids)})
 
     async def reward(self, request: Request) -> Response:

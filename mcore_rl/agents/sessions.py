@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.messages import BadRequest, Message
+from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import History, SessionTree, Turn, TurnPrompt
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.models.generation.interfaces import RequestEngine, RequestOptions, Response
 
 RETRY_SECONDS = 5.0
@@ -114,13 +116,21 @@ class Session:
         self.reward = math.fsum(self.rewards.values()) if total is None else _number(total, "reward")
         self.end()
 
-    def sample_id_of(self, prompt: Sequence[int], seed: Any) -> int:
+    async def take_images(self, parts: Sequence[Message]) -> None:
+        """Store the images of a request; see `SessionImages.take`."""
+        if parts and self.tree.images is None:
+            raise BadRequest("messages: has images, which this endpoint does not take", "messages")
+        if self.tree.images is not None:
+            await self.tree.images.take(parts)
+
+    def sample_id_of(self, prompt: Sequence[int], seed: Any, images: Sequence[PlacedImage] = ()) -> int:
         """Return an id for the random numbers of the next response to a prompt.
 
         It depends on the session's sample, the client's seed, the prompt, and how often the session has asked with this
         prompt; not on the order in which requests arrive.
         """
         asked = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
+        asked += "".join(image.digest for image in images)
         self._asked[asked] += 1
         text = json.dumps([self.sample_id, seed, asked, self._asked[asked]])
         # Engines serve lower ids first, so requests of earlier samples must have lower ids.
@@ -139,12 +149,18 @@ class Sessions:
 
     Args:
         history: see `SessionTree`.
+        images: where images are stored; None refuses them.
     """
 
     def __init__(
-        self, engine: RequestEngine, tokenizer: Any, limits: SessionLimits, history: History = "template"
+        self,
+        engine: RequestEngine,
+        tokenizer: Any,
+        limits: SessionLimits,
+        history: History = "template",
+        images: ImageStore | None = None,
     ) -> None:
-        self.engine, self.limits, self.history = engine, limits, history
+        self.engine, self.limits, self.history, self.images = engine, limits, history, images
         self.template = ChatTemplate(tokenizer)
         self._by_key = dict[str, Session]()
 
@@ -152,7 +168,10 @@ class Sessions:
         self, sample_id: int, record: Mapping[str, Any], messages: Sequence[Message], greedy: bool = False
     ) -> Session:
         """Open a session."""
-        session = Session(sample_id, record, list(messages), SessionTree(self.template, self.history), greedy)
+        session_id = secrets.token_hex(8)
+        images = self.images.of_session(session_id) if self.images is not None else None
+        tree = SessionTree(self.template, self.history, images)
+        session = Session(sample_id, record, list(messages), tree, greedy, session_id)
         self._by_key[session.key] = session
         return session
 
@@ -206,7 +225,7 @@ class Sessions:
             return same
         self._check_limits(session)
         prompt = make_prompt()
-        ids = tuple(prompt.ids)
+        ids, images = tuple(prompt.ids), prompt.images
         if len(ids) >= self.engine.max_sequence_length:
             session.reached = "context"
             raise BadRequest(
@@ -219,7 +238,7 @@ class Sessions:
         call = Call(digest, prompt, options.stop_strings, waiting=1)
         root = tuple(prompt.parent.path[0].prompt.new_ids) if prompt.parent else ids  # all turns go to the same server
         call.asked = [
-            self.engine.submit(ids, session.sample_id_of(ids, seed), root, session.greedy, options)
+            self.engine.submit(ids, session.sample_id_of(ids, seed, images), root, session.greedy, options, images)
             for _ in range(count)
         ]
         call.work = asyncio.ensure_future(self._respond(session, call))

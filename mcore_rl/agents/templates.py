@@ -8,8 +8,18 @@ from typing import Any
 
 from mcore_rl.agents.messages import BadRequest, Message
 from mcore_rl.agents.parsing import END_THINK, THINK, CallForm, call_form_of
-from mcore_rl.data.chat import apply_template, end_token_ids, template_of, unused_character
+from mcore_rl.data.chat import (
+    apply_template,
+    end_token_ids,
+    image_tokens,
+    reads_images,
+    template_of,
+    unused_character,
+)
+from mcore_rl.data.images import PlacedImage
+from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.data.token_texts import text_of_tokens
+from mcore_rl.data.tokenize import place_images
 
 
 class ChatTemplate:
@@ -39,6 +49,35 @@ class ChatTemplate:
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text that contains everything that the template writes, such as a start token."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def placed(self, text: str, images: Sequence[PlacedImage]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the tokens of a text, with the token of each image repeated, and the images at their places.
+
+        Args:
+            images: the images of the text, read before.
+
+        Raises:
+            BadRequest: the text has more or fewer tokens of images.
+        """
+        ids = self.ids(text)
+        if not reads_images(self.tokenizer):
+            return ids, ()
+        if images and ids.count(image_tokens(self.tokenizer).token_id) != len(images):
+            raise BadRequest(
+                f"messages: have {len(images)} images, but the chat template writes another number of image tokens; it "
+                "must write one for each image, and no text may contain one",
+                "messages",
+            )
+        try:
+            sequence = place_images(self.tokenizer, TokenSequence(tuple(ids), (False,) * len(ids)), images)
+        except ValueError as error:
+            raise BadRequest(f"messages: {error}", "messages") from None
+        return list(sequence.input_ids), tuple(sequence.images)
+
+    def check_text(self, ids: Sequence[int]) -> None:
+        """Raise BadRequest if the tokens of a text are those of an image, which only messages can have."""
+        if reads_images(self.tokenizer) and image_tokens(self.tokenizer).token_id in ids:
+            raise BadRequest("prompt: has the token of an image; send images as parts of messages", "prompt")
 
     def text(self, ids: Sequence[int]) -> str:
         return text_of_tokens(self.tokenizer, ids)

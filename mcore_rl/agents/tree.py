@@ -15,14 +15,16 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from mcore_rl.agents.messages import Message, ids_of_calls, key_of, make_call, thought_of
+from mcore_rl.agents.messages import Message, ids_of_calls, images_in, key_of, make_call, thought_of
 from mcore_rl.agents.parsing import CallForm, Parsed, parse
+from mcore_rl.agents.session_images import SessionImages
 from mcore_rl.agents.templates import ChatTemplate
+from mcore_rl.data.images import PlacedImage, moved
 from mcore_rl.data.texts import prompt_text_tokens
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.models.generation.interfaces import Response
@@ -41,6 +43,7 @@ class TurnPrompt:
     text: what the template wrote up to the response; the client's text for requests without messages.
     messages: all messages, with the thoughts that the client has dropped; empty for requests without messages.
     in_thought: whether the response continues a thought that the template has begun.
+    new_images: the images among `new_ids`; their starts are counted from the first of these.
     """
 
     parent: Turn | None
@@ -51,6 +54,18 @@ class TurnPrompt:
     tools: Any
     in_thought: bool
     form: CallForm | None
+    new_images: tuple[PlacedImage, ...] = ()
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images among `ids`."""
+        images, length = list[PlacedImage](), 0
+        path = self.parent.path if self.parent else []
+        ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
+        for turn, end in zip(path, ends[: len(path)], strict=True):
+            images += placed_after(turn.prompt.new_images, length)
+            length += len(turn.prompt.new_ids) + end
+        return (*images, *placed_after(self.new_images, length))
 
     @property
     def ids(self) -> list[int]:
@@ -98,10 +113,13 @@ class SessionTree:
         history: template: a request continues a turn only if the template writes this turn's response as it was
             sampled. keep: it continues the turn always, so that thoughts stay in the context that the template would
             remove.
+        images: the session's images; None if it has none.
     """
 
-    def __init__(self, template: ChatTemplate, history: History = "template") -> None:
-        self.template, self.history = template, history
+    def __init__(
+        self, template: ChatTemplate, history: History = "template", images: SessionImages | None = None
+    ) -> None:
+        self.template, self.history, self.images = template, history, images
         self.turns: list[Turn] = []
         self.counts = Counter[str]()
         self._by_messages: dict[tuple[str, ...], list[Turn]] = defaultdict(list)
@@ -125,8 +143,14 @@ class SessionTree:
                 if not is_rewritten:  # the longest match: its messages have the thoughts that the client dropped
                     is_rewritten, full = True, [*turn.messages, *messages[length:]]
         text = self.template.render(full, tools)
+        ids, images = self.template.placed(text, self._images_of(full))
         self.counts["rewritten" if is_rewritten else "new"] += 1
-        return self._of_ids(self.template.ids(text), text, full, tools)
+        return self._of_ids(ids, text, full, tools, images)
+
+    def _images_of(self, messages: Sequence[Message]) -> list[PlacedImage]:
+        parts = images_in(messages)
+        assert self.images is not None or not parts, "only sessions with images take image parts"
+        return [self.images[part["image"]] for part in parts] if self.images is not None else []
 
     def prompt_of_text(self, prompt: str | Sequence[int]) -> TurnPrompt:
         """Return the prompt of a request without messages: a text, or token ids.
@@ -135,6 +159,7 @@ class SessionTree:
         not have it either.
         """
         if not isinstance(prompt, str):
+            self.template.check_text(prompt)
             return self._of_ids(list(prompt), "", [], None)
         best, length = None, 0
         for turn in self.delivered():
@@ -143,8 +168,10 @@ class SessionTree:
                 best, length = turn, len(whole)
         if best is None:
             ids = prompt_text_tokens(self.template.tokenizer, prompt).input_ids
+            self.template.check_text(ids)
             return self._of_ids(list(ids), prompt, [], None)
         new = self.template.ids(prompt[length:])
+        self.template.check_text(new)
         return TurnPrompt(best, len(self._without_end(best)), new, prompt, [], None, False, None)
 
     def _without_end(self, turn: Turn) -> list[int]:
@@ -176,11 +203,12 @@ class SessionTree:
         after = template.after_response(full, len(turn.messages) - 1, tools)
         if after is None or (self.history == "template" and not self._repeats(turn, text, after)):
             return None
-        ids, response = template.ids(after), turn.response.token_ids
+        ids, images = template.placed(after, self._images_of(new))
+        response = turn.response.token_ids
         if len(response) and ids and ids[0] == response[-1] and ids[0] in template.ends:
-            ids = ids[1:]  # the response has sampled its end token
-        in_thought = template.begins_thought(text)
-        return TurnPrompt(turn, len(response), ids, text, full, tools, in_thought, template.call_form(tools))
+            ids, images = ids[1:], placed_after(images, -1)  # the response has sampled its end token
+        in_thought, form = template.begins_thought(text), template.call_form(tools)
+        return TurnPrompt(turn, len(response), ids, text, full, tools, in_thought, form, images)
 
     def _repeats(self, turn: Turn, text: str, after: str) -> bool:
         """Return whether the text of a longer conversation has the text of a turn, with the response as it was."""
@@ -193,7 +221,14 @@ class SessionTree:
         keeps_thought = (written.thought is None) == ("reasoning_content" not in own)  # also an empty thought
         return keeps_thought and key_of(shown) == key_of(own) and thought_of(shown) == thought_of(own)
 
-    def _of_ids(self, ids: list[int], text: str, messages: list[Message], tools: Any) -> TurnPrompt:
+    def _of_ids(
+        self,
+        ids: list[int],
+        text: str,
+        messages: list[Message],
+        tools: Any,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> TurnPrompt:
         """Return the prompt with these tokens. If they begin with all tokens of a turn, the prompt continues it."""
         parent, length = None, 0
         equal = dict[Turn | None, tuple[int, int]]({None: (0, 0)})
@@ -203,13 +238,14 @@ class SessionTree:
             new, response = turn.prompt.new_ids, turn.response.token_ids.tolist()
             start = before + turn.prompt.kept
             end, whole = start + len(new), start + len(new) + len(response)
-            if same >= turn.prompt.kept and ids[start:end] == new:
+            if same >= turn.prompt.kept and ids[start:end] == new and _same_images(images, turn.prompt, start, end):
                 equal[turn] = end, _common(ids[end:whole], response)
                 if turn.is_delivered and ids[end:whole] == response and length < whole < len(ids):
                     parent, length = turn, whole
         kept = len(parent.response.token_ids) if parent else 0
         in_thought, form = self.template.begins_thought(text), self.template.call_form(tools)
-        return TurnPrompt(parent, kept, ids[length:], text, messages, tools, in_thought, form)
+        own = moved(images, length, len(ids), -length)
+        return TurnPrompt(parent, kept, ids[length:], text, messages, tools, in_thought, form, own)
 
     # ------------------------------------------------------------ responses
 
@@ -336,7 +372,7 @@ def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
         counted: for each turn, the number of its response's tokens that carry loss in earlier rows; updated.
     """
     path, kept, length = leaf.path, KeptTokens.none(0), 0
-    ids, mask, logprobs = list[Numbers](), list[Numbers](), list[Numbers]()
+    ids, mask, logprobs, images = list[Numbers](), list[Numbers](), list[Numbers](), list[PlacedImage]()
     has_kept = any(turn.response.kept_tokens is not None for turn in path)
     ends = [*(turn.prompt.kept for turn in path[1:]), len(leaf.response.token_ids)]
     for turn, end in zip(path, ends, strict=True):
@@ -350,14 +386,26 @@ def _row(leaf: Turn, counted: dict[Turn, int]) -> TokenRow:
         ids += [np.array(prompt, np.int32), response.token_ids[:end]]
         mask += [np.zeros(unsampled, bool), np.ones(end - first, bool)]
         logprobs += [np.zeros(unsampled, np.float32), response.logprobs[first:end]]
+        images += placed_after(turn.prompt.new_images, length)
         length += len(prompt) + end
         if has_kept and response.kept_tokens is not None:
             own, _ = response.kept_tokens.split([end, len(response.token_ids) - end])
             kept = kept.padded(length - end) + own
     row = TokenRow(np.concatenate(ids), np.concatenate(mask), np.concatenate(logprobs))
     row.kept_tokens = kept if has_kept else None
-    row.choices = leaf.response.choices
+    row.choices, row.images = leaf.response.choices, tuple(images)
     return row
+
+
+def placed_after(images: Sequence[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
+    """Return images, each shifted by `by` tokens."""
+    return tuple(replace(image, start=image.start + by) for image in images)
+
+
+def _same_images(images: Sequence[PlacedImage], prompt: TurnPrompt, start: int, end: int) -> bool:
+    """Return whether the tokens `start` … `end` − 1 have the images of a prompt, whose tokens they equal."""
+    own = moved(images, start, end, -start)
+    return [(i.start, i.identity) for i in own] == [(i.start, i.identity) for i in prompt.new_images]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

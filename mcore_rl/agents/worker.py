@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
 from mcore_rl.agents.agent_session import AgentSession
-from mcore_rl.agents.messages import BadRequest
+from mcore_rl.agents.messages import BadRequest, for_clients
 from mcore_rl.agents.programs import GRACE_SECONDS, ProgramError, programs_of
+from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
 from mcore_rl.config import RLConfig
 from mcore_rl.distributed.collectives import settle
@@ -22,7 +25,8 @@ from mcore_rl.models.generation.megatron.generation import MegatronGeneration
 from mcore_rl.models.generation.megatron.served_generation import ServedGeneration
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.rollouts.worker import Conversation, PromptRequests, RolloutWorker
-from mcore_rl.run.directory import AGENT_LOG, JUDGE_LOG
+from mcore_rl.run.directory import AGENT_LOG, JUDGE_LOG, SESSION_IMAGES
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import PrintLine, silent
 
 
@@ -50,6 +54,8 @@ class AgentWorker(RolloutWorker):
         judge = None
         if topology.leads_replica and of_session is not None:
             judge = JudgeProcesses(of_session, config.output_dir / JUDGE_LOG)
+        if torchrun.rank() == 0:
+            shutil.rmtree(config.output_dir / SESSION_IMAGES, ignore_errors=True)  # of a run that was killed
         super().__init__(generation, judge, tokenizer, 1, config.parallel.meeting_seconds, topology, say)
         self.served = ServedGeneration(generation) if isinstance(generation, MegatronGeneration) else None
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop) if topology.leads_replica else None
@@ -63,7 +69,8 @@ class AgentWorker(RolloutWorker):
         engine = self.served or self.generation
         assert isinstance(engine, RequestEngine), "every backend answers requests, or is served"
         self._slots = asyncio.Semaphore(agent.max_sessions)
-        self.sessions = Sessions(engine, self.tokenizer, limits, agent.history)
+        images = ImageStore.of(self.tokenizer, directory / SESSION_IMAGES, agent.images)
+        self.sessions = Sessions(engine, self.tokenizer, limits, agent.history, images)
         self.programs = programs_of(self.config.environment, directory / AGENT_LOG)
         await self.programs.start()
         port = agent.port + self.topology.data.rank if agent.port else 0
@@ -109,8 +116,10 @@ class AgentWorker(RolloutWorker):
         """Run the program of a rollout; return the rollout with the rows of its session."""
         rollout, prompt = conversation.rollout, conversation.prompt
         async with self._slots:
-            messages = [dict(message) for message in rollout.message_log]
+            messages = await asyncio.to_thread(for_clients, rollout.message_log)
             session = self.sessions.begin(rollout.sample_id, prompt.record, messages, greedy)
+            if session.tree.images is not None:  # as long as the trainer may read them
+                weakref.finalize(rollout, session.tree.images.remove)
             try:
                 await self._run_program(session)
             finally:
@@ -164,7 +173,7 @@ class AgentWorker(RolloutWorker):
         if rows := session.tree.rows():
             first, *rollout.further_rows = rows
             rollout.input_ids, rollout.token_mask, rollout.logprobs = first.input_ids, first.token_mask, first.logprobs
-            rollout.choices, rollout.kept_tokens = first.choices, first.kept_tokens
+            rollout.choices, rollout.kept_tokens, rollout.images = first.choices, first.kept_tokens, first.images
             rollout.response_lengths = [len(turn.response.token_ids) for turn in turns]
             rollout.weight_versions = [pair for turn in turns for pair in turn.response.weight_versions]
             leaves = {id(turn.prompt.parent) for turn in turns}

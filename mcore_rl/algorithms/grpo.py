@@ -16,6 +16,7 @@ import torch
 from mcore_rl import platform
 from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
+from mcore_rl.data.chat import reads_images
 from mcore_rl.data.choices import CHOICES, replayed_choices
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import IMAGES
@@ -49,6 +50,7 @@ from mcore_rl.rollouts.collector import (
     staleness_metrics,
 )
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.rollouts.rollout_images import images_of_prompts, images_of_sessions
 from mcore_rl.rollouts.samples import (
     Rollout,
     RolloutBatch,
@@ -431,8 +433,10 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         columns, led = token_columns(pad, recorded), sorted(rollouts.own) if topology.leads_replica else []
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, recorded)
-        prompts = self.inputs.train
-        batch.update(prompts.images_column([rollout.prompt for rollout in own for _ in rollout.rows]))
+        has_sessions = self.config.environment.name == "agent" and reads_images(self.inputs.tokenizer)
+        prompts, train = [rollouts.outcomes[n].prompt for n in all_rows.rollout_of], self.inputs.train
+        images_of = images_of_sessions(own, held, topology) if has_sessions else images_of_prompts(prompts, train)
+        batch.update(images_of(held))
         if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
@@ -458,8 +462,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if (weights := all_rows.weights()) is not None:
             rows["sample_weights"] = share.select(weights)
         samples = [all_rows.rollout_of[row] for row in share.indices]
-        # Every rank has the prompts, so images are not sent between the replicas.
-        rows |= prompts.images_column([rollouts.outcomes[sample].prompt for sample in samples])
+        rows |= images_of(share.indices)
         return LocalBatch(rows, share), BatchShare(samples, len(rollouts), topology.data)
 
     def _estimator_inputs(

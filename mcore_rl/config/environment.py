@@ -81,6 +81,20 @@ class RewardConfig(JudgeOptions):
     """Factor of this judge's rewards in the sum. Metrics show the rewards without this factor."""
 
 
+class AgentImages(Section):
+    """Images in the requests of agents' programs."""
+
+    max_count: Count = 64
+    """Maximum number of images in a request; 0 refuses images."""
+    max_bytes: PositiveInt = 10_000_000
+    """Maximum size of an encoded image."""
+    max_pixels: PositiveInt = 2**25
+    """Maximum number of pixels of an image, before the model's processor resizes it."""
+    fetch: list[Annotated[str, Field(pattern=r"^[\w.\[\]-]+(:\d+)?$")]] = Field(default=[])
+    """Hosts (HOST or HOST:PORT) from which the endpoint fetches images that requests give as URLs. Other addresses are
+    refused."""
+
+
 class AgentConfig(Section):
     """Sessions of agents' programs (`environment.name=agent`); see docs/agents.md."""
 
@@ -110,8 +124,10 @@ class AgentConfig(Section):
     """Address that the endpoint listens on. Keys protect the sessions, but the connections are not encrypted."""
     port: Annotated[int, Field(ge=0, lt=2**16), BeforeValidator(refuse_bool)] = 0
     """Port of the endpoint of the first replica; the others use the following ports. 0: free ports."""
-    max_body_bytes: PositiveInt = 2**24
-    """Maximum size of a request's body."""
+    max_body_bytes: PositiveInt = 2**26
+    """Maximum size of a request's body. A request contains all images of its conversation."""
+    images: AgentImages = AgentImages()
+    """Limits of images."""
 
 
 class EnvironmentConfig(JudgeOptions):

@@ -128,6 +128,20 @@ def content_of(source: Any) -> tuple[bytes, Path | None]:
     raise ValueError(f"must be a path, a data URL or bytes, found {type(source).__name__}")
 
 
+def data_url(source: Any) -> str:
+    """Return the image of a source (see `content_of`) as a data URL.
+
+    Raises:
+        UserError: the image cannot be read.
+    """
+    try:
+        content, _ = content_of(source)
+    except ValueError as error:
+        raise UserError(f"data: the image {error}") from None
+    kind = "webp" if content[8:12] == b"WEBP" else "jpeg" if content[:2] == b"\xff\xd8" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
 LONGEST_PATH = 255
 """A longer text is shortened in errors; it is probably no path."""
 PATH_KEYS = ("image", "image_url", "path", "url")
@@ -274,30 +288,27 @@ class ImageReader:
             told = " ".join(str(error).split())
             raise UserError(f"{self.key}: the image processor of {self.model} cannot be loaded: {told}") from None
 
-    def placed(self, source: Any, start: int) -> PlacedImage:
+    def placed(self, source: Any, start: int, stored: Path | None = None) -> PlacedImage:
         """Read an image of a record; return it with its first token at `start`.
+
+        Args:
+            source: see `content_of`; or an image that was read before.
+            stored: directory in which an image without a file is stored, if it is not that of this object.
 
         Raises:
             ValueError: the image is missing, damaged, or of a shape that the processor refuses.
         """
+        if isinstance(source, PlacedImage):
+            return replace(source, start=start)
         content, path = content_of(source)
         grid, digest = self._grid(decoded(content)), hashlib.sha256(content).hexdigest()
-        return PlacedImage(start, grid, digest, str(path or self._store(content, digest)))
+        return PlacedImage(start, grid, digest, str(path or _store(content, (stored or self.stored) / digest)))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Number of pixels along a token's side, and smallest and largest number of pixels of a resized image."""
         size = self.processor.size
         return self.processor.patch_size * self.processor.merge_size, size["shortest_edge"], size["longest_edge"]
-
-    def _store(self, content: bytes, digest: str) -> Path:
-        path = self.stored.absolute() / digest
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_bytes(content)
-            partial.replace(path)
-        return path
 
     def _grid(self, image: Any) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -345,6 +356,16 @@ class ImageReader:
         buffer = io.BytesIO()
         picture.save(buffer, format="PNG", compress_level=1)  # a higher level takes several times as long
         return buffer.getvalue()
+
+
+def _store(content: bytes, path: Path) -> Path:
+    path = path.absolute()
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+    return path
 
 
 def _tokenized(image: PlacedImage) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,8 +20,10 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.weights.conversion import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
+from mcore_rl.rollouts.rollout_images import keep_images
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RolloutSummary, are_judged, has_signal
 from mcore_rl.rollouts.worker import PendingRollouts, PromptRequests, RolloutWorker
+from mcore_rl.run.directory import IMAGES, SESSION_IMAGES
 from mcore_rl.run.metrics import JsonLinesLog, OptionalLog
 from mcore_rl.run.setup import RunInputs
 from mcore_rl.utils.console import PrintLine
@@ -122,6 +124,7 @@ class RolloutCollector:
         """Write the step's rollouts to the recording, if there is one. The policy's weights must be on the device."""
         if not self.recording:
             return
+        self._keep_images(rollouts, rollouts.own)
         self.policy.finish_param_gather()
         if recorded := gather_items_on_rank_zero(rollouts.own, range(len(rollouts)), self.policy.topology):
             weights = hash_of_weights(own_weights(self.policy.model))
@@ -129,6 +132,12 @@ class RolloutCollector:
             sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
             with naming_full_disk(self.recording.path.parent):
                 self.recording.append(step, recorded_step(weights, sampling, recorded))
+
+    def _keep_images(self, rollouts: RolloutBatch, places: Iterable[int]) -> None:
+        """Keep the images of this rank's rollouts at `places` after the rollouts have ended."""
+        directory = self.config.output_dir
+        for rollout in (rollouts.own[place] for place in places if place in rollouts.own):
+            keep_images(rollout, directory / SESSION_IMAGES, directory / IMAGES)
 
     def log_samples(
         self, step: int, rollouts: RolloutBatch, advantages: Float[Tensor, " samples"] | None
@@ -144,6 +153,7 @@ class RolloutCollector:
             return []
         options = self.config.rollouts
         places = logged_places(len(rollouts), options.num_generations_per_prompt, options.num_logged_samples)
+        self._keep_images(rollouts, places)
         # These few samples are sent as Python objects with their texts; training data is sent as tensors.
         samples = gather_items_on_rank_zero(rollouts.own, places, self.policy.topology)
         if not self.policy.is_writer:

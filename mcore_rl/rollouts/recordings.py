@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.choices import CHOICES
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.sampling_mask import KeptTokens
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.samples import Rollout, TokenRow
@@ -153,6 +154,8 @@ def _from_json(values: dict[str, Any]) -> Rollout:
     rollout.further_rows = [TokenRow(**row) for row in rollout.further_rows]  # type: ignore[arg-type]
     rows: list[Rollout | TokenRow] = [rollout, *rollout.further_rows]
     for row in rows:
+        images: Any = row.images
+        row.images = tuple(PlacedImage(**{**image, "grid": tuple(image["grid"])}) for image in images)
         row.choices = {name: torch.tensor(choice, dtype=CHOICES[name].dtype) for name, choice in row.choices.items()}
         kept: Any = row.kept_tokens
         if kept is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.data.choices import RecordedChoice, padded_choices
 from mcore_rl.data.datasets import Prompt
+from mcore_rl.data.images import PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import InternedObjects, all_reduce, broadcast_in_replica, gather_from_replicas
 from mcore_rl.distributed.sampling_mask import KeptTokens
@@ -364,6 +365,7 @@ class TokenRow:
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
     choices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_tokens: KeptTokens | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         _make_arrays(self)
@@ -414,6 +416,8 @@ class Rollout:
     """Recorded choices of the tokens by name (`CHOICES`), [tokens, layers, size]."""
     kept_tokens: KeptTokens | None = None
     """Tokens that the sampler kept at each position up to the end of the last response; None without sampling mask."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the first row."""
     answer: str | None = None
     """Answer that the judge found in the last response."""
     further_rows: list[TokenRow] = field(default_factory=list)
@@ -427,7 +431,8 @@ class Rollout:
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
         """Return a rollout that has only its prompt, and no response yet."""
         ids, size, log = np.array(prompt.input_ids, np.int32), len(prompt.input_ids), prompt.message_log
-        return cls(index, sample_id, ids, np.zeros(size, bool), np.zeros(size, np.float32), message_log=log)
+        mask, logprobs = np.zeros(size, bool), np.zeros(size, np.float32)
+        return cls(index, sample_id, ids, mask, logprobs, message_log=log, images=tuple(prompt.images))
 
     def add_response(self, tokens: Numbers, logprobs: Numbers, kept: KeptTokens | None = None) -> None:
         if kept is not None:
@@ -464,7 +469,7 @@ class Rollout:
     def rows(self) -> list[TokenRow]:
         """All rows of the rollout."""
         own = self.input_ids, self.token_mask, self.logprobs, self.token_rewards, self.choices, self.kept_tokens
-        return [TokenRow(*own), *self.further_rows]
+        return [TokenRow(*own, images=self.images), *self.further_rows]
 
     @property
     def outcome(self) -> RolloutSummary:

@@ -25,9 +25,11 @@ from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
 STEP_LOGS, JUDGE_LOG, AGENT_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log", "agent.log"
+IMAGES, SESSION_IMAGES = "images", "images/sessions"
+"""Directories of the images that agents' requests contain: those in samples.jsonl, and those of current rollouts."""
 APPENDED = (JUDGE_LOG, AGENT_LOG)
 LOGS = (*STEP_LOGS, *APPENDED)
-WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
+WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard", IMAGES)
 """Files and directories that a run replaces or removes. It appends to judge.log, agent.log and vllm/ instead."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Name of the report that `mcore-rl report` writes, and the mark that identifies such a report. A file of that name

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
 from mcore_rl.config.algorithms import JUDGE, TEACHER, own_layout_key, second_model_configs
-from mcore_rl.data.chat import Messages, chat_day, check_image_tokens, render, set_chat_day
+from mcore_rl.data.chat import Messages, chat_day, check_image_tokens, reads_images, render, set_chat_day
 from mcore_rl.data.datasets import dataset_loader
 from mcore_rl.data.images import ImageReader, image_directory
 from mcore_rl.data.token_cache import TokenCache, default_directory
@@ -397,7 +397,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     config.check_steps(config.total_steps(len(train)))
     sets = data.validation_sets.items()
     validation = {name: load_dataset(source, tokenizer, whole, say=say, cache=cache) for name, source in sets}
-    _check_images(config, hf_configs, [train, *validation.values()])
+    _check_images(config, hf_configs, [train, *validation.values()], tokenizer)
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
     wrote = before is not None and _entries(cache.directory) != before
@@ -405,17 +405,21 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=written, day=day)
 
 
-def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Sequence[Any]) -> None:
+def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Sequence[Any], tokenizer: Any) -> None:
     """Raise UserError if records have images, but a part of the run cannot read images.
 
     Args:
         found: the result of `check_models`.
     """
-    if not any(dataset.has_images for dataset in datasets):
+    of_records = any(dataset.has_images for dataset in datasets)
+    if not (of_records or (reads_images(tokenizer) and _takes_images(config))):
         return
+    source, without = "records have images", ""
+    if not of_records:
+        source, without = "agents may send images", ", or set environment.agent.images.max_count=0"
     for key, hf in found.items():
         if family_of(hf).vision_config is None:
-            raise UserError(f"{key}: {hf.model_type} reads no images, but records have images; use a model that does")
+            raise UserError(f"{key}: {hf.model_type} reads no images, but {source}; use a model that does{without}")
     own = ImageReader(config.model.path).sizes
     for key, other in second_model_configs(config).items():
         sizes = ImageReader(other.model.path, key=key).sizes
@@ -425,13 +429,16 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
             raise UserError(
                 f"{key}: the image processor of {other.model.path} makes other numbers of tokens than that of {POLICY} "
                 f"(pixels of a token's side, at least, at most: {sizes} instead of {own}); use a model with the same "
-                "preprocessor_config.json"
+                f"preprocessor_config.json{without}"
             )
-    if isinstance(config, RLConfig) and config.environment.name == "agent":
-        raise UserError(
-            "environment.name=agent: gets no images yet, but data.train has prompts with images; use another "
-            "environment, or leave these prompts out"
-        )
+    if of_records and isinstance(config, RLConfig) and config.environment.name == "agent" and not _takes_images(config):
+        raise UserError("environment.agent.images.max_count=0 refuses images, but data.train has prompts with images")
+
+
+def _takes_images(config: TrainingConfig) -> bool:
+    """Return whether agents' requests may contain images."""
+    environment = config.environment if isinstance(config, RLConfig) else None
+    return environment is not None and environment.name == "agent" and environment.agent.images.max_count > 0
 
 
 def _check_judge_sees_images(config: RLConfig, path: Path) -> None:

@@ -24,7 +24,7 @@ from mcore_rl.agents.messages import BadRequest
 from mcore_rl.agents.openai_api import Asked
 from mcore_rl.agents.server import Endpoint, Refused, Reply, disconnected, read_request
 from mcore_rl.agents.sessions import Call, Session, SessionLimits, Sessions
-from mcore_rl.agents.tree import SessionTree, Turn
+from mcore_rl.agents.tree import Turn
 from mcore_rl.models.generation.interfaces import Distribution, RequestEngine
 from mcore_rl.models.generation.interfaces import Response as Sampled
 from mcore_rl.serving.client import is_loopback
@@ -90,6 +90,7 @@ class PublicEndpoint(Endpoint):
 
         A long text is tokenized for seconds. This happens in a thread, so that other requests go on.
         """
+        await session.take_images(asked.images)
         prompt = await asyncio.to_thread(asked.prompt, session.tree)
         parts: asyncio.Queue[Sampled] | None = None
         options = replace(asked.options, distribution=distribution_of(body))
@@ -229,7 +230,12 @@ class PublicEndpoint(Endpoint):
         self._check_caller(request)
         body = await self._object(request)
         asked = read_request(anthropic_api.request, {"max_tokens": 1, **body})
-        prompt = await asyncio.to_thread(asked.prompt, SessionTree(self.sessions.template))
+        session = self.sessions.begin(0, {}, [])
+        try:
+            await session.take_images(asked.images)
+            prompt = await asyncio.to_thread(asked.prompt, session.tree)
+        finally:
+            self._left(session)
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def reward(self, request: Request) -> Response:

@@ -18,6 +18,9 @@ from typing import Any
 
 from mcore_rl.errors import UserError
 
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special tokens that the tokenizer of `make_qwen3_vl` must have."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -139,3 +142,54 @@ def make_llama(tokenizer: Any, directory: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def make_qwen3_vl(tokenizer: Any, directory: Path, side: int) -> None:
+    """Write a Qwen3-VL of two layers with random weights, its tokenizer and its image processor to `directory`.
+
+    Args:
+        side: width and height in pixels to which all images are resized.
+    """
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    tokenizer.save_pretrained(directory)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    named = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = dict(zip(named, tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS)), strict=True))
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["qwen3_vl"](text_config=text, vision_config=tower, **ids, tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": side * side, "longest_edge": side * side},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))

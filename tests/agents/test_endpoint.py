@@ -123,7 +123,8 @@ def test_models_and_stop_strings(serve):
     ("changes", "part"),
     [
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' are not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "an image must have an URL"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio' are not supported"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message must not be the assistant's"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -35,6 +35,7 @@ def asked_twice(root, port):
         watchdog.enter(f"step {step}: training")
     time.sleep(2 * watchdog.POLL_SECONDS)
     before = file.read_text()
+    torch.distributed.barrier()  # until the other rank has read its file, too
     if rank == 0:
         (directory / "requested").touch()
     wait_for(file.read_text)

@@ -26,7 +26,7 @@ class Engine(ScriptedEngine):
         super().__init__(*arguments)
         self.asked, self.seeds = [], []
 
-    def submit(self, prompt, sample_id, group=(), greedy=False, options=None):
+    def submit(self, prompt, sample_id, group=(), greedy=False, options=None, images=()):
         self.asked.append(options)
         self.seeds.append(sample_id)
         self.prompts.append(prompt)
@@ -448,7 +448,7 @@ def test_the_first_stop_string_is_named(serve):
         ({"include": ["message.output_text.logprobs"]}, "include="),
         ({"input": []}, "input: must be a text or a list"),
         ({"input": [{"type": "image"}]}, "items of type 'image'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only texts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "does not take"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "hosted tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format: json_object"),

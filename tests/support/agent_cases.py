@@ -19,15 +19,16 @@ HELLO = {"model": "any", "messages": [{"role": "user", "content": "Hello?"}]}
 class ScriptedEngine(RequestEngine):
     """Answers requests at once, by a function from the prompt's tokens to a text.
 
-    prompts: the tokens of each request.
+    prompts, images: the tokens and the images of each request.
     """
 
     def __init__(self, tokenizer, answer, end_id, max_sequence_length=4096):
         self.tokenizer, self.answer, self.end_id = tokenizer, answer, end_id
-        self.max_sequence_length, self.prompts, self.cancelled = max_sequence_length, [], []
+        self.max_sequence_length, self.prompts, self.images, self.cancelled = max_sequence_length, [], [], []
 
-    def submit(self, prompt, sample_id, group=(), greedy=False, options=None):
+    def submit(self, prompt, sample_id, group=(), greedy=False, options=None, images=()):
         self.prompts.append(prompt)
+        self.images.append(images)
         future = Future()
         text = self.answer(prompt)
         if text is not None:

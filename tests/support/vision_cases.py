@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from layout_cases import STEPS, as_saved, gradient_of, plain_loss
+from layout_cases import STEPS, as_saved, gradient_of, make_config, plain_loss
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, make_tokenizer
@@ -249,3 +249,12 @@ def plain_outcome(config, data, steps: int = STEPS) -> LayoutResult:
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def vision_config(path, tower="frozen", make=make_config, **optimizer):
+    """Return a configuration of training with images."""
+    values = make(path).model_dump()
+    values["model"]["vision_tower"] = tower
+    values["data"]["max_sequence_length"] = 80
+    values["optimizer"].update(optimizer)
+    return type(make(path)).model_validate(values)

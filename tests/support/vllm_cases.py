@@ -37,8 +37,14 @@ def root(tmp_path_factory):
         "    reward = (sum(map(ord, log[-1]['content'])) % 7) / 4\n"
         "    return Step(reward, done=last, observation=None if last else ' more ')\n"
         "calls = 0\n"
+        "def ended(process):\n"
+        "    import psutil\n"
+        "    try:\n"
+        "        return True if process.status() == psutil.STATUS_ZOMBIE else None\n"
+        "    except psutil.NoSuchProcess:\n"
+        "        return True\n"
         "def ending(log, record):\n"
-        "    import pathlib, psutil\n"
+        "    import pathlib, psutil, time\n"
         "    global calls\n"
         "    directory = pathlib.Path(__file__).with_name('ending').read_text()\n"
         "    calls += 1\n"
@@ -46,6 +52,8 @@ def root(tmp_path_factory):
         "        words = process.info['cmdline'] or []\n"  # none of a process that has just ended
         "        if directory in ' '.join(words) and 'stand_in' in ' '.join(words[1:2]):\n"
         "            process.kill()\n"
+        "            while ended(process) is None:\n"
+        "                time.sleep(0.01)\n"
         "    return twice(log, record)\n"
     )
     config = {

@@ -193,6 +193,7 @@ class RequestEngine(ABC):
         group: tuple[int, ...],
         greedy: bool = False,
         options: RequestOptions = NO_OPTIONS,
+        images: Sequence[PlacedImage] = (),
     ) -> Future[Response]:
         """Generate the response to one prompt in the background. Not collective.
 
@@ -202,6 +203,7 @@ class RequestEngine(ABC):
             sample_id: identifies the sample, as in `generate`. Of the waiting requests, the one with the lowest id is
                 served first.
             group: the first tokens of the prompt. Prompts with the same group may share these tokens' computation.
+            images: the images among the prompt's tokens.
         """
 
     def cancel(self, future: Future[Response]) -> None:
@@ -210,23 +212,7 @@ class RequestEngine(ABC):
 
 
 class StreamingGeneration(GenerationInterface, RequestEngine):
-    """A backend that also returns responses one by one, to prompts that may have images."""
-
-    @abstractmethod
-    def submit(
-        self,
-        prompt: tuple[int, ...],
-        sample_id: int,
-        group: tuple[int, ...],
-        greedy: bool = False,
-        options: RequestOptions = NO_OPTIONS,
-        images: Sequence[PlacedImage] = (),
-    ) -> Future[Response]:
-        """Start a request; see `RequestEngine.submit`.
-
-        Args:
-            images: the images among the prompt's tokens.
-        """
+    """A backend that also returns responses one by one."""
 
 
 def prompts_to_answer(

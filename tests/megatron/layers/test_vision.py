@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import vision_cases
-from layout_cases import as_saved, make_config, make_sft_config, plain_loss
+from layout_cases import as_saved, make_sft_config, plain_loss
 from safetensors.torch import load_file, save_file
 from small_models import and_long
 from transformers import AutoModelForImageTextToText
@@ -20,6 +20,7 @@ from vision_cases import (
     make_vision_data,
     model_arguments,
     plain_outcome,
+    vision_config,
 )
 
 from mcore_rl.config import ModelConfig, ParallelConfig
@@ -51,15 +52,6 @@ def vision_model_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def image_paths(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp("images"))
-
-
-def vision_config(path, tower="frozen", make=make_config, **optimizer):
-    """Return a configuration of training with images."""
-    values = make(path).model_dump()
-    values["model"]["vision_tower"] = tower
-    values["data"]["max_sequence_length"] = 80
-    values["optimizer"].update(optimizer)
-    return type(make(path)).model_validate(values)
 
 
 @pytest.fixture(scope="module")

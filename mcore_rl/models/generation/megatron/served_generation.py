@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_rl.data.images import PlacedImage, decode_images, encode_images
 from mcore_rl.distributed.collectives import all_ranks_true, broadcast_lists_in_replica
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.interfaces import (
@@ -155,6 +156,7 @@ class ServedGeneration(RequestEngine):
         group: tuple[int, ...] = (),
         greedy: bool = False,
         options: RequestOptions = NO_OPTIONS,
+        images: Sequence[PlacedImage] = (),
     ) -> Future[Response]:
         """Ask for a response; see `RequestEngine.submit`. Only on the first rank of a replica.
 
@@ -164,13 +166,13 @@ class ServedGeneration(RequestEngine):
         number, future = next(self._numbers), Future[Response]()
         asked = self.generation.params.max_new_tokens
         limit = min(options.max_new_tokens or asked, asked, self.max_sequence_length - len(prompt))
-        stops = [list(text.encode()) for text in options.stop_strings]
-        lengths = [len(prompt), options.num_likeliest, len(stops), *map(len, stops)]
+        texts = [*(text.encode() for text in options.stop_strings), encode_images(images)]
+        lengths = [len(prompt), options.num_likeliest, len(texts), *map(len, texts)]
         self._asked[number] = future
         if options.on_tokens is not None:
             self._listeners[number] = options.on_tokens
         sampling = [int(options.scores_prompt), *_encoded(options.distribution)]
-        self._inbox.put((number, [number, sample_id, limit, *sampling, *lengths, *prompt, *itertools.chain(*stops)]))
+        self._inbox.put((number, [number, sample_id, limit, *sampling, *lengths, *prompt, *itertools.chain(*texts)]))
         return future
 
     def cancel(self, future: Future[Response]) -> None:
@@ -273,16 +275,18 @@ def _sequence(command: list[int], params: SamplingParams, tokenizer: Any) -> Run
     own, (size, num_likeliest, count, *rest) = _decoded(rest[:5], params), rest[5:]
     lengths, rest = rest[:count], rest[count:]
     prompt, rest = rest[:size], rest[size:]
-    texts = list(params.stop_strings)
+    texts = list[bytes]()
     for length in lengths:
-        texts.append(bytes(rest[:length]).decode())
+        texts.append(bytes(rest[:length]))
         rest = rest[length:]
+    *stops, images = texts
     return RunningSequence(
         number,
         sample_id,
         tuple(prompt),
         limit,
-        stop_strings=StopStrings(texts, tokenizer),
+        stop_strings=StopStrings([*params.stop_strings, *(stop.decode() for stop in stops)], tokenizer),
+        images=decode_images(images),
         num_likeliest=num_likeliest,
         params=own,
         scores_prompt=bool(scores_prompt),
