@@ -12,7 +12,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.data.images import ImageReader, is_image, source_of
+from mcore_rl.data.images import ImageReader, PlacedImage, is_image, source_of
 from mcore_rl.data.readers import parse_json
 
 Message = dict[str, Any]
@@ -231,6 +231,14 @@ def image_tokens(tokenizer: Any) -> ImageTokens:
     if found is None:
         raise ValueError("the record has images, but the model reads no images; leave them out, or use another model")
     return found
+
+
+def samples_images(tokenizer: Any, ids: Sequence[int], images: Sequence[PlacedImage]) -> bool:
+    """Return whether a context has tokens of images or videos beside those of its images: the policy sampled them."""
+    tokens: ImageTokens | None = getattr(tokenizer, "image_tokens", None)
+    if tokens is None:
+        return False
+    return sum(ids.count(token) for token in {tokens.token_id, tokens.video_id} - {None}) > sum(i.count for i in images)
 
 
 def check_image_tokens(tokenizer: Any, messages: Messages, text: str) -> None:

@@ -5,8 +5,10 @@ import json
 import pytest
 import yaml
 from agent_runs import train
+from ports import free_port
 from programs import metrics_of
-from vision_cases import make_model, write_prompts_with_images
+from vision_cases import MROPE, make_model, write_prompts_with_images
+from vllm_servers import PYTHON, START_SECONDS
 
 PROGRAM = '''
 import base64
@@ -139,6 +141,18 @@ def test_shared_prefixes_with_images_and_replays_change_nothing(files, whole):
     replayed = train(files, "replayed", "--replay", files / "recording.jsonl")
     for one, other in zip(metrics_of(files / "shared"), replayed, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.vllm
+def test_vllm_sees_what_is_trained(files):
+    """A real server. Sessions whose policy samples the token of an image are failed samples; the server goes on."""
+    sizes = {"head_dim": 32, "rope_parameters": {**MROPE, "mrope_section": [6, 5, 5]}, "initializer_range": 0.1}
+    make_model("qwen3_vl", files / "for_vllm", **sizes)
+    vllm = {"python": str(PYTHON), "start_seconds": START_SECONDS, "port": free_port()}
+    options = ["generation.backend=vllm", f"generation.vllm={json.dumps(vllm)}", f"model.path={files / 'for_vllm'}"]
+    for line in train(files, "by_vllm", *options):
+        assert line["skipped_update"] == 0 and line["rows_per_sample"] > 1
+        assert line["logprob_error"] < 1e-5
 
 
 def test_images_that_the_run_cannot_take_are_refused_before_it_starts(files):

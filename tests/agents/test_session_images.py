@@ -4,16 +4,20 @@ import asyncio
 import base64
 import io
 import json
+import os
 import re
+import subprocess
 import zlib
 
 import pytest
 import torch
-from agent_cases import LIMITS, ScriptedEngine, Served
+from agent_cases import ScriptedEngine, Served
+from agent_runs import PYTHON
 from aiohttp import web
 from image_sessions import (
     END,
     RandomSession,
+    ServedWithImages,
     ask,
     assert_at_tokens,
     encoded,
@@ -26,16 +30,16 @@ from image_sessions import (
 )
 from layout_cases import make_sft_config
 from PIL import Image
-from small_models import and_long
+from programs import ROOT
+from small_models import and_long, make_tokenizer
 from transformers import AutoImageProcessor
 from transformers.image_utils import load_image
-from vision_cases import IMAGE, make_model, plain_outcome, vision_config
+from vision_cases import IMAGE, VIDEO, make_model, plain_outcome, vision_config
 
 from mcore_rl.agents.messages import BadRequest, from_anthropic, from_openai
-from mcore_rl.agents.server import Endpoint
 from mcore_rl.agents.session_images import ImageStore
-from mcore_rl.agents.sessions import Sessions
 from mcore_rl.config.environment import AgentImages
+from mcore_rl.data.chat import samples_images
 from mcore_rl.rollouts.rollout_images import keep_images
 from mcore_rl.rollouts.samples import Rollout
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result
@@ -281,17 +285,17 @@ def test_another_picture_of_the_same_size_begins_a_new_row(tokenizer, tmp_path):
     assert [row.images[0].digest for row in tree.rows()] == [prompts[1].images[0].digest, prompts[0].images[0].digest]
 
 
-def test_the_endpoint_answers_and_removes_the_files(model, tokenizer, tmp_path):
-    class WithImages(Served):
-        def endpoint(self, limits, body_bytes):
-            engine = ScriptedEngine(tokenizer, lambda _: self.replies.pop(0), END)
-            self.engine = engine
-            self.sessions = Sessions(
-                engine, tokenizer, limits, images=ImageStore.of(tokenizer, tmp_path, AgentImages())
-            )
-            return Endpoint(self.sessions, body_bytes)
+def test_sampled_tokens_of_images_are_found(tokenizer, tmp_path):
+    """vLLM would look for their images; a server would be dropped."""
+    prompt = asyncio.run(ask(new_tree(tokenizer, tmp_path), [user("a", image_part(SMALL))]))
+    ids = tuple(prompt.ids)
+    assert not samples_images(tokenizer, ids, prompt.images)
+    assert samples_images(tokenizer, (*ids, IMAGE), prompt.images) and samples_images(tokenizer, (VIDEO,), ())
+    assert not samples_images(make_tokenizer(), (IMAGE,), ())  # of a model that reads none
 
-    served = WithImages(["red", "blue"], LIMITS, 2**22)
+
+def test_the_endpoint_answers_and_removes_the_files(model, tokenizer, tmp_path):
+    served = ServedWithImages(tokenizer, tmp_path, ["red", "blue"])
     try:
         first = user(image_part(SMALL), "what")
         status, _, answer = served.post("/v1/chat/completions", {"messages": [first], "return_token_ids": True})
@@ -311,6 +315,29 @@ def test_the_endpoint_answers_and_removes_the_files(model, tokenizer, tmp_path):
             assert tokenizer.image_tokens.reader.pixels(image).shape[0] == image.count * 4
         named = json.dumps([rollout.message_log, rollout.session])
         assert named.count(str(tmp_path.parent / "kept")) == 4 and str(tmp_path) + "/" not in named
+    finally:
+        served.close()
+
+
+@pytest.mark.agents
+def test_official_clients_send_images(tokenizer, tmp_path):
+    """The three requests are the same conversation, with the same images."""
+    served = ServedWithImages(tokenizer, tmp_path, ["red", "blue", "grey"])
+    try:
+        command = [PYTHON, ROOT / "tests" / "support" / "agent_clients.py", "images", served.server.url]
+        done = subprocess.run(
+            [*map(str, command), served.session.key, "0"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            input=base64.b64encode(SMALL).decode(),
+            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        said = json.loads(done.stdout.splitlines()[-1])["said"]
+        assert [text.replace(" ", "") for text in said] == ["red", "blue", "grey"]  # one token per character
+        assert len(set(served.engine.prompts)) == 1 and len(set(served.engine.images)) == 1
+        assert len(served.engine.images[0]) == 2
     finally:
         served.close()
 

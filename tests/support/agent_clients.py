@@ -105,6 +105,44 @@ def anthropic(url, key, stream):
     return {"said": said, "refused": refused, "counted": counted}
 
 
+def images(url, key, stream):
+    """Send the picture of the standard input in a question and in a tool's result, by each client and API."""
+    from anthropic import Anthropic
+    from openai import OpenAI
+
+    picture = sys.stdin.read()
+    address = f"data:image/png;base64,{picture}"
+    client, said = OpenAI(base_url=f"{url}/v1", api_key=key), []
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    part = {"type": "image_url", "image_url": {"url": address}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [part]},
+    ]
+    said.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message.content)
+    seen = {"type": "input_image", "image_url": address, "detail": "auto"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, seen]},
+        {"role": "assistant", "content": "b"},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [seen]},
+    ]
+    said.append(client.responses.create(model="policy", input=items).output_text)
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture}}
+    blocks = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, block]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "b"}, {"type": "tool_use", "id": "c", "name": "add", "input": {}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block]}]},
+    ]
+    anthropic = Anthropic(base_url=url, api_key=key)
+    said.append(anthropic.messages.create(model="policy", max_tokens=9, messages=blocks).content[0].text)
+    return {"said": said}
+
+
 def langchain(url, key, stream):
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
@@ -127,4 +165,5 @@ def langchain(url, key, stream):
 
 if __name__ == "__main__":
     kind, url, key, stream = sys.argv[1:]
-    print(json.dumps({"openai": openai, "anthropic": anthropic, "langchain": langchain}[kind](url, key, stream == "1")))
+    kinds = {"openai": openai, "anthropic": anthropic, "langchain": langchain, "images": images}
+    print(json.dumps(kinds[kind](url, key, stream == "1")))

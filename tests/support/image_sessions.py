@@ -7,12 +7,14 @@ import io
 import random
 
 import numpy as np
-from agent_cases import ScriptedEngine
+from agent_cases import ScriptedEngine, Served
 from PIL import Image
 from vision_cases import IMAGE
 
 from mcore_rl.agents.messages import from_openai, images_in
+from mcore_rl.agents.server import Endpoint
 from mcore_rl.agents.session_images import ImageStore
+from mcore_rl.agents.sessions import Sessions
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import SessionTree
 from mcore_rl.config.environment import AgentImages
@@ -61,6 +63,21 @@ async def ask(tree: SessionTree, messages, tools=None):
 def new_tree(tokenizer, directory, name="session", limits=None, history="template"):
     images = ImageStore.of(tokenizer, directory, limits or AgentImages()).of_session(name)
     return SessionTree(ChatTemplate(tokenizer), history, images)
+
+
+class ServedWithImages(Served):
+    """A running endpoint whose sessions take images."""
+
+    def __init__(self, tokenizer, directory, replies) -> None:
+        self.of_images = tokenizer, directory
+        super().__init__(replies, body_bytes=2**22)
+
+    def endpoint(self, limits, body_bytes):
+        tokenizer, directory = self.of_images
+        self.engine = ScriptedEngine(tokenizer, lambda _: self.replies.pop(0), END)
+        images = ImageStore.of(tokenizer, directory, AgentImages())
+        self.sessions = Sessions(self.engine, tokenizer, limits, images=images)
+        return Endpoint(self.sessions, body_bytes)
 
 
 class RandomSession:

@@ -23,6 +23,7 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import SERVER_LOGS
+from mcore_rl.data.chat import samples_images
 from mcore_rl.data.images import IMAGES, ImageReader, PlacedImage
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import all_ranks_true, broadcast_result, gather_objects, settle
@@ -152,9 +153,15 @@ class VLLMGeneration(StreamingGeneration):
         """Start a request for one response and return the future response.
 
         The response's random numbers depend on seed, sample id and prompt length. The future raises TrainingError if no
-        server is left, RequestError if this request fails, and UserError if an image cannot be read.
+        server is left, RequestError if this request fails or if the policy has sampled a token of an image that the
+        prompt now contains, and UserError if an image cannot be read.
         """
         assert self._pool is not None, "`submit` is for the first rank of a replica, after weights were sent"
+        if samples_images(self.tokenizer, prompt, images):  # the server would end, or be dropped
+            return failed(
+                "an earlier response has a token of images or videos, which vLLM would take for an image; such a "
+                "response cannot be continued"
+            )
         params = replace(self.params, temperature=0.0) if greedy else self.params
         if (own := options.distribution) is not None:
             params = replace(params, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
@@ -494,6 +501,13 @@ class VLLMGeneration(StreamingGeneration):
         except (ServerError, TrainingError, UserError):
             return False
         return not self.params.keeps_mask or bool(_option(server, "return_sampling_mask", False))
+
+
+def failed(reason: str) -> Future[Response]:
+    """Return the future of a response that cannot be generated."""
+    future = Future[Response]()
+    future.set_exception(RequestError(reason))
+    return future
 
 
 def vllm_generation_of(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLine = silent) -> VLLMGeneration:
