@@ -580,6 +580,7 @@ def shared_out(rows_per_group, with_experts, led):
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3), train=train)
     run.critic = None
     run.config = SimpleNamespace(
+        environment=SimpleNamespace(name="exact_match"),
         model=SimpleNamespace(moe_router_replay=with_experts, indexer_replay=False),
         rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1, reads_score_norms=False),
     )
