@@ -34,6 +34,10 @@ class BadRequest(ValueError):
         self.param, self.code = param, code
 
 
+class SampledImage(BadRequest):
+    """Raised for messages in which a response of the policy has the token of an image."""
+
+
 def from_openai(messages: Any) -> list[Message]:
     """Convert the messages of an OpenAI chat completion; raise BadRequest if they are invalid."""
     if not isinstance(messages, list) or not messages:
@@ -91,7 +95,13 @@ def _joined(parts: list[Message], role: str, where: str, between: str = "") -> s
         return between.join(part["text"] for part in parts)
     if role not in IMAGE_ROLES:
         raise BadRequest(f"{where}.content: only messages of {' and '.join(IMAGE_ROLES)} can have images", "messages")
-    return parts
+    joined = list[Message]()
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": joined[-1]["text"] + between + part["text"]}
+        else:
+            joined.append(part)
+    return joined
 
 
 def images_in(messages: Sequence[Message]) -> list[Message]:
@@ -129,6 +139,12 @@ def for_clients(messages: Sequence[Message]) -> list[Message]:
         UserError: an image is missing.
     """
     return [{**message, "content": _for_clients(message["content"])} for message in messages]
+
+
+def images_for_clients(messages: Sequence[Message]) -> list[Message]:
+    """Return the image parts of messages that `for_clients` has made."""
+    contents = (message["content"] for message in messages if isinstance(message["content"], list))
+    return [part for content in contents for part in content if part["type"] == "image_url"]
 
 
 def _for_clients(content: Any) -> Any:
@@ -196,14 +212,18 @@ def _blocks(content: Any, role: str, where: str) -> str | list[Message]:
 
 def _block(block: Any, where: str) -> Message:
     kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text" and isinstance(block.get("text"), str):
+        return {"type": "text", "text": block["text"]}
     if kind == "text":
-        return {"type": "text", "text": str(block.get("text", ""))}
+        raise BadRequest(f"{where}: a block of type text must have a text")
     source = block.get("source") if kind == "image" else None
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
         raise BadRequest(f"{where}: blocks must be texts, or images with a source of type base64 or url, not {kind!r}")
     if source["type"] == "url":
         return _image(source.get("url"), where)
-    return _image(f"data:{source.get('media_type')};base64,{source.get('data') or ''}", where)
+    if not isinstance(source.get("data"), str):
+        raise BadRequest(f"{where}: a source of type base64 must have data")
+    return _image(f"data:{source.get('media_type')};base64,{source['data']}", where)
 
 
 def tools_from_anthropic(tools: Any) -> list[dict[str, Any]]:

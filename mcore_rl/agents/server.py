@@ -133,9 +133,11 @@ class Endpoint:
         return body
 
     async def _ask(self, request: Request, session: Session, body: dict[str, Any], asked: Asked) -> Call:
-        await session.take_images(asked.images)
         is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         digest = openai_api.digest_of(request.url.path, body)
+        if asked.images and self.sessions.repeated(session, digest, is_retry) is None:
+            self.sessions.check_may_ask(session)  # before files are written
+            await session.take_images(asked.images)
         return self.sessions.ask(
             session, digest, is_retry, lambda: asked.prompt(session.tree), asked.count, asked.options, asked.seed
         )
@@ -238,7 +240,9 @@ class Endpoint:
     async def count_tokens(self, request: Request) -> Response:
         session, body = self._session(request), await self._object(request)
         asked = read_request(anthropic_api.request, {"max_tokens": 1, **body})
-        await session.take_images(asked.images)
+        if asked.images:
+            self.sessions.check_may_ask(session)
+            await session.take_images(asked.images)
         return JSONResponse({"input_tokens": len(asked.prompt(session.tree).ids)})
 
     async def reward(self, request: Request) -> Response:

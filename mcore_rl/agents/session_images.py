@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import io
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,12 @@ class SessionImages:
     _placed: dict[str, PlacedImage] = field(default_factory=dict)
     """Stored images by the path of the file, with a start of 0."""
     _path_of: dict[str, str] = field(default_factory=dict)
-    """Paths of stored images by the digest of a source. Clients send all images of a conversation in each request."""
+    """Paths of stored images by the digest of a source, also of an address, which is fetched once. Clients send all
+    images of a conversation in each request."""
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _trusted: set[str] = field(default_factory=set)
+    _is_removed: bool = False
 
     def __getitem__(self, path: str) -> PlacedImage:
         """Return the image in a file that `take` has written; its start is 0."""
@@ -64,41 +69,69 @@ class SessionImages:
                 "(environment.agent.images.max_count)",
                 "messages",
             )
+        found = await asyncio.gather(*(self._content(part["image"]) for part in parts), return_exceptions=True)
         async with self._taking:  # parallel requests may have the same image
-            for number, part in enumerate(parts, start=1):
+            for number, (part, content) in enumerate(zip(parts, found, strict=True), start=1):
                 try:
-                    part["image"] = await self._stored(part["image"], self.reader)
+                    part["image"] = await self._stored(part["image"], content, self.reader)
                 except ValueError as error:
                     raise BadRequest(f"messages: image {number} {error}", "messages") from None
 
-    async def _stored(self, source: str, reader: ImageReader) -> str:
-        known = hashlib.sha256(source.encode()).hexdigest()
+    def trust(self, sources: Iterable[str]) -> None:
+        """Take images with these data URLs whatever their size: those of the record's prompt."""
+        self._trusted.update(map(_digest, sources))
+
+    async def _content(self, source: str) -> bytes | None:
+        """Return the encoded image of a source; None if it is stored."""
+        if _digest(source) in self._path_of:
+            return None
+        if source[:5].lower() == "data:":
+            return await asyncio.to_thread(_decoded, source)
+        return await fetched(source, self.limits)
+
+    async def _stored(self, source: str, content: bytes | BaseException | None, reader: ImageReader) -> str:
+        """Return the path of an image; store it if no request has done so.
+
+        Args:
+            content: the result of `_content`, or its exception.
+        """
+        known = _digest(source)
         if known not in self._path_of:
-            if source.startswith("data:"):
-                content = await asyncio.to_thread(_decoded, source)
-            else:
-                content = await fetched(source, self.limits)
-            self._path_of[known] = await asyncio.to_thread(self._store, content, reader)
+            if isinstance(content, BaseException):
+                raise content
+            assert content is not None, "it was not stored"
+            limits = None if known in self._trusted else self.limits
+            self._path_of[known] = await asyncio.to_thread(self._store, content, reader, limits)
         return self._path_of[known]
 
-    def _store(self, content: bytes, reader: ImageReader) -> str:
-        if len(content) > self.limits.max_bytes:
-            raise ValueError(
-                f"has {len(content)} bytes; the limit is {self.limits.max_bytes} (environment.agent.images.max_bytes)"
-            )
-        check_picture(content, self.limits.max_pixels)
-        placed = reader.placed(content, 0, self.directory)
+    def _store(self, content: bytes, reader: ImageReader, limits: AgentImages | None) -> str:
+        if limits is not None:
+            if len(content) > limits.max_bytes:
+                raise ValueError(
+                    f"has {len(content)} bytes; the limit is {limits.max_bytes} (environment.agent.images.max_bytes)"
+                )
+            check_picture(content, limits.max_pixels)
+        with self._writing:  # `remove` may be called by another thread at any time
+            if self._is_removed:
+                raise ValueError("comes after the end of the session")
+            placed = reader.placed(content, 0, self.directory)
         self._placed[placed.path] = placed
         return placed.path
 
     def remove(self) -> None:
-        """Delete the files."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Delete the files; no further ones are stored."""
+        with self._writing:
+            self._is_removed = True
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _decoded(source: str) -> bytes:
     try:
-        return content_of(source)[0]
+        return content_of("data:" + source[5:])[0]
     except ValueError as error:
         raise ValueError(f"cannot be read: {error}") from None
 
@@ -129,22 +162,22 @@ async def fetched(url: str, limits: AgentImages) -> bytes:
     timeout = aiohttp.ClientTimeout(total=FETCH_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as client:
         for _ in range(MOST_REDIRECTS):
-            check_address(url, limits.fetch)
+            host = check_address(url, limits.fetch)
             try:
                 async with client.get(url, allow_redirects=False) as answer:
                     if answer.status in (301, 302, 303, 307, 308) and "location" in answer.headers:
                         url = urljoin(url, answer.headers["location"])
                         continue
                     if answer.status != 200:
-                        raise ValueError(f"cannot be fetched: {url} answers with status {answer.status}")
+                        raise ValueError(f"cannot be fetched: {host} answers with status {answer.status}")
                     return await _body(answer, limits.max_bytes)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise ValueError(f"cannot be fetched: {url}: {error or 'no answer in time'}") from None
+                raise ValueError(f"cannot be fetched from {host}: {type(error).__name__}") from None
     raise ValueError(f"cannot be fetched: more than {MOST_REDIRECTS} redirects")
 
 
-def check_address(url: str, hosts: Sequence[str]) -> None:
-    """Raise ValueError unless `url` is an HTTP address at one of `hosts`, given as HOST or HOST:PORT."""
+def check_address(url: str, hosts: Sequence[str]) -> str:
+    """Return the host of `url`; raise ValueError unless it is one of `hosts`, given as HOST or HOST:PORT."""
     try:
         parsed = urlsplit(url)
         host, netloc = parsed.hostname or "", parsed.netloc.rpartition("@")[2].lower()
@@ -156,6 +189,7 @@ def check_address(url: str, hosts: Sequence[str]) -> None:
         raise ValueError(
             f"is at {host or url}, which environment.agent.images.fetch does not name; send a data URL, or add the host"
         )
+    return host
 
 
 async def _body(answer: Any, most: int) -> bytes:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.messages import BadRequest, Message
+from mcore_rl.agents.messages import BadRequest, Message, SampledImage
 from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.agents.templates import ChatTemplate
 from mcore_rl.agents.tree import History, SessionTree, Turn, TurnPrompt
@@ -220,11 +220,15 @@ class Sessions:
         """
         if session.is_over:
             raise SessionEnded
-        if (same := self._repeated(session, digest, is_retry)) is not None:
+        if (same := self.repeated(session, digest, is_retry)) is not None:
             same.waiting += 1
             return same
-        self._check_limits(session)
-        prompt = make_prompt()
+        self.check_may_ask(session)
+        try:
+            prompt = make_prompt()
+        except SampledImage:
+            session.reached = "image token"
+            raise
         ids, images = tuple(prompt.ids), prompt.images
         if len(ids) >= self.engine.max_sequence_length:
             session.reached = "context"
@@ -245,7 +249,7 @@ class Sessions:
         session.calls.append(call)
         return call
 
-    def _repeated(self, session: Session, digest: str, is_retry: bool) -> Call | None:
+    def repeated(self, session: Session, digest: str, is_retry: bool) -> Call | None:
         """Return the call that a request repeats: one whose connection was lost, or that the client says to repeat."""
         for call in reversed(session.calls):
             if call.digest == digest and (is_retry or (call.waiting == 0 and not call.is_delivered)):
@@ -253,7 +257,15 @@ class Sessions:
                 return None if failed or call.is_given_up else call
         return None
 
-    def _check_limits(self, session: Session) -> None:
+    def check_may_ask(self, session: Session) -> None:
+        """Check that a session has not ended, and that it has reached no limit.
+
+        Raises:
+            SessionEnded: the session has ended.
+            BadRequest: it has reached a limit.
+        """
+        if session.is_over:
+            raise SessionEnded
         limits = self.limits
         if session.num_calls >= limits.calls:
             session.reached = "calls"

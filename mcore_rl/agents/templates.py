@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_rl.agents.messages import BadRequest, Message
+from mcore_rl.agents.messages import BadRequest, Message, SampledImage
 from mcore_rl.agents.parsing import END_THINK, THINK, CallForm, call_form_of
 from mcore_rl.data.chat import (
     apply_template,
@@ -73,6 +73,12 @@ class ChatTemplate:
         except ValueError as error:
             raise BadRequest(f"messages: {error}", "messages") from None
         return list(sequence.input_ids), tuple(sequence.images)
+
+    def check_responses(self, messages: Sequence[Message]) -> None:
+        """Raise SampledImage if a message of the assistant has the token of an image as text."""
+        token = image_tokens(self.tokenizer).text if reads_images(self.tokenizer) else None
+        if token is not None and any(token in str(m["content"]) for m in messages if m["role"] == "assistant"):
+            raise SampledImage(f"messages: a response has {token}, which cannot be written without its image")
 
     def check_text(self, ids: Sequence[int]) -> None:
         """Raise BadRequest if the tokens of a text are those of an image, which only messages can have."""

@@ -143,6 +143,7 @@ class SessionTree:
                 if not is_rewritten:  # the longest match: its messages have the thoughts that the client dropped
                     is_rewritten, full = True, [*turn.messages, *messages[length:]]
         text = self.template.render(full, tools)
+        self.template.check_responses(full)
         ids, images = self.template.placed(text, self._images_of(full))
         self.counts["rewritten" if is_rewritten else "new"] += 1
         return self._of_ids(ids, text, full, tools, images)

@@ -88,9 +88,9 @@ class AgentImages(Section):
     """Maximum number of images in a request; 0 refuses images."""
     max_bytes: PositiveInt = 10_000_000
     """Maximum size of an encoded image."""
-    max_pixels: PositiveInt = 2**25
+    max_pixels: Annotated[PositiveInt, Field(le=2**26)] = 2**25
     """Maximum number of pixels of an image, before the model's processor resizes it."""
-    fetch: list[Annotated[str, Field(pattern=r"^[\w.\[\]-]+(:\d+)?$")]] = Field(default=[])
+    fetch: list[Annotated[str, Field(pattern=r"^[\w.-]+(:\d+)?$")]] = Field(default=[])
     """Hosts (HOST or HOST:PORT) from which the endpoint fetches images that requests give as URLs. Other addresses are
     refused."""
 

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -129,7 +130,7 @@ def content_of(source: Any) -> tuple[bytes, Path | None]:
 
 
 def data_url(source: Any) -> str:
-    """Return the image of a source (see `content_of`) as a data URL.
+    """Return the image of a source (see `content_of`) as a data URL of a PNG, JPEG or WebP.
 
     Raises:
         UserError: the image cannot be read.
@@ -139,6 +140,10 @@ def data_url(source: Any) -> str:
     except ValueError as error:
         raise UserError(f"data: the image {error}") from None
     kind = "webp" if content[8:12] == b"WEBP" else "jpeg" if content[:2] == b"\xff\xd8" else "png"
+    if kind == "png" and not content.startswith(b"\x89PNG"):  # another format
+        buffer = io.BytesIO()
+        decoded(content).save(buffer, format="PNG")
+        content = buffer.getvalue()
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
@@ -362,7 +367,7 @@ def _store(content: bytes, path: Path) -> Path:
     path = path.absolute()
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = path.with_suffix(f".{os.getpid()}_{secrets.token_hex(4)}.partial")
         partial.write_bytes(content)
         partial.replace(path)
     return path

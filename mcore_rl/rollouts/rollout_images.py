@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,7 +54,7 @@ def keep_images(rollout: Rollout, temporary: Path, kept: Path) -> None:
         destination = kept.absolute() / Path(path).name
         if not destination.is_file():
             destination.parent.mkdir(parents=True, exist_ok=True)
-            partial = destination.with_suffix(f".{os.getpid()}.partial")
+            partial = destination.with_suffix(f".{secrets.token_hex(8)}.partial")
             shutil.copyfile(path, partial)
             partial.replace(destination)
         return str(destination)

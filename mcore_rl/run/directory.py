@@ -25,7 +25,7 @@ from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
 STEP_LOGS, JUDGE_LOG, AGENT_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log", "agent.log"
-IMAGES, SESSION_IMAGES = "images", "images/sessions"
+IMAGES, SESSION_IMAGES = "agent_images", "agent_images/sessions"
 """Directories of the images that agents' requests contain: those in samples.jsonl, and those of current rollouts."""
 APPENDED = (JUDGE_LOG, AGENT_LOG)
 LOGS = (*STEP_LOGS, *APPENDED)

@@ -420,8 +420,9 @@ def _check_images(config: TrainingConfig, found: Mapping[str, Any], datasets: Se
     for key, hf in found.items():
         if family_of(hf).vision_config is None:
             raise UserError(f"{key}: {hf.model_type} reads no images, but {source}; use a model that does{without}")
-    own = ImageReader(config.model.path).sizes
-    for key, other in second_model_configs(config).items():
+    others = second_model_configs(config)
+    own = ImageReader(config.model.path).sizes if of_records or others else None
+    for key, other in others.items():
         sizes = ImageReader(other.model.path, key=key).sizes
         if key == JUDGE:
             _check_judge_sees_images(cast("RLConfig", config), other.model.path)

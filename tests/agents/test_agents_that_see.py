@@ -93,10 +93,10 @@ def test_what_the_policy_saw_is_trained(files, whole):
         for part in message["content"]
         if part["type"] == "image"
     ]
-    assert len(named) >= 2 and all(path.startswith(str(files / "whole" / "images")) for path in named)
-    kept = {path.name for path in (files / "whole" / "images").iterdir() if path.is_file()}
+    assert len(named) >= 2 and all(path.startswith(str(files / "whole" / "agent_images")) for path in named)
+    kept = {path.name for path in (files / "whole" / "agent_images").iterdir() if path.is_file()}
     assert {path.rpartition("/")[2] for path in named} <= kept
-    assert not list((files / "whole" / "images").glob("sessions/*"))
+    assert not list((files / "whole" / "agent_images").glob("sessions/*"))
 
 
 LAYOUTS = {

@@ -11,7 +11,7 @@ import zlib
 
 import pytest
 import torch
-from agent_cases import ScriptedEngine, Served
+from agent_cases import LIMITS, ScriptedEngine, Served
 from agent_runs import PYTHON
 from aiohttp import web
 from image_sessions import (
@@ -36,7 +36,8 @@ from transformers import AutoImageProcessor
 from transformers.image_utils import load_image
 from vision_cases import IMAGE, VIDEO, make_model, plain_outcome, vision_config
 
-from mcore_rl.agents.messages import BadRequest, from_anthropic, from_openai
+from mcore_rl.agents import session_images
+from mcore_rl.agents.messages import BadRequest, for_clients, from_anthropic, from_openai, images_for_clients
 from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.config.environment import AgentImages
 from mcore_rl.data.chat import samples_images
@@ -338,6 +339,81 @@ def test_official_clients_send_images(tokenizer, tmp_path):
         assert [text.replace(" ", "") for text in said] == ["red", "blue", "grey"]  # one token per character
         assert len(set(served.engine.prompts)) == 1 and len(set(served.engine.images)) == 1
         assert len(served.engine.images[0]) == 2
+    finally:
+        served.close()
+
+
+def test_an_ended_session_and_one_at_its_limit_store_nothing(tokenizer, tmp_path):
+    served = ServedWithImages(tokenizer, tmp_path, ["red"] * 9)
+    try:
+        pictures = [image_part(encoded(picture(seed, 24, 24))) for seed in range(LIMITS.calls + 2)]
+        found = [served.post("/v1/chat/completions", {"messages": [user(part)]})[0] for part in pictures]
+        assert found == [200] * LIMITS.calls + [400] * 2
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert len(files) == LIMITS.calls
+        served.session.end()
+        served.session.tree.images.remove()
+        for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+            assert served.post(path, {"messages": [user(pictures[0])] if "chat" in path else [BLOCKS]})[0] == 410
+        assert not list(tmp_path.iterdir())
+    finally:
+        served.close()
+
+
+BLOCKS = {
+    "role": "user",
+    "content": [
+        text("a"),
+        text("b"),
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(SMALL).decode()},
+        },
+    ],
+}
+
+
+def test_texts_beside_images_are_joined_as_without_them():
+    (message,) = from_anthropic(None, [BLOCKS])
+    assert message["content"][0] == {"type": "text", "text": "a\nb"} and len(message["content"]) == 2
+    (message,) = from_openai([user("a", "b", image_part(SMALL))])
+    assert message["content"][0] == {"type": "text", "text": "ab"}
+    for block in ({"type": "text"}, {"type": "text", "text": None}, {"type": "image", "source": {"type": "base64"}}):
+        with pytest.raises(BadRequest, match="must have"):
+            from_anthropic(None, [{"role": "user", "content": [block]}])
+
+
+def test_an_image_that_comes_after_the_files_were_deleted_is_not_stored(tokenizer, tmp_path, monkeypatch):
+    tree, stored = new_tree(tokenizer, tmp_path), session_images.check_picture
+
+    def late(content, max_pixels):
+        tree.images.remove()
+        stored(content, max_pixels)
+
+    monkeypatch.setattr(session_images, "check_picture", late)
+    with pytest.raises(BadRequest, match="after the end of the session"):
+        asyncio.run(ask(tree, [user(image_part(SMALL))]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_of_a_records_prompt_may_have_any_format_and_size(tokenizer, tmp_path):
+    path = tmp_path / "large.bmp"
+    path.write_bytes(encoded(picture(0, 90, 90), "BMP"))
+    told = for_clients([{"role": "user", "content": [{"type": "image", "image": str(path)}, text("a")]}])
+    tree = new_tree(tokenizer, tmp_path / "images", limits=LIMITED)
+    with pytest.raises(BadRequest, match=r"max_bytes"):
+        asyncio.run(ask(tree, told))
+    tree.images.trust(part["image_url"]["url"] for part in images_for_clients(told))
+    assert len(asyncio.run(ask(tree, told)).images) == 1
+
+
+def test_a_rewritten_response_with_the_token_of_an_image_is_the_policys_fault(tokenizer, tmp_path):
+    served = ServedWithImages(tokenizer, tmp_path, ["red"])
+    try:
+        messages = [user("c"), {"role": "assistant", "content": "a <|image_pad|>"}, user("b")]
+        status, _, body = served.post("/v1/chat/completions", {"messages": messages})
+        assert status == 400 and "a response has <|image_pad|>" in body["error"]["message"]
+        assert served.session.reached == "image token"
     finally:
         served.close()
 
