@@ -12,12 +12,11 @@ import random
 from pathlib import Path
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
-from mcore_rl.testing.demo_data import IMAGE_TOKENS, make_directory, make_qwen3_vl, write_jsonl
+from mcore_rl.testing.demo_data import IMAGE_TOKENS, make_directory, make_qwen3_vl, word_tokenizer, write_jsonl
 from mcore_rl.utils.console import quiet_libraries
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 PICTURES, HELD_OUT, SIDE = 480, 80, 32
-SPECIAL = ["<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>"]
 QUESTION = "which colour ?"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -40,7 +39,9 @@ def main(directory: Path) -> None:
     write_jsonl(directory / "sft_train.jsonl", guessed)
     write_jsonl(directory / "train.jsonl", known)
     write_jsonl(directory / "validation.jsonl", held_out)
-    make_model(directory / "model")
+    special = ["<|user|>", "<|assistant|>", *IMAGE_TOKENS]
+    tokenizer = word_tokenizer([*special, *QUESTION.split(), *COLOURS], special, CHAT_TEMPLATE)
+    make_qwen3_vl(tokenizer, directory / "model", SIDE)
     print(f"{directory}: model, {len(guessed)} guesses, {len(known)} problems, {len(held_out)} held out")
 
 
@@ -61,24 +62,6 @@ def picture(colour, generator):
     made.paste(colour, (left := generator.randrange(SIDE - side), top := generator.randrange(SIDE - side),
                         left + side, top + side))  # fmt: skip
     return made
-
-
-def make_model(directory):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = [*SPECIAL, *IMAGE_TOKENS, *QUESTION.split(), *COLOURS]
-    ids = {token: i for i, token in enumerate(tokens)}
-    words = Tokenizer(models.WordLevel(ids, unk_token="<|unk|>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        **special,
-        additional_special_tokens=[*SPECIAL[3:], *IMAGE_TOKENS],
-        chat_template=CHAT_TEMPLATE,
-    )
-    make_qwen3_vl(tokenizer, directory, SIDE)
 
 
 if __name__ == "__main__":

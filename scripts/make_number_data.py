@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.cli.entry_point import Parser, exit_on_error
-from mcore_rl.testing.demo_data import IMAGE_TOKENS, make_directory, make_qwen3_vl, write_jsonl
+from mcore_rl.testing.demo_data import IMAGE_TOKENS, make_directory, make_qwen3_vl, word_tokenizer, write_jsonl
 from mcore_rl.utils.console import quiet_libraries
 
 PICTURES, HELD_OUT, SIDE, TRUSTED = 1200, 40, 32, 1 / 3
@@ -33,7 +33,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-SPECIAL = ["<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
 CALL = '{"name": "look", "arguments": {}}'
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}<|tool|>{{ tool.function.name }}{% endfor %}"
@@ -97,22 +96,10 @@ def conversation(asked: dict[str, Any], generator: random.Random) -> dict[str, A
 
 
 def make_tokenizer() -> Any:
-    """Return a tokenizer with one token per word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = [*SPECIAL, *IMAGE_TOKENS, *QUESTION.split(), "look", *CALL.split(), *map(str, DIGITS)]
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unk|>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        unk_token="<|unk|>",
-        additional_special_tokens=[*SPECIAL[3:6], *IMAGE_TOKENS],
-        chat_template=CHAT_TEMPLATE,
-    )
-    tokenizer.add_tokens(SPECIAL[6:])  # not special: the text of a response has them
+    roles, calls = ["<|user|>", "<|assistant|>", "<|tool|>"], ["<tool_call>", "</tool_call>"]
+    words = [*roles, *calls, *IMAGE_TOKENS, *QUESTION.split(), "look", *CALL.split(), *map(str, DIGITS)]
+    tokenizer = word_tokenizer(words, [*roles, *IMAGE_TOKENS], CHAT_TEMPLATE)
+    tokenizer.add_tokens(calls)  # they are beside others without a space, and stay in the text of a response
     return tokenizer
 
 

@@ -104,10 +104,14 @@ def _joined(parts: list[Message], role: str, where: str, between: str = "") -> s
     return joined
 
 
-def images_in(messages: Sequence[Message]) -> list[Message]:
-    """Return the image parts of messages, in their order."""
+def images_in(messages: Sequence[Message], kind: str = "image") -> list[Message]:
+    """Return the image parts of messages, in their order.
+
+    Args:
+        kind: type of these parts; "image_url" for messages that `for_clients` has made.
+    """
     contents = (message["content"] for message in messages if isinstance(message["content"], list))
-    return [part for content in contents for part in content if part["type"] == "image"]
+    return [part for content in contents for part in content if part["type"] == kind]
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -139,12 +143,6 @@ def for_clients(messages: Sequence[Message]) -> list[Message]:
         UserError: an image is missing.
     """
     return [{**message, "content": _for_clients(message["content"])} for message in messages]
-
-
-def images_for_clients(messages: Sequence[Message]) -> list[Message]:
-    """Return the image parts of messages that `for_clients` has made."""
-    contents = (message["content"] for message in messages if isinstance(message["content"], list))
-    return [part for content in contents for part in content if part["type"] == "image_url"]
 
 
 def _for_clients(content: Any) -> Any:

@@ -44,7 +44,8 @@ class SessionImages:
     """Paths of stored images by the digest of a source, also of an address, which is fetched once. Clients send all
     images of a conversation in each request."""
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _writing: threading.RLock = field(default_factory=threading.RLock)
+    """Reentrant, because the garbage collector may call `remove` in a thread that writes."""
     _trusted: set[str] = field(default_factory=set)
     _is_removed: bool = False
 
@@ -78,7 +79,7 @@ class SessionImages:
                     raise BadRequest(f"messages: image {number} {error}", "messages") from None
 
     def trust(self, sources: Iterable[str]) -> None:
-        """Take images with these data URLs whatever their size: those of the record's prompt."""
+        """Accept images with these data URLs, whatever their size and format; the record's prompt has them."""
         self._trusted.update(map(_digest, sources))
 
     async def _content(self, source: str) -> bytes | None:
@@ -203,7 +204,7 @@ async def _body(answer: Any, most: int) -> bytes:
 
 @dataclass(frozen=True)
 class ImageStore:
-    """Where sessions keep their images: each in a directory of its own below `directory`."""
+    """Makes the directories of sessions' images, below `directory`."""
 
     directory: Path
     reader: ImageReader | None

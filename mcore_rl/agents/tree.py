@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -56,13 +56,17 @@ class TurnPrompt:
     form: CallForm | None
     new_images: tuple[PlacedImage, ...] = ()
 
+    def _earlier(self) -> Iterator[tuple[Turn, int]]:
+        """Yield the turns of the context, each with the number of its response's tokens that are in the context."""
+        path = self.parent.path if self.parent else []
+        ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
+        yield from zip(path, ends[: len(path)], strict=True)
+
     @property
     def images(self) -> tuple[PlacedImage, ...]:
         """The images among `ids`."""
         images, length = list[PlacedImage](), 0
-        path = self.parent.path if self.parent else []
-        ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
-        for turn, end in zip(path, ends[: len(path)], strict=True):
+        for turn, end in self._earlier():
             images += placed_after(turn.prompt.new_images, length)
             length += len(turn.prompt.new_ids) + end
         return (*images, *placed_after(self.new_images, length))
@@ -70,9 +74,8 @@ class TurnPrompt:
     @property
     def ids(self) -> list[int]:
         """All tokens that the engine is given."""
-        path, ids = self.parent.path if self.parent else [], list[int]()
-        ends = [*(turn.prompt.kept for turn in path[1:]), self.kept]
-        for turn, end in zip(path, ends[: len(path)], strict=True):
+        ids = list[int]()
+        for turn, end in self._earlier():
             ids += [*turn.prompt.new_ids, *turn.response.token_ids[:end].tolist()]
         return ids + self.new_ids
 

@@ -10,7 +10,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from mcore_rl.agents.agent_session import AgentSession
-from mcore_rl.agents.messages import BadRequest, for_clients, images_for_clients
+from mcore_rl.agents.messages import BadRequest, for_clients, images_in
 from mcore_rl.agents.programs import GRACE_SECONDS, ProgramError, programs_of
 from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.agents.sessions import Session, SessionLimits, Sessions
@@ -120,7 +120,7 @@ class AgentWorker(RolloutWorker):
             session = self.sessions.begin(rollout.sample_id, prompt.record, messages, greedy)
             if session.tree.images is not None:  # as long as the trainer may read them
                 weakref.finalize(rollout, session.tree.images.remove)
-                session.tree.images.trust(part["image_url"]["url"] for part in images_for_clients(messages))
+                session.tree.images.trust(part["image_url"]["url"] for part in images_in(messages, "image_url"))
             try:
                 await self._run_program(session)
             finally:

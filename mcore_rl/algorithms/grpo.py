@@ -434,8 +434,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         own, held = [rollouts.own[place] for place in led], all_rows.of_rollouts(led)
         batch = to_batch(own, pad, recorded)
         has_sessions = self.config.environment.name == "agent" and reads_images(self.inputs.tokenizer)
-        prompts, train = [rollouts.outcomes[n].prompt for n in all_rows.rollout_of], self.inputs.train
-        images_of = images_of_sessions(own, held, topology) if has_sessions else images_of_prompts(prompts, train)
+        of_prompts = images_of_prompts(rollouts, all_rows, self.inputs.train)
+        images_of = images_of_sessions(own, held, topology) if has_sessions else of_prompts
         batch.update(images_of(held))
         if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))

@@ -307,7 +307,7 @@ class ImageReader:
             return replace(source, start=start)
         content, path = content_of(source)
         grid, digest = self._grid(decoded(content)), hashlib.sha256(content).hexdigest()
-        return PlacedImage(start, grid, digest, str(path or _store(content, (stored or self.stored) / digest)))
+        return PlacedImage(start, grid, digest, str(path or store_image(content, (stored or self.stored) / digest)))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -363,7 +363,8 @@ class ImageReader:
         return buffer.getvalue()
 
 
-def _store(content: bytes, path: Path) -> Path:
+def store_image(content: bytes, path: Path) -> Path:
+    """Write an encoded image to `path`, unless the file exists; return the absolute path."""
     path = path.absolute()
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

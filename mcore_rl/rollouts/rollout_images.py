@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.images import store_image
 from mcore_rl.data.token_store import images_column
 from mcore_rl.distributed.collectives import gather_from_replicas
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.rollouts.samples import Rollout, TokenRow
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RowsOfRollouts, TokenRow
 
 ImagesOfRows = Callable[[Sequence[int]], dict[str, Any]]
 """Function from numbers of rows to their batch entry `images`; {} if they have no images."""
 
 
-def images_of_prompts(prompts: Sequence[int], dataset: PromptDataset) -> ImagesOfRows:
-    """Return the images of rows that have only those of their prompts.
-
-    Args:
-        prompts: for each row, the index of its prompt.
-    """
+def images_of_prompts(rollouts: RolloutBatch, rows: RowsOfRollouts, dataset: PromptDataset) -> ImagesOfRows:
+    """Return the images of rows that have only those of their prompts, which every rank knows."""
+    prompts = [rollouts.outcomes[rollout].prompt for rollout in rows.rollout_of]
     return lambda numbers: dataset.images_column([prompts[number] for number in numbers])
 
 
@@ -51,13 +47,7 @@ def keep_images(rollout: Rollout, temporary: Path, kept: Path) -> None:
     def place_of(path: Any) -> str:
         if not isinstance(path, str) or not Path(path).is_relative_to(temporary.absolute()):
             return path
-        destination = kept.absolute() / Path(path).name
-        if not destination.is_file():
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            partial = destination.with_suffix(f".{secrets.token_hex(8)}.partial")
-            shutil.copyfile(path, partial)
-            partial.replace(destination)
-        return str(destination)
+        return str(store_image(Path(path).read_bytes(), kept / Path(path).name))
 
     def with_places(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [

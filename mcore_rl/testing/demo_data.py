@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -142,6 +142,29 @@ def make_llama(tokenizer: Any, directory: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def word_tokenizer(words: Sequence[str], special: Sequence[str], chat_template: str) -> Any:
+    """Return a tokenizer with one token per word, for texts in which spaces separate the words.
+
+    Args:
+        words: the tokens after <|pad|>, <|end|> and <|unk|>, in the order of their ids.
+        special: those of them that are special tokens.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<|pad|>", "<|end|>", "<|unk|>", *words]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=list(special),
+        chat_template=chat_template,
+    )
 
 
 def make_qwen3_vl(tokenizer: Any, directory: Path, side: int) -> None:

@@ -37,7 +37,7 @@ from transformers.image_utils import load_image
 from vision_cases import IMAGE, VIDEO, make_model, plain_outcome, vision_config
 
 from mcore_rl.agents import session_images
-from mcore_rl.agents.messages import BadRequest, for_clients, from_anthropic, from_openai, images_for_clients
+from mcore_rl.agents.messages import BadRequest, for_clients, from_anthropic, from_openai, images_in
 from mcore_rl.agents.session_images import ImageStore
 from mcore_rl.config.environment import AgentImages
 from mcore_rl.data.chat import samples_images
@@ -403,7 +403,7 @@ def test_pictures_of_a_records_prompt_may_have_any_format_and_size(tokenizer, tm
     tree = new_tree(tokenizer, tmp_path / "images", limits=LIMITED)
     with pytest.raises(BadRequest, match=r"max_bytes"):
         asyncio.run(ask(tree, told))
-    tree.images.trust(part["image_url"]["url"] for part in images_for_clients(told))
+    tree.images.trust(part["image_url"]["url"] for part in images_in(told, "image_url"))
     assert len(asyncio.run(ask(tree, told)).images) == 1
 
 
